@@ -72,7 +72,10 @@ def policy_digest(policy: Policy) -> str:
     Where a source cannot be read, as of a class defined at a prompt, every process has another digest.
     """
     modules = dict.fromkeys(
-        kind.__module__ for kind in type(policy).__mro__[:-1] if kind.__module__.split(".")[0] not in _KNOWN
+        kind.__module__
+        for part in policy.parts
+        for kind in type(part).__mro__[:-1]
+        if kind.__module__.split(".")[0] not in _KNOWN
     )
     digest = hashlib.blake2s(digest_size=8)
     for name in modules:

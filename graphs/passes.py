@@ -24,9 +24,9 @@ prompt that is not split: of one token, with ``compile_regions=False``, or of a 
 ``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
 ``one_token``               decode: values recorded again for one token
-``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``rewrite_prefill``         a prompt that is not split: ``kvpass::site`` -> prefill ops with the cascade
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
+``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ==========================  =====================================================================================
 """
 
@@ -113,11 +113,9 @@ def phase_passes(
     passes = offset if one_token is None else [*offset, one_token]
     if phase == "prefill":
         return [*passes, partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy, ranks=ranks)]
-    if phase == "decode" and cpp:
-        passes = [*passes, decompose_linear_pass]
     impl = "cpp" if cpp else "eager"
     rewrite = partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl, ranks=ranks)
-    return [*passes, rewrite]
+    return [*passes, rewrite, *([decompose_linear_pass] if phase == "decode" and cpp else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ After, decode and extend::
 
 or, under a policy that evicts while decoding::
 
-    out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks)
+    out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks, entering)
 
 An attention op with a sliding window or chunks becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and
 extend, under every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its
@@ -95,9 +95,11 @@ class Rewriter:
             if location.ring:
                 return self._attend_ring(site, location, columns)
             layer, policy, ranks = location.layer, self.policy.spec, self.ranks.spec
-            if self.policy.decode_rule() is not None:
+            rule = self.policy.decode_rule()
+            if rule is not None:
                 held = location.buffers(EvictBuffers, self.state)
-                return self._call("attend_evict", *site.call, *held, layer, policy, self.impl, ranks)
+                entering = site.attention_input if rule.reads_tokens else None
+                return self._call("attend_evict", *site.call, *held, layer, policy, self.impl, ranks, entering)
             held = location.buffers(AppendBuffers, self.state)
             output = self._call("attend_cache", *site.call, *held, layer, self.impl)
             found = location.buffers(RecompressBuffers, self.state)

@@ -85,6 +85,8 @@ def compile(
             held so too. Layers with a sliding window stay in the dtype of the model.
         policy_options: options of the policy, see ``kvpass.POLICIES``. CAKE's ``tau1`` and ``tau2`` are looked up by
             the model's name and budget when both are left out; give them where none are published.
+            ``decode_policy``: a second policy, whose rule evicts while decoding after a prompt that this one cuts;
+            options that begin with ``decode_`` are its own.
     Raises:
         ValueError: an argument is out of range, or the model cannot be compiled: already compiled, in training mode,
             an encoder-decoder, no causal language model.

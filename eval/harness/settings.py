@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.environment import answering_digest
-from kvpass.policies import Policy, policy_class
+from kvpass.policies import PREFIX, Policy, policy_class
 
 
 def take_policy_options(
@@ -32,6 +32,7 @@ def take_policy_options(
     """
     kind = type(policy) if isinstance(policy, Policy) else policy_class(policy)
     options = [field.name for field in dataclasses.fields(kind)]
+    options += [name for name in arguments if name.startswith(PREFIX)]
     for name, value in arguments.items():
         if name not in harness and name not in options:
             near = difflib.get_close_matches(name, sorted({*own, *harness, *options}), n=1, cutoff=0.0)[0]

@@ -6,10 +6,11 @@ Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longes
 from __future__ import annotations
 
 import copy
+import json
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -747,5 +748,6 @@ def _name_and_differences(policy: Policy, other: Policy) -> str:
     """Return the name of a policy, with the options that differ where ``other`` has the same name."""
     if policy.name != other.name:
         return repr(policy.name)
-    options = asdict(policy).items() - asdict(other).items()
-    return f"{policy.name!r} with " + ", ".join(f"{name}={value!r}" for name, value in sorted(options))
+    theirs = json.loads(other.spec)
+    options = [(name, value) for name, value in sorted(json.loads(policy.spec).items()) if theirs[name] != value]
+    return f"{policy.name!r} with " + ", ".join(f"{name}={value!r}" for name, value in options)

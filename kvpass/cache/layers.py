@@ -28,7 +28,7 @@ from kvpass.operands import (
     written_in,
 )
 from kvpass.ops import entry_formats
-from kvpass.ops.evict import SLOT_POSITION, first_slots
+from kvpass.ops.evict import SLOT_POSITION, SLOT_STATE, first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
@@ -260,9 +260,11 @@ class FullAttentionLayers(CachePart):
                 pool_v=prompt.pool_k[..., columns_of_values], tail_v=prompt.tail_k[..., columns_of_values]
             )
         self.table, self.decode_state = first_slots(prompt, first, columns, min(self.policy.window, columns))
+        if rule.starts_at_zero:
+            self.decode_state[SLOT_STATE].zero_()  # there were the scores, if layers competed
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
-        self.quota = torch.stack([self.policy.decode_quota(layer, prompt.entries, available) for layer in kept])
+        self.quota = self.policy.decode_quota(kept, prompt.entries, available, self.ranks).contiguous()
         self.next_position = columns - first
         occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
         needed = rule.slots_needed(self.quota, occupied) - kept

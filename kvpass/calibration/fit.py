@@ -8,9 +8,11 @@ weighed by norms. Only sums over tokens of ``x x'`` and ``x y'`` are held, in fp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from transformers.pytorch_utils import Conv1D
 
 from kvpass.cache.fingerprint import weights_digest
+from kvpass.cache.replace_file import replacing
 from kvpass.calibration.texts import generated_texts
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import kvpass_attention
@@ -34,6 +37,7 @@ from kvpass.policies.replay import Replayed, most_attended
 from kvpass.progress import progress_bar, progress_console
 
 _NAME = "kvpass_calibration"
+_TEXTS = "kvpass_texts"
 _REQUEST = "\n\nRepeat the previous context exactly."
 _MARK = "\ufffckvpass text\ufffc"
 _SKIPPED = 4
@@ -69,7 +73,7 @@ class Calibration:
         tensors = {SHARES: self.head_shares, "r2": self.r2}
         for layer, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
             tensors |= {f"module_list.{layer}.weight": weight, f"module_list.{layer}.bias": bias}
-        told = {MODEL: self.model, "kvpass_texts": self.texts, "fitted_tokens": str(self.fitted)}
+        told = {MODEL: self.model, _TEXTS: self.texts, "fitted_tokens": str(self.fitted)}
         save_file({name: x.float().contiguous().cpu() for name, x in tensors.items()}, path, metadata=told)
 
 
@@ -80,6 +84,7 @@ def calibrate(
     texts: Sequence[str] | None = None,
     tokens: int = 1000,
     ridge: float = 30.0,
+    resume: str | Path | None = None,
 ) -> Calibration:
     """Fit the maps of policy ``kvzap`` for a model: ``kvpass.calibrate(model, tokenizer).save("kvzap.safetensors")``.
 
@@ -90,6 +95,8 @@ def calibrate(
         texts: what to fit on, as mixed as what will be compressed; None: generated ones. Eight pieces or more.
         tokens: of a piece; longer texts are cut into several. Scores depend on it: about the length to be compressed.
         ridge: added to the diagonal of ``x x'``, summed over tokens.
+        resume: file that Ctrl-C leaves, from which the next call with the same model and texts goes on, and which is
+            removed at the end.
     Raises:
         ValueError: an argument is out of range, too little text, or a model whose attention layers are not called
             through transformers' interface.
@@ -106,32 +113,38 @@ def calibrate(
     fitted = [piece for number, piece in enumerate(pieces) if number % _HELD_OUT != _HELD_OUT - 1]
     if not held_out:
         raise ValueError(f"texts: {len(pieces)} pieces of {tokens} tokens; at least {_HELD_OUT} are needed")
-    sums, told = list[_Sums](), list[_Told]()
-    shares = list[Tensor]()
+    digests = {
+        MODEL: weights_digest(model, {}, rounded=True),
+        _TEXTS: hashlib.sha256(repr(pieces).encode()).hexdigest(),
+    }
+    of = digests | {"ridge": str(ridge)}
+    seen = _Seen() if resume is None else _Seen.resumed(Path(resume), of, model.device)
     with _observed(model) as run, progress_bar(progress_console()) as progress:
-        task = progress.add_task("calibrate", total=len(pieces))
-        for piece in fitted:
-            seen = run(piece)
-            sums = sums or [_Sums.of(layer) for layer in seen]
-            for layer, of_layer in zip(seen, sums, strict=True):
-                of_layer.add(layer)
-            shares.append(_shares(torch.stack([layer.y for layer in seen])))
-            progress.advance(task)
-        maps = [of_layer.solve(ridge) for of_layer in sums]
-        for piece in held_out:
-            seen = run(piece)
-            told = told or [_Told.of(layer) for layer in seen]
-            for layer, found, fit in zip(seen, told, maps, strict=True):
-                found.add(layer.y, layer.x @ fit[0].T + fit[1])
-            progress.advance(task)
+        task = progress.add_task("calibrate", total=len(pieces), completed=seen.pieces)
+        try:
+            for piece in fitted[seen.pieces :]:
+                with _counted_whole(run(piece)) as layers:
+                    seen.fit(layers)
+                progress.advance(task)
+            maps = [of_layer.solve(ridge) for of_layer in seen.sums]
+            for piece in held_out[seen.pieces - len(fitted) :]:
+                with _counted_whole(run(piece)) as layers:
+                    seen.tell(layers, maps)
+                progress.advance(task)
+        except KeyboardInterrupt:
+            if resume is not None and seen.pieces:
+                seen.save(Path(resume), of)
+            raise
+    if resume is not None:
+        Path(resume).unlink(missing_ok=True)
     return Calibration(
         weight=torch.stack([weight for weight, _ in maps]),
         bias=torch.stack([bias for _, bias in maps]),
-        head_shares=torch.stack(shares).mean(0),
-        r2=torch.stack([found.r2 for found in told]),
-        model=weights_digest(model, {}, rounded=True),
-        texts=hashlib.sha256(repr(pieces).encode()).hexdigest(),
-        fitted=int(sums[0].count),
+        head_shares=torch.stack(seen.shares).mean(0),
+        r2=torch.stack([found.r2 for found in seen.told]),
+        model=digests[MODEL],
+        texts=digests[_TEXTS],
+        fitted=int(seen.sums[0].count),
     )
 
 
@@ -238,6 +251,61 @@ class _Told:
     @property
     def r2(self) -> Tensor:
         return 1 - self.error / (self.yy - self.y.square() / self.count).clamp(min=1e-12)
+
+
+@dataclass
+class _Seen:
+    """What the pieces so far gave: sums of each layer, shares of heads in each fitted piece; ``pieces``: how many."""
+
+    sums: list[_Sums] = field(default_factory=list)
+    told: list[_Told] = field(default_factory=list)
+    shares: list[Tensor] = field(default_factory=list)
+    pieces: int = 0
+
+    def fit(self, layers: Sequence[_Layer]) -> None:
+        self.sums = self.sums or [_Sums.of(layer) for layer in layers]
+        for layer, of_layer in zip(layers, self.sums, strict=True):
+            of_layer.add(layer)
+        self.shares.append(_shares(torch.stack([layer.y for layer in layers])))
+        self.pieces += 1
+
+    def tell(self, layers: Sequence[_Layer], maps: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.told = self.told or [_Told.of(layer) for layer in layers]
+        for layer, found, fit in zip(layers, self.told, maps, strict=True):
+            found.add(layer.y, layer.x @ fit[0].T + fit[1])
+        self.pieces += 1
+
+    def save(self, path: Path, of: Mapping[str, str]) -> None:
+        parts = {"sums": list(map(vars, self.sums)), "told": list(map(vars, self.told))}
+        with replacing(path) as file:
+            torch.save({"of": dict(of), **vars(self), **parts}, file)
+
+    @classmethod
+    def resumed(cls, path: Path, of: Mapping[str, str], device: torch.device) -> _Seen:
+        """Return what a file of :meth:`save` holds, or nothing if it is of another model, other texts or options."""
+        if not path.is_file():
+            return cls()
+        held = torch.load(path, map_location=device, weights_only=True)
+        if held.pop("of") != of:
+            return cls()
+        held["sums"], held["told"] = [_Sums(**x) for x in held["sums"]], [_Told(**x) for x in held["told"]]
+        return cls(**held)
+
+
+@contextmanager
+def _counted_whole(layers: list[_Layer]) -> Iterator[list[_Layer]]:
+    """Put off Ctrl-C until the block has ended, so that no sum lacks a part of a piece."""
+    if threading.current_thread() is not threading.main_thread():
+        yield layers
+        return
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield layers
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _shares(y: Tensor) -> Tensor:

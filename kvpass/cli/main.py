@@ -379,10 +379,12 @@ def calibrate(
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
 
-    with _interruptible("nothing is written; the same command begins again"), _bad_values():
+    left = output.with_name(f"{output.name}.partial")
+    with _interruptible(f"{left} holds what is done; the same command goes on"), _bad_values():
         read = None if texts is None else [_text(path) for path in sorted(texts.glob("*.txt"))]
         _make_folder("output", output.parent)
-        made = fit(*load_model(model, dtype=dtype, device=device), texts=read, tokens=tokens, ridge=ridge)
+        loaded = load_model(model, dtype=dtype, device=device)
+        made = fit(*loaded, texts=read, tokens=tokens, ridge=ridge, resume=left)
         made.save(output)
     Console().print(
         f"R2 {float(made.r2.mean()):.2f} in texts held out, lowest of a layer {float(made.r2.mean(1).min()):.2f}"

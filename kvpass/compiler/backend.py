@@ -297,7 +297,7 @@ class PhaseCompiler:
         cache, cpp = call.cache, self.compiler == "inductor"
         passes = phase_passes(phase, nodes, layout, cache.policy, one_token, cpp=cpp, ranks=cache.ranks)
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
-        sites = rewritten[-1].sites
+        sites = len(find_sites(captured.gm))
         in_parts = self.regions is True or (self.regions == "auto" and self._pays(phase, sites, device))
         one_row = phase == "decode" and device.type == "cuda" and call.cache.batch_size == 1
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)

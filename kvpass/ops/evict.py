@@ -18,7 +18,7 @@ from kvpass.ops import reference
 from kvpass.ops.entry_formats import dequantise
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import Slots, quota_now
+from kvpass.policies.decode_rules import Slots
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import is_rotated, rotated_back
 
@@ -35,12 +35,14 @@ def attend_evict(
     policy: Policy,
     implementation: ModuleType = reference,
     ranks: Ranks = ONE_PROCESS,
+    entering: Tensor | None = None,
 ) -> Tensor:
     """Attend pool and tail with T new tokens; after each one, evict by the policy's decode rule.
 
     Args:
         implementation: module whose ``attend_slots``, ``evict_lowest`` and ``pool_in_order`` do the work.
-        ranks: processes that share the heads of the layer.
+        ranks: processes that share the heads of the layer. entering: what enters the attention layer,
+            ``[B, T, hidden]`` or ``[B * T, hidden]``, for rules that read scores of tokens.
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q; a step's output uses the cache before that step's eviction.
     """
@@ -49,6 +51,10 @@ def attend_evict(
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
     (position, storage_order), (state, norm) = held.table[:, layer], held.decode_state[:, layer]
     outputs, tokens, quota = [], call.q.shape[2], held.quota[layer]
+    scores = None
+    if entering is not None:
+        x = entering.reshape(len(position), tokens, -1)
+        scores = policy.token_scores(x, layer, held.table.shape[1], position.shape[1], ranks)
     for step in range(tokens):
         now = held.next_position + step
         lines = SlotCache(*held[:5], position, SlotTables(storage_order, state, norm, now), *held[10:])
@@ -72,6 +78,7 @@ def attend_evict(
             implementation.pool_in_order,
             due=due,
             keys=_keys_of(held, layer, call.q.shape[3]) if rule.reads_keys else None,
+            token_scores=None if scores is None else scores[..., step],
             rows=rows,
             scale=call.scale,
             softcap=call.softcap,
@@ -79,7 +86,8 @@ def attend_evict(
         )
         worth, state_after = rule.observe(attention, before)
         state_after = state_after.contiguous()
-        keep = implementation.evict_lowest(worth, position, state_after, quota_now(quota, due, position), rule.window)
+        allowed = rule.quota_now(quota, due, worth, position)
+        keep = implementation.evict_lowest(worth, position, state_after, allowed, rule.window)
         order_after = rule.next_storage_order(worth, before, keep)
         if state_after is not state:
             state.copy_(state_after)

@@ -225,10 +225,10 @@ def score_rows(
         every = obs.all_heads(own)
         scored.append(F.pad(obs.real(every, float("-inf")), (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
-        if policy.compares_layers:
-            stats[DECODE_STATE, rows, :, column:] = obs.real(F.pad(own, (0, window), value=float("-inf")))
         if rule is not None:
             stats[DECODE_STATE, rows, :, column:] = obs.real(rule.start(obs))
+        if policy.compares_layers:
+            stats[DECODE_STATE, rows, :, column : n - window] = obs.real(own)
         layer_weight = policy.checked_weight(obs, obs.real(every))
         if layer_weight is not None:
             weight[rows] = layer_weight

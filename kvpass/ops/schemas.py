@@ -120,8 +120,16 @@ def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -
     return implementation(call.q, impl if few else "eager").attend_cache(centred(call, held, layer), held, layer)
 
 
-def _attend_evict(call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks) -> Tensor:
-    return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks)
+def _attend_evict(
+    call: Attention,
+    held: EvictBuffers,
+    layer: int,
+    policy: Policy,
+    impl: str,
+    ranks: Ranks,
+    entering: Tensor | None,
+) -> Tensor:
+    return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks, entering)
 
 
 def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from importlib.metadata import entry_points
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kvpass.config import Budget, BudgetLike
 from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
@@ -37,6 +37,7 @@ from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming_llm import StreamingLLM
 from kvpass.policies.tova import Tova
 from kvpass.policies.triattention import TriAttention
+from kvpass.policies.two_policies import PREFIX, TwoPolicies
 from kvpass.policies.vatp import Vatp
 
 __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "resolve_budget"]
@@ -85,10 +86,19 @@ def register_policy(policy: P) -> P:
 def resolve(policy: str | Policy, **options: object) -> Policy:
     """Return the policy with this name and options, or a given policy with these options changed.
 
+    With the option ``decode_policy``, a name or a policy, its decode rule takes over after the prompt; options that
+    begin with ``decode_`` are its own.
+
     Raises:
         ValueError: unknown name (the message gives the nearest), unknown option (the message gives the nearest and the
-            policy's own), or an option out of range.
+            policy's own), an option out of range, or two policies that do not go together.
     """
+    if isinstance(policy, TwoPolicies):
+        return resolve(policy.prompt, **{PREFIX + "policy": policy.decode, **options})
+    decode = _decode_options(options)
+    if decode:
+        then: Any = decode.pop("policy")
+        return TwoPolicies(prompt=resolve(policy, **options), decode=resolve(then, **decode))
     if isinstance(policy, Policy):
         _check_options(type(policy), options)
         return dataclasses.replace(policy, **policy.read(options))  # type: ignore[arg-type]
@@ -97,6 +107,20 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
     kind = policy_class(policy)
     _check_options(kind, options)
     return kind(**kind.read(options))  # type: ignore[arg-type]
+
+
+def _decode_options(options: dict[str, object]) -> dict[str, object]:
+    """Take the options of the policy for decoding out of others; its name is ``policy``.
+
+    Raises:
+        ValueError: there are some, and no policy.
+    """
+    found = {name.removeprefix(PREFIX): options.pop(name) for name in [*options] if name.startswith(PREFIX)}
+    if found.get("policy") is not None or not found:
+        return found
+    if found.keys() != {"policy"}:
+        raise ValueError(f"{PREFIX}{min(found.keys() - {'policy'})} is an option of decode_policy, which is not given")
+    return {}
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -142,9 +166,9 @@ def check_registered(policy: Policy) -> Policy:
     Raises:
         ValueError: another class, or none, is registered under its name.
     """
-    kind = type(policy)
-    if POLICIES.get(getattr(kind, "name", "")) is not kind:
-        raise ValueError(f"policy={policy!r}: {kind.__qualname__} is not registered: see kvpass.register_policy")
+    for kind in map(type, policy.parts):
+        if POLICIES.get(getattr(kind, "name", "")) is not kind:
+            raise ValueError(f"policy={policy!r}: {kind.__qualname__} is not registered: see kvpass.register_policy")
     return policy
 
 
@@ -158,9 +182,14 @@ def from_spec(spec: str) -> Policy:
     options = json.loads(spec)
     if not isinstance(options, dict):
         raise ValueError(f"policy={spec!r}: must be the spec of a policy")
-    kind = _known(options.pop("policy", None))  # the text may be of an untrusted file: import nothing that it names
-    _check_options(kind, options)
-    return kind(**options)
+
+    def made(given: dict[str, object]) -> Policy:
+        kind = _known(given.pop("policy", None))  # the text may be of an untrusted file: import nothing that it names
+        _check_options(kind, given)
+        return kind(**given)  # type: ignore[arg-type]
+
+    decode = _decode_options(options)
+    return TwoPolicies(prompt=made(options), decode=made(decode)) if decode else made(options)
 
 
 def _check_options(kind: type[Policy], options: dict[str, object]) -> None:

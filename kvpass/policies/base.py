@@ -20,7 +20,7 @@ from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,11 @@ class Policy(ABC):
     def __post_init__(self) -> None:
         check_options(self)
         if self.compares_layers:
-            if self.decode_rule() is not None:
+            rule = self.decode_rule()
+            if rule is not None and not rule.starts_at_scores:
                 raise ValueError(
-                    f"policy {self.name!r}: with GlobalLayers() decoding can only append, decode_rule() is None"
+                    f"policy {self.name!r}: with GlobalLayers() decoding can only append, decode_rule() is None, or "
+                    "the rule starts at the scores of the prompt"
                 )
             if self.heads() != AdaptiveHeads(0.0):
                 raise ValueError(f"policy {self.name!r}: GlobalLayers() needs heads() to be AdaptiveHeads(0.0)")
@@ -103,6 +105,11 @@ class Policy(ABC):
         scores = self.score(obs)
         self._check_shape("score() gave", scores, (obs.keys.shape[0], obs.kv_heads, obs.evictable))
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies that it is made of: itself, or one for the prompt and one for decoding."""
+        return (self,)
 
     @property
     def is_right_divided(self) -> bool:
@@ -225,13 +232,14 @@ class Policy(ABC):
         """Return the final schedule for reports; differs from :meth:`layer_budgets` if released code does."""
         return self.layer_budgets(weights, entries, available, kv_heads, weights.shape[1])
 
-    def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor) -> Tensor:
+    def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
         """Return how many entries a head may hold while decoding, besides those its decode rule protects.
 
         The quota of a prompt that fits in its budget is the budget; otherwise it is what prefill kept.
 
         Args:
-            kept: evictable entries that prefill kept, int64 ``[B, K]``. entries, available: int64 ``[B]``.
+            kept: evictable entries that prefill kept in each layer and head, int64 ``[L, B, K]``. entries, available:
+                int64 ``[B]``. ranks: processes that share the heads; ``kept`` is of those of this one.
         """
         return torch.where((available <= entries)[:, None], entries[:, None], kept)
 

@@ -15,6 +15,7 @@ from kvpass.policies.layer_splits import CakeLayers, LayerSplit, zero_unseen_lay
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
     ("llama-3.1-8b", 1024): (1.6, 0.4),
@@ -147,7 +148,7 @@ class Cake(Policy):
             return budgets
         return torch.where(self._spared(entries, available)[:, None], (entries * kv_heads)[:, None], budgets)
 
-    def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor) -> Tensor:
+    def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
         """As in the base class; the released code cuts such a prompt at the first new token."""
         if self.parity == "paper":
             return super().decode_quota(kept, entries, available)

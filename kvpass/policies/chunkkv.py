@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_int, option
+from kvpass.policies.options import check_bool, check_int, option
 from kvpass.policies.scheduler import invert
 from kvpass.policies.scores import Pool
 from kvpass.policies.snapkv import WindowAttention
@@ -24,7 +24,7 @@ class ChunkKV(WindowAttention):
 
     Positions before the window are divided into chunks of ``chunk``, the last one shorter. s is SnapKV's score, summed
     over all KV heads of the layer; a chunk's score is the mean of s over its positions. The best chunks stay, the same
-    in all heads.
+    in all heads; with ``each_head``, which is no rule of the paper, each head keeps those that are best by its own s.
 
     With ``spikes``, as in kvpress's entropy-gated form (which has chunks of 10 and 4 spikes): of a chunk whose score is
     at least the median, but the entropy of s within it, divided by its largest possible value, below the median, only
@@ -36,7 +36,7 @@ class ChunkKV(WindowAttention):
 
     Args:
         chunk: positions of a chunk. spikes: best positions of a chunk that is worth little but for them; 0: no chunk is
-            divided.
+            divided. each_head: each head has chunks of its own.
     """
 
     name: ClassVar[str] = "chunkkv"
@@ -46,10 +46,12 @@ class ChunkKV(WindowAttention):
     kernel_size: int = 5
     chunk: int = option(20, check_int, 1)
     spikes: int = option(0, check_int, 0)
+    each_head: bool = option(False, check_bool)
 
     def score(self, obs: Observation) -> Tensor:
-        """Return the negative place in the order of entry, the same for all heads."""
-        s = obs.all_heads(super().score(obs)).sum(1)
+        """Return the negative place in the order of entry."""
+        s = super().score(obs)
+        s = s.flatten(0, 1) if self.each_head else obs.all_heads(s).sum(1)  # a line for each choice
         m = s.shape[1]
         chunks = pad(s, (0, -m % self.chunk), value=-1.0).unflatten(1, (-(-m // self.chunk), self.chunk))
         inside, held = chunks.clamp(min=0), (chunks >= 0).sum(2)
@@ -62,7 +64,7 @@ class ChunkKV(WindowAttention):
             spiky = (worth >= _median(worth)) & (entropy < _median(entropy))
             later = place[0].numel() + _place(chunks.flatten(1)).view_as(place)
             place = torch.where(spiky[..., None] & (within >= self.spikes), later, place)
-        return -place.flatten(1)[:, None, :m].float().expand(-1, obs.kv_heads, -1)
+        return -place.flatten(1)[:, :m].float().unflatten(0, (len(obs.keys), -1)).expand(-1, obs.kv_heads, -1)
 
 
 def _place(x: Tensor) -> Tensor:

@@ -52,11 +52,6 @@ def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> T
     return (position >= 0) & (~compete | (rank < quota[:, :, None]))
 
 
-def quota_now(quota: Tensor, due: Tensor | None, position: Tensor) -> Tensor:
-    """Return the quota of a step: of heads that are not due as many entries as there are slots; int64 ``[B, K]``."""
-    return quota if due is None else torch.where(due, quota, position.shape[2])
-
-
 def pool_in_order(
     attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
@@ -90,6 +85,8 @@ class Slots:
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
         due: heads from which the step evicts, as :meth:`DecodeRule.due` says, bool ``[B, K]``; None: all.
         keys: for rules that say ``reads_keys``, ``[B, K, C, D]``, RoPE applied, anything in empty slots.
+        token_scores: for rules that say ``reads_tokens``, the policy's
+            :meth:`~kvpass.policies.base.Policy.token_scores` of the new token, fp32 ``[B, K]``.
         rows: for rules that have :attr:`DecodeRule.rows_per_head`, fp32 ``[B, K, G, rows, D]``, the new token included.
         scale, softcap: of the attention logits, as in :class:`~kvpass.policies.observation.Observation`.
         ranks: processes that share the heads of the layer; attention and slots are then of the heads of this process.
@@ -102,6 +99,7 @@ class Slots:
     pool_in_order: Callable[[Tensor, Tensor, Tensor, int, Pool, int, Group], Tensor] = pool_in_order
     due: Tensor | None = None
     keys: Tensor | None = None
+    token_scores: Tensor | None = None
     rows: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
@@ -151,9 +149,20 @@ class DecodeRule:
 
     reads_keys: ClassVar[bool] = False
     """Whether :attr:`Slots.keys` are read."""
+    reads_tokens: ClassVar[bool] = False
+    """Whether :attr:`Slots.token_scores` are read, of a policy that says ``scores_tokens``."""
+    reads_all_heads: ClassVar[bool] = False
+    """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
+    starts_at_scores: ClassVar[bool] = False
+    """Whether :meth:`start` gives the policy's scores, so that layers can compete by them (``GlobalLayers``)."""
 
     window: int = 0
     every: int = 1
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether :meth:`start` is that of this class, so that what layers compete by can be in its place before."""
+        return type(self).start is DecodeRule.start
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.
@@ -165,6 +174,14 @@ class DecodeRule:
                 ``[B, K]``.
         """
         return None if self.every == 1 else (position >= 0).sum(2) - quota >= self.window + self.every
+
+    def quota_now(self, quota: Tensor, due: Tensor | None, worth: Tensor, position: Tensor) -> Tensor:
+        """Return the quota of a step: of heads that are not due as many entries as there are slots; int64 ``[B, K]``.
+
+        Args:
+            quota, due, position: as in :meth:`due`. worth: scores from :meth:`observe`.
+        """
+        return quota if due is None else torch.where(due, quota, position.shape[2])
 
     def slots_needed(self, quota: Tensor, held: Tensor) -> Tensor:
         """Return the slots that a head needs, from its quota and the entries it holds, int64 of any shape."""
@@ -227,6 +244,8 @@ class RollingWindow(DecodeRule):
 @dataclass(frozen=True, kw_only=True)
 class LastQuery(DecodeRule):
     """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
+
+    reads_all_heads: ClassVar[bool] = True
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.decode_state), slots.decode_state

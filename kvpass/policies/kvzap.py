@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule, Slots, evictable_slots
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
-from kvpass.policies.options import check_choice, check_float, check_int, check_path, option
+from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_path, option
 from kvpass.policies.scheduler import invert
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 SHARES, MODEL = "head_shares", "kvpass_model"
 """Names in our files: the tensor of head shares, and the metadata with the digest of the model's weights."""
@@ -70,8 +71,13 @@ class KVzap(Policy):
     is kept follows from the text, and the budget is the most (1.0: all). The paper has -3 to -6 for Qwen3-8B and -6 to
     -9 for Llama-3.1-8B. A prompt's pool is as large as the budget until it has been read.
 
+    With ``evict_during_decode`` a token of an answer gets its score when it enters, and competes with the entries of
+    its head when it leaves the newest ``window``: the lowest score goes, so that each head keeps its size. With a
+    threshold, lower scores go whether there is room or not; what the prompt has left of the budget is room for others,
+    the same in each head.
+
     Departures: without a threshold the budget is met exactly. The first tokens are protected, since the fit leaves them
-    out. While decoding new tokens are only appended.
+    out; so is a prompt of one token.
 
     Args:
         window: newest tokens, always kept.
@@ -80,6 +86,7 @@ class KVzap(Policy):
         split: what competes: ``"layers"`` all entries, ``"heads"`` those of a layer, ``"none"`` those of a head, or
             ``"file"``: those of a head, which keeps its share by the file (``kvpass calibrate`` writes shares).
         threshold: lowest score that is kept, a logarithm; None: the budget alone decides. Needs ``split="layers"``.
+        evict_during_decode: False: decoding only appends. ``split="file"`` needs False.
     """
 
     name: ClassVar[str] = "kvzap"
@@ -95,6 +102,7 @@ class KVzap(Policy):
         "layers", check_choice, ("layers", "heads", "none", "file")
     )
     threshold: float | None = option(None, check_float, -math.inf)
+    evict_during_decode: bool = option(False, check_bool)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,6 +110,8 @@ class KVzap(Policy):
             raise ValueError("weights=None: must be a file of 'kvpass calibrate' for this model, or nvidia/KVzap-*")
         if self.threshold is not None and self.split != "layers":
             raise ValueError(f"threshold={self.threshold} with split={self.split!r}: must be with split='layers'")
+        if self.evict_during_decode and self.split == "file":
+            raise ValueError("evict_during_decode=True with split='file': must be with another split")
 
     def made_for(self) -> str | None:
         return self._surrogate(torch.device("cpu")).model
@@ -125,16 +135,11 @@ class KVzap(Policy):
 
     @takes_padding
     def score(self, obs: Observation) -> Tensor:
-        positions = obs.positions[..., : obs.evictable]
-        highest = torch.finfo(torch.float32).max / (positions + 2).clamp(min=1)
-        if obs.length == 1:  # a prompt of one token keeps it
-            return highest.expand(*obs.keys.shape[:2], -1)
-        scores = obs.token_scores[..., : obs.evictable]
-        first = positions < self.sinks
-        if self.split == "file":
-            ordered = torch.where(first, highest, scores).masked_fill(positions < 0, float("-inf"))
-            scores = self._by_shares(ordered, obs)
-        return torch.where(first, highest, scores)
+        positions, scores = obs.positions[..., : obs.evictable], prompt_scores(obs, self.sinks)[..., : obs.evictable]
+        if self.split == "file" and obs.length > 1:
+            shared = self._by_shares(scores.masked_fill(positions < 0, float("-inf")), obs)
+            scores = sinks_first(shared, positions, self.sinks)
+        return scores
 
     def _by_shares(self, scores: Tensor, obs: Observation) -> Tensor:
         """Return scores by which each head gets its share: entry r of a head has ``share / (r + 1 / 2)``.
@@ -157,6 +162,61 @@ class KVzap(Policy):
             return UniformLayers(self.parity)
         return GlobalLayers() if self.threshold is None else GlobalLayers(self.threshold)
 
+    def decode_rule(self) -> DecodeRule | None:
+        if not self.evict_during_decode:
+            return None
+        return OwnScores(window=self.window, sinks=self.sinks, threshold=self.threshold)
+
+    def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
+        """As in the base class; with a threshold what it has left of the budget is shared by all heads."""
+        if self.threshold is None:
+            return super().decode_quota(kept, entries, available)
+        every = ranks.gather(kept, 2)
+        heads = every.shape[0] * every.shape[2]
+        left = (entries * heads - every.sum((0, 2))).clamp(min=0)
+        return kept + left[:, None] // heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnScores(DecodeRule):
+    """KVzap while decoding: each entry keeps the score that it got as a new token; options as in :class:`KVzap`."""
+
+    reads_tokens: ClassVar[bool] = True
+    starts_at_scores: ClassVar[bool] = True
+
+    sinks: int
+    threshold: float | None
+
+    @takes_padding
+    def start(self, obs: Observation) -> Tensor:
+        return prompt_scores(obs, self.sinks)
+
+    def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        assert slots.token_scores is not None
+        now = slots.position.amax((1, 2), keepdim=True)
+        new = sinks_first(slots.token_scores[..., None], now, self.sinks)
+        state = torch.where(slots.position == now, new, slots.decode_state)
+        return state, state
+
+    def quota_now(self, quota: Tensor, due: Tensor | None, worth: Tensor, position: Tensor) -> Tensor:
+        if self.threshold is None:
+            return quota
+        enough = evictable_slots(position, self.window) & (worth >= self.threshold)
+        return torch.minimum(quota, enough.sum(2))
+
+
+def prompt_scores(obs: Observation, sinks: int) -> Tensor:
+    """Return the score of each token of a prompt, fp32 ``[B, K, N]``."""
+    if obs.length == 1:  # a prompt of one token keeps it
+        return sinks_first(obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32), obs.positions, 1)
+    return sinks_first(obs.token_scores, obs.positions, sinks)
+
+
+def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
+    """Return scores with those of the first tokens above all others, the lowest position highest."""
+    highest = torch.finfo(torch.float32).max / (positions + 2).clamp(min=1)
+    return torch.where(positions < sinks, highest, scores)
+
 
 def surrogate_of(path: str, device: torch.device) -> Surrogate:
     """Return the contents of a file, or of ``model.safetensors`` in a folder, on a device.
@@ -172,9 +232,9 @@ def surrogate_of(path: str, device: torch.device) -> Surrogate:
         raise ValueError(f"weights={path!r}: cannot be read: {error}") from None
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _loaded(path: str, changed: int, size: int, device: torch.device) -> Surrogate:
-    """Return the contents of a file, which is read again when it has changed."""
+    """Return the contents of a file, which is read again when it has changed; CUDA graphs may read the old ones."""
     with safe_open(path, "pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
         model = (file.metadata() or {}).get(MODEL)

@@ -13,7 +13,7 @@ from kvpass.config import Budget, BudgetLike, Geometry
 from kvpass.operands import PolicyInputs
 from kvpass.policies import parse_budget, resolve
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask, quota_now
+from kvpass.policies.decode_rules import DecodeRule, Slots, keep_mask
 from kvpass.policies.observation import Observation, projected_norms
 from kvpass.policies.options import check_float
 from kvpass.policies.replay import Replayed, most_attended
@@ -95,7 +95,8 @@ def plan(
             ``[L, D / 2]``; channels j and ``j + D / 2`` of queries and keys turn together.
         replays: for policies that read them, queries ``[L, B, H, T, D]`` and keys ``[L, B, K, T, D]`` of what runs
             behind the prompt; for those that weigh them also norms ``[L, B, T]``.
-        entering: for policies that score tokens by it, what enters the attention layers, ``[L, B, N, hidden]``.
+        entering: for policies that score tokens by it, what enters the attention layers, ``[L, B, N, hidden]``; of
+            ``N + S`` tokens where the decode rule reads it.
     Raises:
         ValueError: unknown policy or option, option or budget out of range, shapes that do not fit together, a value
             that is not finite, ``R < window``, ``N = 0``, no ``output_weights``, ``rope_frequencies``, ``replays`` or
@@ -124,15 +125,19 @@ def plan(
         chosen, layers, "output_weights", {"hidden": None, "H * Dv": heads * v.shape[4]}, output_weights
     )
     frequencies = _of_layers(chosen, layers, "rope_frequencies", {"D / 2": dim // 2}, rope_frequencies)
-    hidden = _of_layers(chosen, layers, "entering", {"B": batch, "N": length, "hidden": None}, entering)
+    rule = chosen.decode_rule()
+    more = 0 if decode is None or rule is None or not rule.reads_tokens else len(decode[0])
+    hidden = _of_layers(chosen, layers, "entering", {"B": batch, "N": length + more, "hidden": None}, entering)
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     attended = _attended(chosen, replays, q, k, v, projections, factor)
     parsed, entries = _entries(chosen, budget, k, v)
-    scored = [
+    every = [
         None if x is None else chosen.token_scores(x, layer, layers, kv_heads, ONE_PROCESS)
         for layer, x in enumerate(hidden)
     ]
+    scored = [None if found is None else found[..., :length] for found in every]
+    new_scores = [torch.stack([x[..., length:] for x in every if x is not None]).movedim(3, 0)] if more else []
     given = [
         PolicyInputs(weight, turns, entries.expand(batch), replayed=most, entered=found)
         for weight, turns, most, found in zip(projections, frequencies, attended, scored, strict=True)
@@ -148,7 +153,7 @@ def plan(
             )
             for i, asked in enumerate(given)
         ]
-        tokens = None if decode is None else tuple(tensor[:, :, row] for tensor in decode)
+        tokens = None if decode is None else tuple(tensor[:, :, row] for tensor in (*decode, *new_scores))
         rows.append(_plan_row(chosen, sites, entries, tokens))
     keep, scores, budgets, steps = zip(*rows, strict=True)
     kept = torch.cat(keep, 1)
@@ -169,7 +174,8 @@ def _plan_row(
     """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks.
 
     Args:
-        sites: the layers of one row. decode: further tokens of the row, as in :func:`plan`.
+        sites: the layers of one row. decode: queries, keys and values of further tokens of the row, as in :func:`plan`,
+            and their scores ``[S, L, 1, K]`` where the rule reads them.
     """
     layers, (_, kv_heads, length, _), window = len(sites), sites[0].keys.shape, sites[0].window
     available = torch.full_like(entries, length - window)
@@ -198,14 +204,13 @@ def _plan_row(
     if decode is not None:
         rule = policy.decode_rule()
         per_layer = []
+        quota = policy.decode_quota((keep & scored).sum(3), entries, available)
         for i, obs in enumerate(sites):
-            quota = policy.decode_quota((keep[i] & scored[i]).sum(2), entries, available)
             storage_order = _positions_of(keep[i])
             if rule is not None:
                 storage_order = rule.first_storage_order(scores[i], storage_order, entries)
-            per_layer.append(
-                decode_layer(rule, obs, keep[i], storage_order, quota, *(tensor[:, i] for tensor in decode))
-            )
+            tokens = (tensor[:, i] for tensor in decode)
+            per_layer.append(decode_layer(rule, obs, keep[i], storage_order, quota[i], *tokens))
         steps = torch.stack(per_layer, 1)
     return keep, scores.masked_fill(~scored, float("nan")), budgets, steps
 
@@ -219,6 +224,7 @@ def decode_layer(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
+    token_scores: Tensor | None = None,
 ) -> Tensor:
     """Entries of one layer after each of S decoded tokens, bool ``[S, B, K, N + S]``; slots are positions.
 
@@ -227,6 +233,7 @@ def decode_layer(
         keep: prompt entries that prefill kept, bool ``[B, K, N]``. storage_order: int64 ``[B, K, N]``.
         quota: entries a head may hold besides the newest ``rule.window``, int64 ``[B, K]``.
         queries, keys, values: of the new tokens, ``[S, B, heads, D]``.
+        token_scores: of these, for rules that read them, fp32 ``[S, B, K]``.
     """
     steps, length = queries.shape[0], obs.length
     live = pad(keep, (0, steps))
@@ -256,12 +263,13 @@ def decode_layer(
             value_norm,
             due=due,
             keys=k,
+            token_scores=None if token_scores is None else token_scores[s],
             rows=rows,
             scale=obs.scale,
             softcap=obs.softcap,
         )
         worth, decode_state = rule.observe(attention, slots)
-        live = keep_mask(worth, position, quota_now(quota, due, position), rule.window)
+        live = keep_mask(worth, position, rule.quota_now(quota, due, worth, position), rule.window)
         storage_order = rule.next_storage_order(worth, slots, live)
         masks.append(live)
     return torch.stack(masks)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import signal
 
 import pytest
 import torch
@@ -119,6 +122,42 @@ def test_the_maps_are_those_of_least_squares_and_r2_is_of_other_texts():
         threshold = y.flatten().sort(descending=True).values[y.numel() // 4]
         best += (y > threshold).sum(2) / (y > threshold).sum() / len(seen)
     torch.testing.assert_close(made.head_shares.float(), best, atol=1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("where", ["a piece", "its sums", "a piece held out"])
+def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
+    """Sums to the last bit, whether Ctrl-C comes while the model runs or while its layers are added."""
+    model, texts = tiny_model("llama", layers=2), [text[:200] for text in generated_texts(words=60, rounds=2)]
+    given = {"texts": texts, "tokens": 90, "ridge": 2.0}
+    expected = kvpass.calibrate(model, Letters(), **given)
+    pieces, left, calls = len(fit._pieces(Letters(), texts, 90)), tmp_path / "left", []
+    last = {"a piece": 3, "its sums": 3, "a piece held out": pieces - 1}[where]
+    run, add = fit._run, fit._Sums.add
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == last and where != "its sums":
+            raise KeyboardInterrupt
+        return run(*args)
+
+    def added(self, layer):
+        if len(calls) == last and where == "its sums":
+            os.kill(os.getpid(), signal.SIGINT)
+        add(self, layer)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fit, "_run", interrupted)
+        patch.setattr(fit._Sums, "add", added)
+        kvpass.calibrate(model, Letters(), **given, resume=left)
+    assert left.is_file()
+    other = kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}, resume=shutil.copy(left, tmp_path / "other"))
+    assert torch.equal(other.r2, kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}).r2), "it begins again"
+    monkeypatch.setattr(fit, "_run", lambda *args: calls.append(args) or run(*args))
+    found = kvpass.calibrate(model, Letters(), **given, resume=left)
+    assert len(calls) == pieces + (where != "its sums") and not left.exists()
+    for name in ("weight", "bias", "head_shares", "r2"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert (found.fitted, found.texts) == (expected.fitted, expected.texts)
 
 
 def test_a_file_serves_its_model_in_other_dtypes_and_no_other_model(tmp_path):

@@ -46,7 +46,7 @@ WEIGHTS = torch.randn(LAYERS, 12, KV_HEADS * GROUP * DIM, generator=torch.Genera
 """Output projections."""
 TURNS = (0.2 ** torch.arange(DIM // 2)).expand(LAYERS, -1)
 """Inverse frequencies of the rotary embeddings."""
-ENTERING = torch.randn(LAYERS, ROWS, TOKENS, 10, generator=torch.Generator().manual_seed(2))
+ENTERING = torch.randn(LAYERS, ROWS, TOKENS + 15, 10, generator=torch.Generator().manual_seed(2))
 """What enters attention."""
 
 
@@ -95,7 +95,9 @@ def recorded(
         most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
         asked = PolicyInputs(weights[layer], TURNS[layer], buffers.entries, replayed=most)
         if policy.scores_tokens:
-            asked = asked._replace(entered=policy.token_scores(ENTERING[layer], layer, LAYERS, heads, ranks))
+            asked = asked._replace(
+                entered=policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
+            )
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
@@ -187,7 +189,7 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
             "output_weights": WEIGHTS,
             "rope_frequencies": TURNS,
             "replays": [replayed(q, k)],
-            "entering": ENTERING,
+            "entering": ENTERING[:, :, :TOKENS],
         }
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
 
@@ -248,7 +250,10 @@ class Uneven(H2O):
 
 
 def evicting(name: str) -> Any:
-    return Uneven(window=6) if name == "uneven" else resolve(name, window=6, **OPTIONS.get(name, {}))
+    options = OPTIONS.get(name, {})
+    if name == "kvzap":
+        options = {**options, "split": "layers", "evict_during_decode": True, "threshold": -1.0}
+    return Uneven(window=6) if name == "uneven" else resolve(name, window=6, **options)
 
 
 def decoded(policy: Any, start: Tensor, ranks: Ranks, steps: int = 15) -> FullAttentionLayers:
@@ -260,12 +265,13 @@ def decoded(policy: Any, start: Tensor, ranks: Ranks, steps: int = 15) -> FullAt
         for layer in range(LAYERS):
             q, k, v = (x[layer, :, :, step : step + 1] for x in new)
             held = EvictBuffers(**store.cached_state)
-            evict.attend_evict(Attention(q, k, v, DIM**-0.5), held, layer, policy, ranks=ranks)
+            x = ENTERING[layer, :, TOKENS + step] if policy.scores_tokens else None
+            evict.attend_evict(Attention(q, k, v, DIM**-0.5), held, layer, policy, ranks=ranks, entering=x)
         store.advance(1)
     return store
 
 
-@pytest.mark.parametrize("name", ["tova", "cake", "uneven"])
+@pytest.mark.parametrize("name", ["tova", "cake", "uneven", "kvzap"])
 def test_threads_evict_together_what_one_evicts(name):
     policy, start = evicting(name), torch.tensor([0, 9])
     seen, meeting = TOKENS + 15 - start, Meeting()
@@ -288,7 +294,7 @@ def of_file(store: FullAttentionLayers, start: Tensor) -> dict[str, Tensor]:
     return {"start": start, **{f"store0_{name}": x for name, x in store.saved.items()}}
 
 
-@pytest.mark.parametrize("name", ["tova", "uneven"])
+@pytest.mark.parametrize("name", ["tova", "uneven", "kvzap"])
 def test_a_file_of_threads_that_evict_is_that_of_one(name):
     policy, start = evicting(name), torch.tensor([0, 9])
     parts = in_threads(lambda ranks: decoded(policy, start, ranks))

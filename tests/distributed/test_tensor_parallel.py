@@ -169,6 +169,7 @@ def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
         ("llama", "tova", {}),
         ("llama", "r_kv", {}),
         ("llama", "triattention", {}),
+        ("llama", "kvzap", {}),
         ("gpt_oss", "lava", {}),
     ],
 )

@@ -32,7 +32,7 @@ CASES = {
     "chunks": ("llama4", "lava", {}),
     "compressed again": ("llama", "lava", {"recompress": "every_turn"}),
     "replays": ("gpt_oss", "kvzip", {"window": 0, "prompt_ids": (5, 6, 7), "chunk": 12, "overlap": 5}),
-    "scores of tokens": ("llama", "kvzap", {"weights": kvzap_file(2)}),
+    "scores of tokens": ("llama", "kvzap", {"weights": kvzap_file(2), "evict_during_decode": True}),
     **{f"states of {family}": (family, "lava", {}) for family in (HYBRIDS if HAS_STATES else ())},
 }
 QUICK = ["lava", "no window", "evicts, tables", "evicts, reads queries", "ring, evicts", "only rings"]

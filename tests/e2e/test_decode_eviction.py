@@ -16,7 +16,7 @@ from kvpass.policies.triattention import save_statistics
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import pairwise, quick
-from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
@@ -27,6 +27,8 @@ RULES = {
     "r_kv": {"window": 6, "buffer": 5},
     "triattention": {"buffer": 5},
 }
+OF_TOKENS = {"kvzap": {"window": 6, "weights": kvzap_file(2), "evict_during_decode": True}}
+"""Compared with scores by hand in test_kvzap.py; of two layers."""
 BUDGET, STEPS = 16, 24
 
 
@@ -203,9 +205,9 @@ def test_all_but_the_ids_keeps_its_size_for_any_output_length(backend):
     assert [record.phase for record in fast.report().compiled] == ["prefill", "decode"]
 
 
-@pytest.mark.parametrize("policy", list(RULES))
+@pytest.mark.parametrize("policy", [*RULES, *OF_TOKENS])
 def test_several_tokens_at_once_evict_as_one_after_another(policy):
-    fast = compiled(policy=policy, **RULES[policy])
+    fast = compiled(policy=policy, **(RULES | OF_TOKENS)[policy])
     ids, new = random_ids(2, 40), random_ids(2, 7, seed=1)
     together, single = fast(ids).past_key_values, fast(ids).past_key_values
     logits = fast(new, past_key_values=together).logits
@@ -214,9 +216,9 @@ def test_several_tokens_at_once_evict_as_one_after_another(policy):
     assert torch.equal(together.positions, single.positions)
 
 
-@pytest.mark.parametrize("policy", list(RULES))
+@pytest.mark.parametrize("policy", [*RULES, *OF_TOKENS])
 def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
-    fast = compiled(policy=policy, **RULES[policy])
+    fast = compiled(policy=policy, **(RULES | OF_TOKENS)[policy])
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 21, 9)]
     new = random_ids(3, 20, seed=1)
     ids, mask = left_pad(prompts)

@@ -106,7 +106,7 @@ def test_opcheck_attend_evict(impl):
     policy = resolve("h2o", window=2).spec
     held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
     torch.library.opcheck(
-        OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec)
+        OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec, None)
     )
 
 

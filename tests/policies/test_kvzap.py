@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kvpass
+from kvpass.compiler import backend
 from kvpass.policies.plan import plan
+from masked_oracle import MaskedOracle, Transcript, kept_columns
 from tiny_models import VOCABULARY, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 LAYERS, KV_HEADS, HIDDEN, WINDOW, SINKS, BUDGET = 3, 2, 64, 5, 3, 12
@@ -170,6 +172,105 @@ def test_contract_10_a_threshold_is_for_scores_that_mean_the_same_in_every_text(
     for split in ("heads", "none", "file"):
         with pytest.raises(ValueError, match=f"threshold=-5 with split='{split}': must be with split='layers'"):
             kvpass.policies.KVzap(weights="x", split=split, threshold=-5)
+
+
+def held_by_hand(scores: Tensor, first: Tensor, quota: list[int], threshold: float, tokens: int) -> list[Tensor]:
+    """Entries of one row after each token of an answer: keep masks ``[L, K, N]``.
+
+    Args:
+        scores: of prompt and answer, ``[L, K, N]``. first: keep mask of the prompt, ``[L, K, tokens]``. quota: of each
+            head, besides the window.
+    """
+    layers, kv_heads, n = scores.shape
+    lines = [set(first[divmod(i, kv_heads)].nonzero().flatten().tolist()) for i in range(layers * kv_heads)]
+    masks = []
+    for now in range(tokens, n):
+        mask = torch.zeros(scores.shape, dtype=torch.bool)
+        for i, line in enumerate(lines):
+            worth = scores[divmod(i, kv_heads)].tolist()
+            line.add(now)
+            older = sorted((p for p in line if p <= now - WINDOW), key=lambda p: -worth[p])
+            line -= set(older[quota[i] :]) | {p for p in older if worth[p] < threshold}
+            mask[divmod(i, kv_heads)][list(line)] = True
+        masks.append(mask)
+    return masks
+
+
+@pytest.mark.parametrize("split", ["layers", "heads", "none", "threshold"])
+@torch.no_grad()
+def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
+    """Hundreds of tokens; what enters attention is that of an uncompressed model whose tokens see as much."""
+    maps = load_file(kvzap_file())
+    weight, bias = (torch.stack([maps[f"module_list.{i}.{x}"] for i in range(LAYERS)]) for x in ("weight", "bias"))
+    threshold = 15.0 if split == "threshold" else None
+    options = {"window": WINDOW, "sinks": SINKS, "weights": kvzap_file(), "threshold": threshold}
+    options |= {"split": "layers" if threshold else split, "evict_during_decode": True}
+    model = tiny_model("llama", layers=LAYERS, vocab_size=512)
+    fast = kvpass.compile(model, policy="kvzap", budget=BUDGET, backend="eager", **options)
+    steps, lengths = 300, (41, 19, 9)
+    texts = [torch.randperm(512)[: n + steps] for n in lengths]  # equal tokens have equal scores
+    ids, mask = left_pad([tokens[:-steps] for tokens in texts])
+    cache = fast(ids, attention_mask=mask).past_key_values
+    text = Transcript(MaskedOracle(model), ids, mask, LAYERS, KV_HEADS)
+    found, sizes = [kept_columns(cache, ids.shape[1])], set()
+    for token in torch.stack([tokens[-steps:] for tokens in texts]).split(1, 1):
+        text.append(token, kept_columns(cache, text.ids.shape[1]))
+        fast(token, past_key_values=cache)
+        found.append(kept_columns(cache, text.ids.shape[1]))
+        sizes.add(cache.nbytes - cache.ids.nbytes)
+    entered: list[Tensor] = []
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, given: entered.append(given["hidden_states"]), with_kwargs=True
+        )
+        for layer in text.oracle.model.model.layers
+    ]
+    text.logits()
+    for hook in hooks:
+        hook.remove()
+    scores = (torch.stack(entered, 1) @ weight.mT + bias[:, None]).transpose(2, 3)
+    for row, n in enumerate(lengths):
+        own, pad = scores[row, ..., -n - steps :].clone(), ids.shape[1] - n
+        own[..., :SINKS] = torch.tensor([3e38, 2e38, 1e38])
+        first = found[0][row, ..., pad:]
+        kept = first.sum(-1) - WINDOW
+        quota = kept + ((BUDGET - WINDOW) * kept.numel() - kept.sum()) // kept.numel()
+        x = torch.stack(entered)[:, row : row + 1, -n - steps :]
+        prompt, new = torch.randn(LAYERS, 1, KV_HEADS, n + steps, 4).split([n, steps], 3)
+        decode = (new.permute(3, 0, 1, 2, 4),) * 3
+        planned = plan("kvzap", *[prompt] * 3, budget=BUDGET, decode=decode, entering=x, **options)
+        wanted = held_by_hand(own, first, quota.flatten().tolist(), -1e9 if threshold is None else threshold, n)
+        for step, (now, expected) in enumerate(zip(found[1:], wanted, strict=True)):
+            assert torch.equal(now[row, ..., pad:], expected[..., : n + step + 1]), f"row {row}, step {step}"
+            assert torch.equal(planned.decode_keep[step, :, 0], expected), f"row {row}, step {step} of the plan"
+        if split in ("layers", "heads") and n > BUDGET:
+            assert len(set(kept.flatten().tolist())) > 1, "heads are ragged"
+        held = wanted[-1].sum(-1)
+        assert bool((held == quota + WINDOW).all()) == (threshold is None), "the threshold decides"
+    assert len(sizes) <= 2, "the tail grows once, up to its bound"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype, monkeypatch):
+    """As steps of one row on a CPU are compiled."""
+    model, found, passes = tiny_model("llama", layers=2).to(dtype), [], backend.phase_passes
+    for cpp in (False, True):
+        with monkeypatch.context() as patch:
+            if cpp:
+                patch.setattr(backend, "phase_passes", lambda *args, cpp, **given: passes(*args, cpp=True, **given))
+            given = {"budget": BUDGET, "weights": kvzap_file(2), "window": WINDOW, "evict_during_decode": True}
+            fast = kvpass.compile(model, policy="kvzap", backend="eager", **given)
+            found.append(fast(random_ids(1, 30)).past_key_values)
+            for step in range(20):
+                fast(random_ids(1, 1, seed=step), past_key_values=found[-1])
+        names = [record.name for record in fast.report().compiled[-1].passes]
+        assert ("decompose_linear" in names) == cpp
+    assert torch.equal(found[0].positions, found[1].positions)
+
+
+def test_contract_10_heads_with_shares_of_the_file_do_not_evict_while_decoding():
+    with pytest.raises(ValueError, match="evict_during_decode=True with split='file': must be with another split"):
+        kvpass.policies.KVzap(weights="x", split="file", evict_during_decode=True)
 
 
 def test_one_prefill_fills_caches_of_it_and_of_others():

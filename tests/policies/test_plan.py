@@ -49,7 +49,7 @@ VARIANTS = [
     ("ada_snapkv", {"critical": True}),
     ("compactor", {"sinks": 2, "chunk": 5, "alpha": 1.0, "blend": 0.5}),
     ("dropkv", {"form": "caote", "alpha": 0.2}),
-    *(("chunkkv", {"chunk": 4, "spikes": spikes}) for spikes in (0, 2)),
+    *(("chunkkv", {"chunk": 4, "spikes": spikes, "each_head": bool(spikes)}) for spikes in (0, 2)),
     *(("kvzip", {"split": split, "sinks": 2}) for split in ("heads", "none")),
 ]
 EVICTING = [
@@ -397,6 +397,27 @@ def test_r_kv_equals_a_brute_force(length, block, monkeypatch):
         assert cuts == (4 if length > budget else 2)
 
 
+def test_r_kv_after_another_policy_equals_a_brute_force():
+    """Each head gathers a buffer beside what the prompt's policy left it, and its window takes the other's place."""
+    q, k, v = (x.double() for x in tensors(8, layers=2, length=20))
+    decode = tuple(x.double() for x in new_tokens(8, 30, (q, k, v)))
+    options = {"kernel_size": 3, "importance": 0.4, "threshold": 0.6}
+    given = {"decode_policy": "r_kv", "decode_window": 2, "decode_buffer": 3}
+    given |= {f"decode_{name}": value for name, value in options.items()}
+    found = plan("lava", q, k, v, budget=10, decode=decode, window=4, **given)
+    assert found.lengths.unique().numel() > 1
+    for layer, head in np.ndindex(2, 2):
+        keys = torch.cat([k[layer, 0, head], decode[1][:, layer, 0, head]])
+        queries = torch.cat([q[layer, 0], decode[0][:, layer, 0].transpose(0, 1)], 1)[2 * head : 2 * head + 2]
+        held = found.keep[layer, 0, head].nonzero().flatten().tolist()
+        most = len(held)
+        for now in range(20, 50):
+            held.append(now)
+            if len(held) == most + 3:
+                held = r_kv_by_hand(keys, queries[:, now - 1 : now + 1].transpose(0, 1), held, 2, most, options)
+            assert found.decode_keep[now - 20, layer, 0, head].nonzero().flatten().tolist() == held, (layer, head, now)
+
+
 @pytest.mark.parametrize("how", [("mean", "max"), ("max", "mean")], ids="-".join)
 def test_triattention_equals_a_brute_force(how):
     """The paper's form: keys turned back by their positions, and cosines of distances and phases."""
@@ -437,12 +458,29 @@ def test_triattention_equals_a_brute_force(how):
             assert kept[layer, 0, head].nonzero().flatten().tolist() == held, (layer, head, step)
 
 
-@pytest.mark.parametrize("name", ["tova", "h2o", "cake"])
-def test_decode_rules_equal_a_brute_force(name):
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        *((name, None) for name in ("tova", "h2o", "cake")),
+        ("h2o", "lava"),
+        ("cake", "lava"),
+        ("cake", "layer_defensivekv"),
+    ],
+)
+def test_decode_rules_equal_a_brute_force(name, prompt):
+    """Alone, and after a prompt of which another policy keeps some, unequal numbers in heads and layers."""
     q, k, v = tensors(8, layers=2, length=20)
-    decode = new_tokens(8, 5, (q, k, v))
+    decode = new_tokens(8, 5 if prompt is None else 60, (q, k, v))
     window = 0 if name == "tova" else 3
-    found = plan(name, q, k, v, budget=8, decode=decode, window=window, **(TAUS if name == "cake" else {}))
+    options = {"window": window, **(TAUS if name == "cake" else {})}
+    if prompt is not None:
+        own = {f"decode_{option}": value for option, value in options.items()}
+        options = {"window": 4, "decode_policy": name, **own}
+    asked = {"output_weights": output_weights(q, v)} if prompt == "layer_defensivekv" else {}
+    found = plan(prompt or name, q, k, v, budget=8, decode=decode, **options, **asked)
+    if prompt is not None:
+        assert torch.equal(found.keep, plan(prompt, q, k, v, budget=8, window=4, **asked).keep)
+        assert found.lengths.unique().numel() > 1
     for step, layer, live in decode_by_hand(name, found, q, k, v, decode, window):
         for head, positions in enumerate(live):
             assert found.decode_keep[step, layer, 0, head].nonzero().flatten().tolist() == positions, (

@@ -333,6 +333,9 @@ def test_chunkkv_keeps_chunks_by_their_mean_and_cuts_the_last_one(chunk, spikes)
         kept = plan("chunkkv", q, k, v, budget=W + n, **given).keep[0, 0, :, :36]
         assert {*kept[0].nonzero().flatten().tolist()} == chunks_kept(base[0].sum(0).tolist(), chunk, spikes, n)
         assert torch.equal(kept, kept[:1].expand(K, -1))
+        kept = plan("chunkkv", q, k, v, budget=W + n, each_head=True, **given).keep[0, 0, :, :36]
+        for head, own in enumerate(base[0].tolist()):
+            assert {*kept[head].nonzero().flatten().tolist()} == chunks_kept(own, chunk, spikes, n)
 
 
 def test_lagkv_scores_a_short_prompt_by_recency(obs):

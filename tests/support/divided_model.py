@@ -84,7 +84,9 @@ def with_policy(folder: Path, policy: str, **given: Any) -> Any:
     if policy == "full":
         fast.set_policy(policy)
     else:
-        own = {"weights": str(folder / KVZAP)} if policy == "kvzap" else OPTIONS.get(policy, {})
+        own = OPTIONS.get(policy, {})
+        if policy == "kvzap":
+            own = {"weights": str(folder / KVZAP), "evict_during_decode": True}
         fast.set_policy(policy, 24, window=WINDOW, **own)
     return fast
 

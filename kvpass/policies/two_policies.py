@@ -1,0 +1,145 @@
+"""Two policies: one for the prompt, and another's decode rule for what is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.decode_rules import DecodeRule
+from kvpass.policies.head_splits import HeadSplit
+from kvpass.policies.layer_splits import LayerSplit
+from kvpass.policies.observation import Observation
+from kvpass.policies.replay import Replay
+from kvpass.ranks import ONE_PROCESS, Ranks
+
+PREFIX = "decode_"
+"""Options of the policy for decoding have it before their names, ``decode_policy`` its name."""
+_APPEND = "evict_during_decode=False, where the policy has that option"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoPolicies(Policy):
+    """A policy for the prompt, and the decode rule of another one, which goes on with the cache as it is then.
+
+    Each head keeps the number of entries that it has after the prompt; the rule's ``window`` takes the place of the
+    prompt's, so the rest of the prompt's window competes with the other entries. What the rule must know of the prompt
+    it reads as it does of its own.
+
+    Args:
+        prompt: scores and divides the prompt; it must only append. decode: its decode rule is taken.
+    """
+
+    prompt: Policy
+    decode: Policy
+
+    def __post_init__(self) -> None:
+        prompt, decode = self.prompt, self.decode
+        flags = {
+            name: getattr(prompt, name) or getattr(decode, name)
+            for name in ("reads_projection", "reads_rotation", "scores_tokens", "of_one_model")
+        }
+        as_prompt = ("window", "parity", "needs_budget", "reads_replays", "weighs_replays", "needs_question")
+        flags |= {name: getattr(prompt, name) for name in as_prompt}
+        vars(self).update(flags, name=f"{prompt.name}+{decode.name}")
+        reason = self._refusal()
+        if reason is not None:
+            raise ValueError(f"policy {prompt.name!r} with decode_policy={decode.name!r}: {reason}")
+
+    def _refusal(self) -> str | None:
+        """Return why these two do not go together."""
+        prompt, decode, rule = self.prompt, self.decode, self.decode.decode_rule()
+        if not prompt.needs_budget:
+            return f"{prompt.name!r} keeps the whole prompt; take a policy with a budget"
+        if prompt.decode_rule() is not None:
+            return f"{prompt.name!r} evicts while decoding itself: give {_APPEND}"
+        if rule is None:
+            return f"{decode.name!r} only appends; take one that evicts while decoding"
+        if decode.parity == "code":
+            return "released rules (parity='code') are of one policy: give decode_parity='paper'"
+        if rule.window > prompt.window:
+            return f"decode_window={rule.window} must be at most the window of {prompt.name!r}, {prompt.window}"
+        if rule.reads_all_heads:
+            return f"{decode.name!r} keeps one set of entries in all heads of a layer, which the prompt's need not be"
+        if prompt.scores_tokens and decode.scores_tokens:
+            return "both score tokens by what enters attention: give evict_during_decode=True to the first"
+        if prompt.compares_layers and not rule.starts_at_zero:
+            return (
+                f"{decode.name!r} goes on with a number of each entry of the prompt, in whose place {prompt.name!r} "
+                "holds the scores by which it compares all layers"
+            )
+        return None
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        return self.prompt, self.decode
+
+    @cached_property
+    def spec(self) -> str:
+        options = json.loads(self.decode.spec)
+        return json.dumps(json.loads(self.prompt.spec) | {PREFIX + name: value for name, value in options.items()})
+
+    @property
+    def is_right_divided(self) -> bool:
+        return self.prompt.is_right_divided and self.decode.is_right_divided
+
+    @property
+    def takes_padded_rows(self) -> bool:
+        return self.prompt.takes_padded_rows and self.decode.takes_padded_rows
+
+    @property
+    def query_rows(self) -> int | None:
+        prompt, decode = self.prompt.query_rows, self.decode.query_rows
+        return None if prompt is None or decode is None else max(prompt, decode)
+
+    @property
+    def sums_columns(self) -> bool:
+        return self.prompt.sums_columns or self.decode.sums_columns
+
+    def made_for(self) -> str | None:
+        return self.prompt.made_for() or self.decode.made_for()
+
+    def decode_rule(self) -> DecodeRule | None:
+        return self.decode.decode_rule()
+
+    def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
+        rule = self.decode.decode_rule()
+        assert rule is not None
+        return self.prompt.decode_quota(kept, entries, available, ranks) + (self.window - rule.window)
+
+    def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
+        reader = self.prompt if self.prompt.scores_tokens else self.decode
+        return reader.token_scores(x, layer, num_layers, kv_heads, ranks)
+
+    # -- the prompt -------------------------------------------------------------------------------------------------
+
+    def score(self, obs: Observation) -> Tensor:
+        return self.prompt.score(obs)
+
+    def heads(self) -> HeadSplit:
+        return self.prompt.heads()
+
+    def layers(self) -> LayerSplit:
+        return self.prompt.layers()
+
+    def replays(self, ids: Tensor) -> Sequence[Replay]:
+        return self.prompt.replays(ids)
+
+    def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
+        return self.prompt.layer_weight(obs, scores)
+
+    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
+        return self.prompt.rank(scores, entries)
+
+    def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        return self.prompt.layer_budgets(weights, entries, available, kv_heads, seen)
+
+    def capacity(self, entries: int, num_layers: int, kv_heads: int) -> int:
+        return self.prompt.capacity(entries, num_layers, kv_heads)
+
+    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
+        return self.prompt.recorded_budgets(weights, entries, available, kv_heads)
