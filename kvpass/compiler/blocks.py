@@ -683,9 +683,7 @@ class _Repetition(_Prompt):
         """Run a layer; compact what each cache holds of it."""
         self._copy_weights(layer.reads)
         location = self.decoder.locations[layer.site.layer]
-        prompt = self.attend(
-            layer, edges, num_queries=0, results_from=self.tokens if is_last else results_from
-        ).attention
+        prompt = self.attend(layer, edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
         for behind in self.behind:
             found = [self._run_replay(layer, prompt, replay, location, is_last) for replay, _ in behind.turns]
             if location.ring:
@@ -721,31 +719,26 @@ class _Repetition(_Prompt):
         """
         buffers = location.buffers(PrefillBuffers, fill.state)
         errors = fill.state[f"{location.prefix}_output_errors"][:, location.layer]
-        window = min(fill.policy.window, self.tokens)
-        for row, bounds in enumerate(buffers.offsets.tolist()):
+        bounds, heads = buffers.offsets.tolist(), errors.shape[2]
+        for row, column in enumerate(self.start.tolist()):
+            window = max(self.tokens - fill.policy.window, column)
             own = [
-                (call.rows(slice(row, row + 1), slice(None)), column, part.ids.shape[1])
+                (call.rows(slice(row, row + 1), slice(None)), part.ids.shape[1])
                 for call, parts in zip(replayed, turns, strict=True)
-                for rows, column, part in parts
-                if row in range(rows.start, rows.stop)
+                for rows, _, part in parts
+                if rows.start <= row < rows.stop
             ]
-            if not own:
-                continue
-            column = own[0][1]
-            evictable = slice(column, max(self.tokens - window, column))
-            for kv_head, reference in enumerate(
-                references([(call, tokens) for call, _, tokens in own], evictable.stop)
-            ):
-                at = location.layer * errors.shape[2] + kv_head
-                kept = slice(bounds[at], bounds[at + 1])
+            for kv_head, reference in enumerate(references(own, window) if own else ()):
+                first, end = bounds[row][location.layer * heads + kv_head :][:2]
+                if end - first == window - column:
+                    continue  # nothing was dropped
                 fitted = fit_entries(
-                    prompt.k[row, kv_head, evictable],
-                    prompt.v[row, kv_head, evictable],
-                    buffers.slots[POSITION, row, kept].long(),
+                    prompt.k[row, kv_head, column:window],
+                    prompt.v[row, kv_head, column:window],
+                    buffers.slots[POSITION, row, first:end].long(),
                     reference,
                     prompt.scale,
                     prompt.softcap,
                 )
-                buffers.pool_k[row, kept] = fitted.keys
-                buffers.pool_v[row, kept] = fitted.values
+                buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
                 errors[:, row, kv_head] = fitted.errors
