@@ -33,7 +33,7 @@ class Reference(NamedTuple):
 
     Attributes:
         queries: fp32 ``[n, D]``, RoPE applied. lse: log-sum-exp of their logits with the rest: window, tokens of the
-            replay, attention sinks; fp64 ``[n]``. rest: the attention output of the rest alone, fp64 ``[n, Dv]``.
+            replay, attention sinks; fp32 ``[n]``. rest: the attention output of the rest alone, fp32 ``[n, Dv]``.
     """
 
     queries: Tensor
@@ -49,7 +49,7 @@ class Reference(NamedTuple):
 class Fitted(NamedTuple):
     """Keys ``[S, D]`` and values ``[S, Dv]`` of the kept entries, in the dtypes of those given.
 
-    errors: of the queries that were not fitted to, sums of squares over queries and numbers, fp64 ``[3]``: of the
+    errors: of the queries that were not fitted to, sums of squares over queries and numbers, fp32 ``[3]``: of the
     attention outputs, of their error with the entries as they were, and with those returned.
     """
 
@@ -78,21 +78,21 @@ def references(replayed: Sequence[tuple[Attention, int]], first: int) -> Iterato
 def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first: int) -> Reference:
     sampled = torch.tensor(tokens, device=call.q.device)
     queries = call.q[0, heads, sampled].float()
-    keys, values = call.k[0, kv_head, first:], call.v[0, kv_head, first:].double()
+    keys, values = call.k[0, kv_head, first:], call.v[0, kv_head, first:].float()
     before = keys.shape[0] - call.q.shape[2]
     logits = logits_of(queries, keys, call.scale, call.softcap)
     unseen = torch.arange(keys.shape[0], device=keys.device) > (before + sampled)[:, None]
     logits = logits.masked_fill(unseen, float("-inf"))
     lse, out = logits.logsumexp(-1), logits.softmax(-1) @ values
     if call.sinks is not None:
-        with_sinks = torch.logaddexp(lse, call.sinks[heads, None].double())
+        with_sinks = torch.logaddexp(lse, call.sinks[heads, None].float())
         lse, out = with_sinks, out * (lse - with_sinks).exp()[..., None]
     return Reference(queries.flatten(0, 1), lse.flatten(), out.flatten(0, 1))
 
 
 def logits_of(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return logits, fp64 ``[..., n, S]``; products in fp32."""
-    logits = (queries @ keys.float().T).double() * scale
+    """Return logits, fp32 ``[..., n, S]``."""
+    logits = (queries @ keys.float().T) * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -113,22 +113,22 @@ def fit_entries(
     seen = ~held_out
     logits = logits_of(reference.queries, keys, scale, softcap)
     mass = logits.logsumexp(1)
-    target = reference.merged(logits.softmax(1) @ values.double(), mass)
+    target = reference.merged(logits.softmax(1) @ values.float(), mass)
 
     def error(k: Tensor, v: Tensor) -> Tensor:
         z = logits_of(reference.queries, k, scale, softcap)
-        out = reference.merged(z.softmax(1) @ v.double(), z.logsumexp(1))
+        out = reference.merged(z.softmax(1) @ v.float(), z.logsumexp(1))
         return (out - target)[held_out].square().sum()
 
     own_keys, own_values = keys[kept], values[kept]
     factors = _towards(1.0, (logits[:, kept] - mass[:, None])[seen].exp(), 1.0)
     bias = factors.clamp(math.exp(-MOST_BIAS), math.exp(MOST_BIAS)).log()
-    direction = _towards(0.0, reference.queries[seen].double() * scale, 1.0)
+    direction = _towards(0.0, reference.queries[seen] * scale, 1.0)
     new_keys = (own_keys.double() + bias * direction.T).to(keys.dtype)
     z = logits_of(reference.queries, new_keys, scale, softcap)
     share = torch.sigmoid(z.logsumexp(1) - reference.lse)[:, None]
     weights, wanted = z.softmax(1) * share, target - reference.rest * (1 - share)
-    new_values = _towards(own_values.double(), weights[seen], wanted[seen]).to(values.dtype)
+    new_values = _towards(own_values, weights[seen], wanted[seen]).to(values.dtype)
 
     before, after = error(own_keys, own_values), error(new_keys, new_values)
     better = after <= before  # False for NaN
@@ -143,12 +143,14 @@ def _towards(start: Tensor | float, x: Tensor, y: Tensor | float) -> Tensor:
     """Return b ``[S, V]`` near ``start`` with ``x b`` near ``y``, by ridge regression.
 
     Args:
-        x: fp64 ``[n, S]``. start: ``[S, V]``, or a number for V = 1. y: ``[n, V]``, or a number for V = 1.
+        x: ``[n, S]``. start: ``[S, V]``, or a number for V = 1. y: ``[n, V]``, or a number for V = 1.
+    Returns:
+        fp64 ``[S, V]``.
     """
     n, s = x.shape
+    x = x.double()
     start, y = (
-        torch.full((size, 1), one, dtype=x.dtype, device=x.device) if isinstance(one, float) else one
-        for size, one in ((s, start), (n, y))
+        x.new_full((size, 1), one) if isinstance(one, float) else one.double() for size, one in ((s, start), (n, y))
     )
     normal = x @ x.T if n < s else x.T @ x
     normal.diagonal().add_((RIDGE / s * x.square().sum()).clamp(min=torch.finfo(x.dtype).tiny))
