@@ -19,8 +19,11 @@ def made(queries: int, entries: int, dim: int = 8, dtype: torch.dtype = torch.fl
     return k.to(dtype), v.to(dtype), Reference(q, *nothing)
 
 
-def test_an_entry_that_stands_for_its_copies_gets_the_logarithm_of_their_number():
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_entry_that_stands_for_its_copies_gets_the_logarithm_of_their_number(beside):
     k, v, reference = made(200, 10)
+    if beside:
+        reference = reference._replace(lse=torch.linspace(1, 5, 200), rest=torch.randn(200, 8) * 3)
     copies = torch.arange(1, 11)
     keys, values = k.repeat_interleave(copies, 0), v.repeat_interleave(copies, 0)
     kept = copies.cumsum(0) - 1
