@@ -220,7 +220,7 @@ class BlockedPrefill:
             again = _Repetition(self, compacted, inputs, block, ranks)
             again.begin()
             for layer in self.split.layers:
-                again.run(layer, again.edges, is_last=layer is last)
+                again.compact(layer, is_last=layer is last)
         return logits
 
     def _find_what_is_read(self, policy: Policy) -> None:
@@ -679,11 +679,11 @@ class _Repetition(_Prompt):
     def _replays_of(self, policy: Policy, ids: Tensor) -> Sequence[Replay]:
         return policy.reference_replays(ids)
 
-    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
+    def compact(self, layer: Layer, *, is_last: bool) -> None:
         """Run a layer; compact what each cache holds of it."""
         self._copy_weights(layer.reads)
         location = self.decoder.locations[layer.site.layer]
-        prompt = self.attend(layer, edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
+        prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
         for behind in self.behind:
             found = [self._run_replay(layer, prompt, replay, location, is_last) for replay, _ in behind.turns]
             if location.ring:

@@ -153,7 +153,7 @@ def _towards(start: Tensor | float, x: Tensor, y: Tensor | float) -> Tensor:
         x.new_full((size, 1), one) if isinstance(one, float) else one.double() for size, one in ((s, start), (n, y))
     )
     normal = x @ x.T if n < s else x.T @ x
-    normal.diagonal().add_((RIDGE / s * x.square().sum()).clamp(min=torch.finfo(x.dtype).tiny))
+    normal.diagonal().add_((RIDGE / max(s, 1) * x.square().sum()).clamp(min=torch.finfo(x.dtype).tiny))
     residual = y - x @ start
     solved, _ = torch.linalg.solve_ex(normal, residual if n < s else x.T @ residual)
     return start + (x.T @ solved if n < s else solved)

@@ -59,7 +59,7 @@ REFUSALS = [
     Refusal("policies that read the rotary embedding", lambda _, settings: settings.policy.reads_rotation,
             'an attention layer of vLLM does not know it: use another policy, such as "keydiff"'),
     Refusal("policies that replay the prompt", lambda _, settings: settings.policy.replays_prompt,
-            'vLLM prefills it once: use another policy, such as "keydiff"'),
+            'vLLM prefills it once: use another policy, such as "keydiff", without compact=True'),
     Refusal("policies that score tokens by what enters attention", lambda _, settings: settings.policy.scores_tokens,
             'an attention layer of vLLM does not know it: use another policy, such as "keydiff"'),
     Refusal("speculative decoding", lambda config, _: config.speculative_config is not None,

@@ -76,6 +76,15 @@ def test_bad_inputs_give_numbers_that_are_no_worse_than_the_entries_as_they_were
         assert torch.equal(fitted.keys, k) and torch.equal(fitted.values, v)
 
 
+def test_of_a_head_that_keeps_nothing_the_error_is_that_of_the_rest_alone():
+    k, v, reference = made(40, 20)
+    reference = reference._replace(lse=torch.zeros(40))
+    fitted = fit_entries(k, v, torch.arange(0), reference, 0.35)
+    assert fitted.keys.shape == fitted.values.shape == (0, 8)
+    size, before, after = fitted.errors
+    assert size == before == after > 0
+
+
 def test_references_are_queries_of_all_replays_that_see_what_is_before_them():
     generator = torch.Generator().manual_seed(0)
     n, first, real = 20, 16, (7, 5)
