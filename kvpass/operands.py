@@ -126,6 +126,7 @@ BUFFERS = {
     "entries": Buffer("B", _I64, prefill="r"),
     "arrivals": Buffer("A 64", _I32, append="r", initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of engines alone
+    "output_errors": Buffer("3 L B K", _F32, initial=0),  # of compaction, written in a prompt
     # policies that evict while decoding
     "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
     "decode_state": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),

@@ -92,6 +92,19 @@ class Report:
         return self._by_layer([store.mass for store in self.prompt.full_layers], float("nan"))
 
     @property
+    def output_errors(self) -> Tensor | None:
+        """Relative errors of attention outputs, fp32 ``[2, B, L, K]``, by eviction and after compaction.
+
+        Root mean squares over held-out queries that repeat the prompt, divided by those of the outputs; 0: nothing was
+        dropped. None without ``compact=True``.
+        """
+        parts = [store.output_errors for store in self.prompt.full_layers if store.output_errors is not None]
+        if not self.policy.compact:
+            return None
+        both = [(part[1:] / part[:1].clamp(min=1e-30)).sqrt().transpose(1, 2) for part in parts]
+        return torch.stack([self._by_layer([part[i] for part in both], 0) for i in range(2)])
+
+    @property
     def prompt_lengths(self) -> Tensor:
         """Real tokens of each row, int64 ``[B]``."""
         return self.prompt.columns - self.prompt.start
@@ -146,6 +159,7 @@ class Report:
             "state_nbytes": self.prompt.state_nbytes,
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
+            "output_errors": None if self.output_errors is None else self.output_errors.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "expanded": self.expanded,
             "weights_on_host": self.on_host,
@@ -193,6 +207,12 @@ class Report:
             lines.append(
                 f"entries={self.prompt.entry_format!r}: entries are {BITS[self.prompt.entry_format]}-bit codes with a "
                 "scale for key and value"
+            )
+        if (errors := self.output_errors) is not None and errors.numel():
+            before, after = errors.flatten(1).mean(1).tolist()
+            lines.append(
+                f"compact=True: error of attention outputs {after:.1%}, by eviction alone {before:.1%} (mean of layers "
+                "and heads, of held-out queries that repeat the prompt)"
             )
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)

@@ -90,6 +90,7 @@ class FullAttentionLayers(CachePart):
         self.arrivals: Tensor | None = None
         self._tail_bound = 0
         self._prefill: PrefillBuffers | None = None
+        self._output_errors: Tensor | None = None
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -127,7 +128,10 @@ class FullAttentionLayers(CachePart):
     def prefill_state(self) -> dict[str, Tensor]:
         if self._prefill is None:
             return {}
-        return self._prefill._asdict() | ({"rule_rows": self.rule_rows} if self._rows_per_head else {})
+        also = {"rule_rows": self.rule_rows} if self._rows_per_head else {}
+        if self._output_errors is not None:
+            also["output_errors"] = self._output_errors
+        return self._prefill._asdict() | also
 
     def begin_prefill(
         self,
@@ -173,12 +177,13 @@ class FullAttentionLayers(CachePart):
         self._prefill.entries.copy_(torch.tensor(entries, device="cpu"))
         if self._rows_per_head:
             self.rule_rows = BUFFERS["rule_rows"].new(sizes, device)
+        self._output_errors = BUFFERS["output_errors"].new(sizes, device) if self.policy.compact else None
 
     def finish_prefill(self, reuse: BufferReuse = NO_REUSE) -> LayersRecord:
         """Also drop tables that only the cascade needs."""
         prompt, g, n = self._prefill, self.geometry, self._columns
         assert prompt is not None
-        self._prefill = None
+        self._prefill, errors, self._output_errors = None, self._output_errors, None
         window = min(self.policy.window, n)
         device = prompt.pool_k.device
         if self._leaves_slots:
@@ -210,6 +215,7 @@ class FullAttentionLayers(CachePart):
             weights=weights,
             positions=self.pool_positions,
             offsets=self.offsets.clone(),  # the record outlives the cache
+            output_errors=errors,
         )
 
     def _pack(self, reuse: BufferReuse) -> None:

@@ -26,6 +26,8 @@ class LayersRecord:
         weights: layer weights of the policy, fp64 ``[B, L]`` (zeros for fixed layer splits).
         positions: true positions of the pool's entries, int32 ``[B, E]``.
         offsets: bounds of the pool's segments, int32 ``[B, L*K + 1]``.
+        output_errors: where entries were compacted, :attr:`kvpass.policies.compaction.Fitted.errors`, fp32
+            ``[3, L, B, K]``.
     """
 
     group: LayerGroup
@@ -33,6 +35,7 @@ class LayersRecord:
     weights: Tensor
     positions: Tensor
     offsets: Tensor
+    output_errors: Tensor | None = None
 
     @property
     def kept(self) -> Tensor:

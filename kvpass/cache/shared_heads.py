@@ -78,6 +78,7 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
             weights=layers.weights.cpu(),
             positions=positions,
             offsets=offsets,
+            output_errors=None if layers.output_errors is None else torch.cat(gathered(layers.output_errors), 3),
         )
 
     sizes = torch.tensor([record.nbytes, record.ring_nbytes], device="cpu")

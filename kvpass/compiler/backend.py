@@ -198,7 +198,7 @@ class PhaseCompiler:
                 why_not = str(reason)
         if made is None and phase == "prefill" and not call.one_token_prompt:
             policy = cache.policy
-            needs = "replays a prompt" if policy.reads_replays else "scores tokens" if policy.scores_tokens else None
+            needs = "replays a prompt" if policy.replays_prompt else "scores tokens" if policy.scores_tokens else None
             if needs is not None:
                 raise ValueError(
                     f"policy {policy.name!r} {needs} layer by layer, and this decoder is not split into "

@@ -33,10 +33,11 @@ from kvpass.graphs.verify.tables import InputLookup
 from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention, Candidates, Expansion, PolicyInputs, PrefillBuffers, RingBuffers
 from kvpass.ops.latents import absorbed, attend_prompt
-from kvpass.ops.reference import row_groups
+from kvpass.ops.reference import POSITION, row_groups
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies.base import Policy
+from kvpass.policies.compaction import fit_entries, references
 from kvpass.policies.observation import projected_norms
 from kvpass.policies.replay import Replay, Replayed, most_attended
 from kvpass.ranks import Ranks
@@ -192,6 +193,11 @@ class BlockedPrefill:
         """
         for fill in fills:
             self._find_what_is_read(fill.policy)
+            if fill.policy.compact and any(group.geometry.values_in_keys for group in self.layout.pools):
+                raise ValueError(
+                    "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
+                    "without compact, or with expanded heads"
+                )
         prompt = _Prompt(self, fills, inputs, block, ranks)
         edges = prompt.edges
         prompt.begin()
@@ -208,6 +214,13 @@ class BlockedPrefill:
         prompt.pack()
         prompt.store_states()
         logits: Tensor = prompt.known[result]
+        compacted = [fill for fill in fills if fill.policy.compact]
+        if compacted:
+            del prompt
+            again = _Repetition(self, compacted, inputs, block, ranks)
+            again.begin()
+            for layer in self.split.layers:
+                again.compact(layer, is_last=layer is last)
         return logits
 
     def _find_what_is_read(self, policy: Policy) -> None:
@@ -435,13 +448,13 @@ class _Prompt(_PromptRun):
         """Return what the policies replay; those that replay the same tokens share it."""
         found: dict[Hashable, _Behind] = {}
         for number, (policy, _) in enumerate(self.fills):
-            if not policy.reads_replays:
+            if not self._reads_replays(policy):
                 continue
             ids_at = self.decoder.given[0]
             assert ids_at is not None, "frontends without token ids refuse policies that replay"
             ids = inputs[ids_at]
             groups = [
-                (rows, column, policy.replays(ids[rows, column:]))
+                (rows, column, self._replays_of(policy, ids[rows, column:]))
                 for rows, column in row_groups(self.start)
                 if column < self.tokens
             ]
@@ -455,6 +468,12 @@ class _Prompt(_PromptRun):
             found[key].readers.append(number)
             found[key].weighs.append(policy.weighs_replays)
         return list(found.values())
+
+    def _reads_replays(self, policy: Policy) -> bool:
+        return policy.reads_replays
+
+    def _replays_of(self, policy: Policy, ids: Tensor) -> Sequence[Replay]:
+        return policy.replays(ids)
 
     def _replays(
         self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]], inputs: Sequence[Any], block: int
@@ -646,3 +665,80 @@ class _Prompt(_PromptRun):
         """How many of the last queries a policy judges by."""
         rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
         return min(rows, self.tokens)
+
+
+class _Repetition(_Prompt):
+    """A prompt that runs once more, with its repetitions behind it, to compact what was kept of it.
+
+    The caches are filled; the fitted keys and values are written over those that they hold.
+    """
+
+    def _reads_replays(self, policy: Policy) -> bool:
+        return True
+
+    def _replays_of(self, policy: Policy, ids: Tensor) -> Sequence[Replay]:
+        return policy.reference_replays(ids)
+
+    def compact(self, layer: Layer, *, is_last: bool) -> None:
+        """Run a layer; compact what each cache holds of it."""
+        self._copy_weights(layer.reads)
+        location = self.decoder.locations[layer.site.layer]
+        prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
+        for behind in self.behind:
+            found = [self._run_replay(layer, prompt, replay, location, is_last) for replay, _ in behind.turns]
+            if location.ring:
+                continue
+            for number in behind.readers:
+                with record_function("kvpass::compact"):
+                    self._compact(self.fills[number], prompt, location, found, [parts for _, parts in behind.turns])
+
+    def _run_replay(
+        self, layer: Layer, prompt: Attention, replay: _PromptRun, location: SiteLocation, is_last: bool
+    ) -> Attention:
+        replay.known.update({node: self.known[node] for node in self.states})
+        return replay.attend(
+            layer,
+            replay.edges,
+            num_queries=0 if location.ring else replay.tokens,
+            results_from=replay.tokens if is_last else 0,
+            behind=prompt,
+        ).attention
+
+    def _compact(
+        self,
+        fill: Fill,
+        prompt: Attention,
+        location: SiteLocation,
+        replayed: Sequence[Attention],
+        turns: Sequence[list[_Observed]],
+    ) -> None:
+        """Compact what one cache holds of a layer.
+
+        Args:
+            replayed: of each turn, queries of the replays, keys and values of prompt and replays. turns: what they are.
+        """
+        buffers = location.buffers(PrefillBuffers, fill.state)
+        errors = fill.state[f"{location.prefix}_output_errors"][:, location.layer]
+        bounds, heads = buffers.offsets.tolist(), errors.shape[2]
+        for row, column in enumerate(self.start.tolist()):
+            window = max(self.tokens - fill.policy.window, column)
+            own = [
+                (call.rows(slice(row, row + 1), slice(None)), part.ids.shape[1])
+                for call, parts in zip(replayed, turns, strict=True)
+                for rows, _, part in parts
+                if rows.start <= row < rows.stop
+            ]
+            for kv_head, reference in enumerate(references(own, window) if own else ()):
+                first, end = bounds[row][location.layer * heads + kv_head :][:2]
+                if end - first == window - column:
+                    continue  # nothing was dropped
+                fitted = fit_entries(
+                    prompt.k[row, kv_head, column:window],
+                    prompt.v[row, kv_head, column:window],
+                    buffers.slots[POSITION, row, first:end].long(),
+                    reference,
+                    prompt.scale,
+                    prompt.softcap,
+                )
+                buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
+                errors[:, row, kv_head] = fitted.errors

@@ -198,7 +198,7 @@ class CaptureCache:
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
         for cache in (call.cache, *call.cache.fills) if call.phase == "prefill" else ():
-            if cache.policy.reads_replays:
+            if cache.policy.replays_prompt:
                 self._check_replays(cache.policy, positions)
         key = self._key(ids, logits_to_keep)
         if ids.shape[1] > 1:
@@ -257,7 +257,8 @@ class CaptureCache:
         if self.longest is None:
             return
         tokens = positions.shape[1]
-        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
+        replays = policy.reference_replays(ids) if policy.compact else policy.replays(ids)
         replayed = max((replay.ids.shape[1] for replay in replays), default=0)
         last = max(int(positions.max()) + 1, tokens)
         if last + replayed > self.longest:

@@ -135,7 +135,7 @@ def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Po
             "inputs_embeds with a filled cache are not supported, only as a prompt: pass the new tokens as input_ids, "
             "or everything as inputs_embeds and no cache"
         )
-    if policy.reads_replays:
+    if policy.replays_prompt:
         raise ValueError(
             f"inputs_embeds with policy {policy.name!r} are not supported: it replays the ids of the prompt, which "
             "embeddings do not have; take another policy, or pass input_ids"

@@ -122,7 +122,7 @@ def kvpass_backend(
     regions = check_regions(given.pop("compile_regions", "auto"))
     block = check_block(given.pop("prefill_block", "auto"), regions)
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
-    if policy.reads_replays:
+    if policy.replays_prompt:
         raise ValueError(f"policy={policy.name!r} replays token ids behind a prompt, which only kvpass.compile knows")
     resolved = resolve_budget(policy, budget)
     _join_equal_lengths(gm)

@@ -18,8 +18,8 @@ from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
-from kvpass.policies.options import Parity, check_int, check_literal, check_options, option
-from kvpass.policies.replay import Replay
+from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
+from kvpass.policies.replay import Replay, repetitions
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 
@@ -43,6 +43,8 @@ class Policy(ABC):
         window: last prompt tokens, which observe and are always kept.
         parity: ``"paper"`` (default) never exceeds the budget and repairs remainders; ``"code"`` reproduces the
             released code, which misses its budget in either direction.
+        compact: change the kept entries so that they stand for those that are dropped; the prompt is read once more,
+            and repeated. See :mod:`kvpass.policies.compaction`.
     """
 
     name: ClassVar[str]
@@ -71,9 +73,13 @@ class Policy(ABC):
 
     window: int = option(32, check_int, 0)
     parity: Parity = option("paper", check_literal, Parity)
+    compact: bool = option(False, check_bool)
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.compact and (not self.needs_budget or self.decode_rule() is not None):
+            does = "evicts while decoding" if self.needs_budget else "drops nothing"
+            raise ValueError(f"compact=True with policy {self.name!r}: it {does}; take one that drops entries once")
         if self.compares_layers:
             rule = self.decode_rule()
             if rule is not None and not rule.starts_at_scores:
@@ -134,6 +140,19 @@ class Policy(ABC):
         """Lowest score that is kept where scores of all layers compete; ``-inf``: the budget alone decides."""
         layers = self.layers()
         return layers.least if isinstance(layers, GlobalLayers) else -math.inf
+
+    @property
+    def replays_prompt(self) -> bool:
+        """Whether tokens run behind the prompt: for its score, or because the kept entries are compacted."""
+        return self.reads_replays or self.compact
+
+    def reference_replays(self, ids: Tensor) -> Sequence[Replay]:
+        """Return what runs behind a prompt to compact what was kept: what was replayed for the score, or repetitions.
+
+        Args:
+            ids: as in :meth:`replays`.
+        """
+        return self.replays(ids) if self.reads_replays else repetitions(ids)
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         """Return what runs behind a prompt before it is scored, for policies that say ``reads_replays``.

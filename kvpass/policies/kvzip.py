@@ -14,7 +14,7 @@ from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_choice, check_ids, check_int, option
-from kvpass.policies.replay import Replay
+from kvpass.policies.replay import Replay, repetitions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +63,8 @@ class KVzip(Policy):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
-        rows, n = ids.shape
-        found: list[Replay] = []
-        for first in range(self.sinks, n, self.chunk):
-            last = min(first + self.chunk, n)
-            overlap = ids[:, max(first - self.overlap, 0) : first] if found else ids[:, :0]
-            lead, end = (
-                ids.new_tensor(part).expand(rows, -1)
-                for part in (self.again_ids if found else self.prompt_ids, self.suffix_ids)
-            )
-            found.append(Replay(torch.cat([lead, overlap, end, ids[:, first:last]], 1), first, last, self.sinks))
-        return found
+        asked = self.prompt_ids, self.again_ids, self.suffix_ids
+        return repetitions(ids, self.sinks, self.chunk, self.overlap, *asked)
 
     @takes_padding
     def score(self, obs: Observation) -> Tensor:

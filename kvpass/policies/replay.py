@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,30 @@ class Replay:
     first: int
     last: int
     sinks: int
+
+
+def repetitions(
+    ids: Tensor,
+    sinks: int = 4,
+    chunk: int = 2000,
+    overlap: int = 8,
+    prompt_ids: Sequence[int] = (),
+    again_ids: Sequence[int] = (),
+    suffix_ids: Sequence[int] = (),
+) -> list[Replay]:
+    """Return prompts repeated behind themselves, ``chunk`` tokens at a time, without the first ``sinks``.
+
+    Args:
+        ids: of the prompts, ``[B, N]``. The others are options of :class:`kvpass.policies.kvzip.KVzip`.
+    """
+    rows, n = ids.shape
+    found: list[Replay] = []
+    for first in range(sinks, n, chunk):
+        last = min(first + chunk, n)
+        before = ids[:, max(first - overlap, 0) : first] if found else ids[:, :0]
+        lead, end = (ids.new_tensor(part).expand(rows, -1) for part in (again_ids if found else prompt_ids, suffix_ids))
+        found.append(Replay(torch.cat([lead, before, end, ids[:, first:last]], 1), first, last, sinks))
+    return found
 
 
 class Replayed(NamedTuple):

@@ -100,7 +100,7 @@ def _refusal(policy: Policy) -> str | None:
         return "its score reads the output projection, which only a prompt has at hand"
     if policy.reads_rotation:
         return "its score turns queries back by their position, and only a prompt has queries of all its tokens"
-    if policy.reads_replays:
+    if policy.replays_prompt:
         return "it runs the prompt once more behind all its entries, which are no longer there"
     if policy.scores_tokens:
         return "its score reads what enters attention, which only a prompt has at hand"

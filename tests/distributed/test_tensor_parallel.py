@@ -148,6 +148,12 @@ def test_entries_in_fewer_bits_are_the_same(entries, two, folder_of):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "policy"), [("llama", "kvzip"), ("gpt_oss", "lava")])
+def test_compacted_entries_are_the_same(family, policy, two, folder_of):
+    compare(two, folder_of(family), policy, compact=True)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["lava", "cake", "layer_defensivekv"])
 def test_phases_as_one_graph_keep_the_same(policy, two, folder_of):
     compare(two, folder_of("gemma3"), policy, of_one={}, compile_regions=False)

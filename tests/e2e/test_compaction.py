@@ -1,0 +1,135 @@
+"""Compacted caches: nearer to the full cache for what repeats the prompt, and otherwise caches like any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.policies import resolve
+from pairwise import quick
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+
+KEPT = {"policy": "kvzip", "budget": 12, "chunk": 40}
+FAMILIES = ["llama", "gpt2", "gemma2", "gpt_oss", "bloom", "qwen2"]
+
+
+def errors_of(family: str, prompt: torch.Tensor, *, layers: int, **options):
+    """Mean absolute difference to the full cache's logits for a repetition of the prompt: evicted, compacted."""
+    model = tiny_model(family, layers=layers)
+    repeated = prompt[:, 4:]
+    with torch.no_grad():
+        full = model(torch.cat([prompt, repeated], 1)).logits[:, prompt.shape[1] :]
+    found = []
+    for compact in (False, True):
+        fast = kvpass.compile(model, backend="eager", compact=compact, **KEPT, **options)
+        found.append((fast(repeated, past_key_values=fast.compress(prompt)).logits - full).abs().mean().item())
+    return found
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, ["gpt_oss"]))
+def test_logits_of_a_repetition_are_nearer_to_those_of_the_full_cache(family):
+    evicted, compacted = errors_of(family, random_ids(1, 80), layers=2)
+    assert compacted < 0.8 * evicted
+
+
+@pytest.mark.parametrize(("policy", "options"), [("keydiff", {}), ("snapkv", {"window": 8}), ("random", {"window": 0})])
+def test_other_policies_take_it_too_and_keep_the_same_positions(policy, options):
+    model, prompt = tiny_model("llama", layers=2), random_ids(1, 80)
+    with torch.no_grad():
+        full = model(torch.cat([prompt, prompt[:, 4:]], 1)).logits[:, 80:]
+    caches, errors = [], []
+    for compact in (False, True):
+        fast = kvpass.compile(model, policy=policy, budget=12, backend="eager", compact=compact, **options)
+        caches.append(fast.compress(prompt))
+        errors.append((fast(prompt[:, 4:], past_key_values=caches[-1]).logits - full).abs().mean())
+    assert torch.equal(caches[0].positions, caches[1].positions)
+    assert caches[0].nbytes == caches[1].nbytes
+    assert errors[1] < 0.9 * errors[0]
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, ["llama"]))
+def test_a_padded_row_is_compacted_as_it_is_alone_in_blocks_and_in_codes_too(family):
+    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (71, 44)]
+    for how in ({}, {"prefill_block": 16}, {"entries": "int8"}):
+        fast = kvpass.compile(tiny_model(family, layers=2), backend="eager", compact=True, **KEPT, **how)
+        together = fast(random_ids(2, 3, seed=5), past_key_values=fast.compress(*left_pad(prompts))).logits
+        for row, prompt in enumerate(prompts):
+            alone = fast(random_ids(2, 3, seed=5)[row : row + 1], past_key_values=fast.compress(prompt[None])).logits
+            torch.testing.assert_close(together[row], alone[0], rtol=1e-3, atol=1e-3)
+
+
+def test_where_nothing_is_dropped_the_cache_is_that_of_the_full_policy():
+    model, prompt = tiny_model("llama", layers=2), random_ids(1, 30)
+    with torch.no_grad():
+        expected = model(torch.cat([prompt, prompt], 1)).logits[:, 30:]
+    fast = kvpass.compile(model, policy="kvzip", budget=1.0, backend="eager", compact=True)
+    found = fast(prompt, past_key_values=fast.compress(prompt)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert fast(random_ids(1, 1), past_key_values=fast.compress(random_ids(1, 1))).logits.isfinite().all()
+
+
+def test_one_prompt_fills_compacted_and_other_caches_as_each_alone():
+    fast = kvpass.compile(tiny_model("llama", layers=2), policy="full", backend="eager")
+    conditions = [("kvzip", 12), (resolve("kvzip", compact=True), 12), (resolve("keydiff", compact=True), 20)]
+    prompt, token = random_ids(1, 70), random_ids(1, 1)
+    for (policy, budget), cache in zip(conditions, fast.compress_each(prompt, conditions=conditions), strict=True):
+        fast.set_policy(policy, budget)
+        alone = fast(token, past_key_values=fast.compress(prompt)).logits
+        assert torch.equal(fast(token, past_key_values=cache).logits, alone)
+
+
+def test_compiled_code_a_file_and_later_turns_continue_a_compacted_cache(tmp_path):
+    model, prompt = tiny_model("llama", layers=2), random_ids(1, 70)
+    found = []
+    for backend in ("eager", "inductor"):
+        fast = kvpass.compile(model, backend=backend, compact=True, **KEPT)
+        cache = fast.compress(prompt, keep_full=True)
+        cache.save(tmp_path / "document.kv")
+        loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
+        tokens = [fast.generate(random_ids(1, 4), past_key_values=c, max_new_tokens=6) for c in (cache, loaded)]
+        assert torch.equal(*tokens)
+        exact = fast.generate(random_ids(1, 4), past_key_values=cache, max_new_tokens=6, exact=True)
+        with torch.no_grad():
+            full = model.generate(torch.cat([prompt, random_ids(1, 4)], 1), max_new_tokens=6)[:, 70:]
+        assert torch.equal(exact, full)
+        found.append(tokens[0])
+    assert torch.equal(*found)
+
+
+def test_the_report_says_how_much_is_lost_and_less_with_compaction():
+    _, fast = compiled_once("llama", layers=2, backend="eager", compact=True, **KEPT)
+    fast.compress(random_ids(1, 80))
+    report = fast.report()
+    before, after = report.output_errors
+    assert before.shape == after.shape == report.lengths.shape
+    assert bool((after <= before).all()) and bool((before > 0).all())
+    assert report.to_dict()["output_errors"] == [before.tolist(), after.tolist()]
+    assert "compact=True: error of attention outputs" in str(report)
+    fast.set_policy("kvzip", 12)
+    fast.compress(random_ids(1, 80))
+    assert fast.report().output_errors is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "tova", "budget": 40}, "compact=True with policy 'tova': it evicts while decoding"),
+        ({"policy": "full"}, "compact=True with policy 'full': it drops nothing"),
+        ({"policy": "snapkv", "budget": 40, "recompress": "every_turn"}, "runs the prompt once more"),
+        ({"policy": "lava", "budget": 40, "compact": 1}, "compact=1: must be one of True, False"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        kvpass.compile(tiny_model("llama", layers=1), **{"compact": True, **options})
+
+
+def test_latents_and_embeddings_are_refused():
+    fast = kvpass.compile(tiny_model("deepseek_v2", layers=1), backend="eager", compact=True, **KEPT)
+    with pytest.raises(ValueError, match="compact=True: the cache holds latents"):
+        fast.compress(random_ids(1, 40))
+    fast = kvpass.compile(tiny_model("llama", layers=1), policy="keydiff", budget=12, backend="eager", compact=True)
+    with pytest.raises(ValueError, match="it replays the ids of the prompt"):
+        fast.compress(inputs_embeds=torch.randn(1, 20, fast.config.hidden_size))
