@@ -57,6 +57,8 @@ class TwoPolicies(Policy):
             return f"{prompt.name!r} keeps the whole prompt; take a policy with a budget"
         if prompt.decode_rule() is not None:
             return f"{prompt.name!r} evicts while decoding itself: give {_APPEND}"
+        if prompt.compact or decode.compact:
+            return "compact=True goes with policies that only append while decoding"
         if rule is None:
             return f"{decode.name!r} only appends; take one that evicts while decoding"
         if decode.parity == "code":

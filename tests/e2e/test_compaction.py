@@ -115,6 +115,10 @@ def test_the_report_says_how_much_is_lost_and_less_with_compaction():
     ("options", "message"),
     [
         ({"policy": "tova", "budget": 40}, "compact=True with policy 'tova': it evicts while decoding"),
+        (
+            {"policy": "snapkv", "budget": 40, "decode_policy": "r_kv"},
+            "compact=True goes with policies that only append",
+        ),
         ({"policy": "full"}, "compact=True with policy 'full': it drops nothing"),
         ({"policy": "snapkv", "budget": 40, "recompress": "every_turn"}, "runs the prompt once more"),
         ({"policy": "lava", "budget": 40, "compact": 1}, "compact=1: must be one of True, False"),
