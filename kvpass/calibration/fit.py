@@ -24,7 +24,6 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from transformers.pytorch_utils import Conv1D
 
 from kvpass.cache.fingerprint import weights_digest
-from kvpass.cache.replace_file import replacing
 from kvpass.calibration.texts import generated_texts
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import kvpass_attention
@@ -35,6 +34,7 @@ from kvpass.policies.observation import projected_norms
 from kvpass.policies.options import check_float, check_int
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.progress import progress_bar, progress_console
+from kvpass.replace_file import replacing
 
 _NAME = "kvpass_calibration"
 _TEXTS = "kvpass_texts"
