@@ -9,7 +9,6 @@ Names are imported when they are first used, so that ``import kvpass`` does not 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvpass.garbage import no_garbage_collection
 from kvpass.version import __version__
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ if not TYPE_CHECKING:  # a checker that saw it would accept any name
     def __getattr__(name):
         for module, names in _HOMES.items():
             if name in names:
-                with no_garbage_collection():
-                    value = getattr(import_module(module), name)
+                value = getattr(import_module(module), name)
                 globals()[name] = value
                 return value
         raise AttributeError(f"module 'kvpass' has no attribute {name!r}")

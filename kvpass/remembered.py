@@ -64,11 +64,12 @@ def _folder() -> Path | None:
     chosen = os.environ.get("KVPASS_CACHE")
     if chosen == "0" or not hasattr(os, "geteuid"):
         return None
-    folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass") / "checks"
     try:
+        caches = chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass"
+        folder = Path(caches) / "checks"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         _LOG.info("results of checks are not kept: %s", error)
         return None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

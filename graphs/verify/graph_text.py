@@ -109,8 +109,10 @@ def _of_value(value: Any) -> str:
 
 def _of_content(weight: Tensor | None) -> str:
     """A digest of samples, and the sum of all 8-byte words: what a weight is to a check that it is an example for."""
-    if weight is None or type(weight) not in (Tensor, nn.Parameter, nn.Buffer) or weight.layout != torch.strided:
+    if weight is None or type(weight) not in (Tensor, nn.Parameter, nn.Buffer):
         raise NoTextError("the content of a weight is out of reach")
+    if weight.layout != torch.strided or weight.is_quantized or weight.is_conj() or weight.is_neg():
+        raise NoTextError("a weight has no plain bytes")
     flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat[: flat.numel() // 8 * 8]
     words = words.clone() if words.storage_offset() % 8 else words

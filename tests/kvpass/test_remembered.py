@@ -134,6 +134,17 @@ def test_without_a_folder_every_check_is_made(monkeypatch, value):
     assert made_anew("a")
 
 
+def test_a_user_without_a_home_makes_every_check(monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("KVPASS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert made_anew("a")
+    assert made_anew("a")
+
+
 def test_on_a_full_disk_every_check_is_made(folder, monkeypatch):
     @contextmanager
     def full(path):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.verify import graph_text as graph_text_module
 from kvpass.graphs.verify import self_check
 from kvpass.graphs.verify.graph_text import NoTextError, graph_text
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK
@@ -138,6 +139,29 @@ def test_a_function_under_the_name_of_another_has_no_text(model, capture, inputs
 
     model.change = F.gelu
     capture(model, inputs(), [find_attention_pass, put_other])
+
+
+CONTENTS = {
+    "half": torch.ones(7, dtype=torch.float16),
+    "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(3),
+    "empty": torch.ones(0, 4),
+    "transposed": torch.arange(6.0).view(2, 3).T,
+    "offset": torch.arange(9, dtype=torch.int8)[1:],
+    "float8": torch.ones(3).to(torch.float8_e4m3fn),
+}
+
+
+def test_weights_have_texts_by_their_content():
+    texts = {name: graph_text_module._of_content(value) for name, value in CONTENTS.items()}
+    assert texts == {name: graph_text_module._of_content(value.clone()) for name, value in CONTENTS.items()}
+    assert len(set(texts.values())) == len(texts)
+
+
+def test_weights_without_bytes_have_no_text():
+    for weight in (None, torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), torch.eye(3).to_sparse()):
+        with pytest.raises(NoTextError):
+            graph_text_module._of_content(weight)
 
 
 def test_counted_positions_are_marked_from_memory(decoder, capture, inputs, was_made):
