@@ -252,7 +252,7 @@ class Uneven(H2O):
 def evicting(name: str) -> Any:
     options = OPTIONS.get(name, {})
     if name == "kvzap":
-        options = {**options, "split": "layers", "evict_during_decode": True, "threshold": -1.0}
+        options = {**options, "split": "layers", "evict_during_decode": True, "threshold": 5.0}
     return Uneven(window=6) if name == "uneven" else resolve(name, window=6, **options)
 
 
@@ -279,7 +279,9 @@ def test_threads_evict_together_what_one_evicts(name):
     if name == "tova":
         slots = parts[0].cached_state["table"].shape[-1]
         assert meeting.sent[-15 * LAYERS :] == [4 * ROWS * KV_HEADS * GROUP // SIZE * slots] * (15 * LAYERS)
-    whole = decoded(policy, start, ONE_PROCESS).positions(seen)
+    one = decoded(policy, start, ONE_PROCESS)
+    assert torch.equal(torch.cat([part.quota for part in parts], 2), one.quota)
+    whole = one.positions(seen)
     found = torch.cat(
         [
             torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1)

@@ -214,6 +214,10 @@ def test_several_tokens_at_once_evict_as_one_after_another(policy):
     each = torch.cat([fast(token, past_key_values=single).logits for token in new.split(1, 1)], 1)
     assert_close("logits", logits, each, atol=1e-4)
     assert torch.equal(together.positions, single.positions)
+    for token in random_ids(2, 8, seed=2).split(1, 1):  # those tokens leave the window
+        fast(token, past_key_values=together)
+        fast(token, past_key_values=single)
+    assert torch.equal(together.positions, single.positions)
 
 
 @pytest.mark.parametrize("policy", [*RULES, *OF_TOKENS])
