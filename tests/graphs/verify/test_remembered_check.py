@@ -68,9 +68,10 @@ def test_another_length_of_the_first_prompt_is_no_other_check(model, was_made):
     assert not was_made(model, tokens=29)
 
 
-def change_last_element(model: Scaled) -> None:
+def change_one_element(model: Scaled) -> None:
+    """None of those that are sampled."""
     with torch.no_grad():
-        model.scale[-1] += 1e-6
+        model.scale[500] += 1e-6
 
 
 def change_a_number(model: Scaled) -> None:
@@ -89,7 +90,7 @@ def change_dtype(model: Scaled) -> None:
     model.double()
 
 
-@pytest.mark.parametrize("change", [change_last_element, change_a_number, add_an_operation, freeze, change_dtype])
+@pytest.mark.parametrize("change", [change_one_element, change_a_number, add_an_operation, freeze, change_dtype])
 def test_a_changed_model_is_checked_again(change, model, was_made):
     assert was_made(model)
     change(model)
@@ -116,7 +117,7 @@ def test_a_refused_model_is_refused_each_time(model, was_made):
 
 def test_operators_of_other_libraries_are_checked_each_time(model, was_made):
     """Their code may change, and neither torch's nor kvpass's version says so."""
-    model.change = torch.ops.kvpass_remembered_test.half
+    model.change = torch.ops.kvpass_remembered_test.half.default
     assert was_made(model)
     assert was_made(model)
 
@@ -175,4 +176,6 @@ def test_counted_positions_are_marked_from_memory(decoder, capture, inputs, was_
         graph, counts = capture(counting, inputs()[:1], PASSES)
         marks.append(([(node.meta.get(MARK), node.meta.get(COUNTED)) for node in graph.graph.nodes], counts))
     assert marks[0] == marks[1]
-    assert marks[0][1][1] > 0
+    found, counts = marks[0]
+    assert counts[1] == sum(counted or 0 for _, counted in found) > 0
+    assert any(mark for mark, _ in found)
