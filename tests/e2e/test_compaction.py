@@ -67,6 +67,9 @@ def test_where_nothing_is_dropped_the_cache_is_that_of_the_full_policy():
     found = fast(prompt, past_key_values=fast.compress(prompt)).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert fast(random_ids(1, 1), past_key_values=fast.compress(random_ids(1, 1))).logits.isfinite().all()
+    fast.set_policy("keydiff", 29, window=8, compact=True)  # of each head one entry
+    fast.compress(prompt)
+    assert bool((fast.report().output_errors[0] > 0).all())
 
 
 def test_one_prompt_fills_compacted_and_other_caches_as_each_alone():
