@@ -98,9 +98,9 @@ class Report:
         Root mean squares over held-out queries that repeat the prompt, divided by those of the outputs; 0: nothing was
         dropped. None without ``compact=True``.
         """
-        parts = [store.output_errors for store in self.prompt.full_layers if store.output_errors is not None]
         if not self.policy.compact:
             return None
+        parts = [store.output_errors for store in self.prompt.full_layers if store.output_errors is not None]
         both = [(part[1:] / part[:1].clamp(min=1e-30)).sqrt().transpose(1, 2) for part in parts]
         return torch.stack([self._by_layer([part[i] for part in both], 0) for i in range(2)])
 

@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 
 import kvpass
-from kvpass.garbage import no_garbage_collection
 from kvpass.progress import working
 
 if TYPE_CHECKING:
@@ -55,9 +54,13 @@ def _bad_values() -> Iterator[None]:
 
 def _import_libraries() -> None:
     """Import torch and transformers under a spinner: it takes seconds."""
-    with working("importing torch and transformers"), no_garbage_collection():
-        importlib.import_module("kvpass.api")
-    gc.freeze()  # what is imported stays
+    gc.disable()  # what is imported stays: to search it for garbage takes a fifth of the time
+    try:
+        with working("importing torch and transformers"):
+            importlib.import_module("kvpass.api")
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @contextmanager

@@ -591,15 +591,8 @@ class _Prompt(_PromptRun):
         weighed = True in kinds and not location.ring
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
         for replay, parts in behind.turns:
-            replay.known.update({node: self.known[node] for node in self.states})
-            call, _, entered = replay.attend(
-                layer,
-                replay.edges,
-                num_queries=0 if location.ring else replay.tokens,
-                results_from=replay.tokens if is_last else 0,
-                behind=prompt,
-                of_entering=[lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else [],
-            )
+            norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
+            call, _, entered = self._run_replay(layer, prompt, replay, location, norms_of, is_last=is_last)
             if location.ring:
                 continue
             for rows, column, part in parts:
@@ -612,6 +605,27 @@ class _Prompt(_PromptRun):
                     paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
                     most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
         return found
+
+    def _run_replay(
+        self,
+        layer: Layer,
+        prompt: Attention,
+        replay: _PromptRun,
+        location: SiteLocation,
+        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
+        *,
+        is_last: bool,
+    ) -> _LayerCall:
+        """Run a replay through a layer, behind the prompt; of a layer with a sliding window without its queries."""
+        replay.known.update({node: self.known[node] for node in self.states})
+        return replay.attend(
+            layer,
+            replay.edges,
+            num_queries=0 if location.ring else replay.tokens,
+            results_from=replay.tokens if is_last else 0,
+            behind=prompt,
+            of_entering=of_entering,
+        )
 
     def _score_and_select(
         self,
@@ -685,24 +699,15 @@ class _Repetition(_Prompt):
         location = self.decoder.locations[layer.site.layer]
         prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
         for behind in self.behind:
-            found = [self._run_replay(layer, prompt, replay, location, is_last) for replay, _ in behind.turns]
+            found = [
+                self._run_replay(layer, prompt, replay, location, is_last=is_last).attention
+                for replay, _ in behind.turns
+            ]
             if location.ring:
                 continue
             for number in behind.readers:
                 with record_function("kvpass::compact"):
                     self._compact(self.fills[number], prompt, location, found, [parts for _, parts in behind.turns])
-
-    def _run_replay(
-        self, layer: Layer, prompt: Attention, replay: _PromptRun, location: SiteLocation, is_last: bool
-    ) -> Attention:
-        replay.known.update({node: self.known[node] for node in self.states})
-        return replay.attend(
-            layer,
-            replay.edges,
-            num_queries=0 if location.ring else replay.tokens,
-            results_from=replay.tokens if is_last else 0,
-            behind=prompt,
-        ).attention
 
     def _compact(
         self,

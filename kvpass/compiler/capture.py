@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import types
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from torch.fx import GraphModule
 from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
 from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
 from kvpass.config import EntryFormat
-from kvpass.garbage import no_garbage_collection
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
@@ -153,7 +153,7 @@ class Capture:
             with tracing(self._context), several_tokens(self._shapes, self._tokens):
                 return self.compiler.compile(self.graph, self._inputs, call)
 
-        with compile_lock, no_garbage_collection():
+        with compile_lock, _no_garbage_collection():
             if key not in self._runners:
                 self._runners[key] = run_on_all_ranks(ranks, f"compiling {call.phase}", make)
         return self._runners[key]
@@ -257,8 +257,7 @@ class CaptureCache:
         if self.longest is None:
             return
         tokens = positions.shape[1]
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="cpu")
-        replays = policy.reference_replays(ids) if policy.compact else policy.replays(ids)
+        replays = policy.reference_replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
         replayed = max((replay.ids.shape[1] for replay in replays), default=0)
         last = max(int(positions.max()) + 1, tokens)
         if last + replayed > self.longest:
@@ -295,12 +294,24 @@ def check_length(longest: int | None, seen: int, tokens: int) -> None:
         )
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Search for no reference cycles inside, in any thread: a capture makes millions of objects, and most stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
     capturing = replace(call, only_capture=True)
     positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
     try:
-        with working(f"capturing the decoder for {rows_text(len(ids))}"), no_garbage_collection():
+        with working(f"capturing the decoder for {rows_text(len(ids))}"), _no_garbage_collection():
             _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), positions)
     except _OnlyCaptured:
         return

@@ -115,8 +115,7 @@ def fit_entries(
     mass = logits.logsumexp(1)
     target = reference.merged(logits.softmax(1) @ values.float(), mass)
 
-    def error(k: Tensor, v: Tensor) -> Tensor:
-        z = logits_of(reference.queries, k, scale, softcap)
+    def error(z: Tensor, v: Tensor) -> Tensor:
         out = reference.merged(z.softmax(1) @ v.float(), z.logsumexp(1))
         return (out - target)[held_out].square().sum()
 
@@ -130,7 +129,7 @@ def fit_entries(
     weights, wanted = z.softmax(1) * share, target - reference.rest * (1 - share)
     new_values = _towards(own_values, weights[seen], wanted[seen]).to(values.dtype)
 
-    before, after = error(own_keys, own_values), error(new_keys, new_values)
+    before, after = error(logits[:, kept], own_values), error(z, new_values)
     better = after <= before  # False for NaN
     return Fitted(
         torch.where(better, new_keys, own_keys),
