@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from kvpass.cache import layers as store
 from kvpass.kernels import cpu
-from kvpass.ops import evict, reference
+from kvpass.ops import reference
 from kvpass.policies.plan import plan
 from kvpass.policies.triattention import save_statistics
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import pairwise, quick
+from recorded_calls import recorded_calls
 from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 RULES = {
@@ -42,28 +43,10 @@ def kept(cache, columns):
     return kept_columns(cache, columns)
 
 
-def recording(monkeypatch):
-    """Queries, keys and values of every attention call, in order."""
-    calls = []
-
-    def watch(module, name):
-        original = getattr(module, name)
-
-        def recorded(call, *args):
-            calls.append((call.q.clone(), call.k.clone(), call.v.clone()))
-            return original(call, *args)
-
-        monkeypatch.setattr(module, name, recorded)
-
-    watch(reference, "attend_prompt")
-    watch(evict, "attend_evict")
-    return calls
-
-
 @pairwise(policy=[*RULES], tokens=[40, BUDGET - 4, BUDGET + 3], parity=["paper", "code"], impl=["eager", "cpp"])
 def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity, impl):
     options = {**RULES[policy], "parity": parity}
-    calls = recording(monkeypatch)
+    calls = recorded_calls(monkeypatch)
     if impl == "cpp":
         for name in ("attend_slots", "evict_lowest", "pool_in_order"):
             monkeypatch.setattr(reference, name, getattr(cpu, name))
@@ -115,7 +98,7 @@ def released_cake(scores, lengths, prompt_keys, decode, scale, window):
 @pytest.mark.parametrize("family", quick(["gemma3", "qwen3"], ["gemma3"]))
 def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch, family):
     """In the layers that attend to all tokens; of the others nothing is compressed."""
-    calls, window, tokens, steps = recording(monkeypatch), 6, 40, 70
+    calls, window, tokens, steps = recorded_calls(monkeypatch), 6, 40, 70
     model, fast = compiled_once(
         family, layers=2, backend="eager", policy="cake", budget=26, tau1=1.6, tau2=0.4, window=window, parity="code"
     )
@@ -174,7 +157,7 @@ def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
 )
 def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     """test_replays.py has those that replay, test_kvzap.py the one that reads what enters attention."""
-    calls = recording(monkeypatch)
+    calls = recorded_calls(monkeypatch)
     options = {"window": 8, "parity": parity}
     if kvpass.POLICIES[policy].of_one_model:
         options |= {"head_map": HEAD_MAP, "sinks": 3}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.eval.policy_spec import parse_policies
-from kvpass.ops import evict, reference
+from kvpass.ops import evict
 from kvpass.policies import from_spec, resolve
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.plan import plan
@@ -20,6 +20,7 @@ from kvpass.policies.r_kv import RKV
 from kvpass.policies.scores import reduce_group
 from kvpass.policies.tova import Tova
 from masked_oracle import kept_columns
+from recorded_calls import recorded_calls
 from tiny_models import compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 LAYERS, BUDGET, STEPS = 3, 16, 30
@@ -39,22 +40,10 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_padded_batch_keeps_what_the_prompts_policy_does_and_decodes_as_plan_says(name, monkeypatch):
-    given, calls, entered = PAIRS[name], [], {}
+    given, calls, entered = PAIRS[name], recorded_calls(monkeypatch), {}
     policy = resolve(**given)
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 21, 9)]
     _, fast = compiled_once("llama", layers=LAYERS, backend="eager", policy="full", budget=None)
-
-    def watch(module, function):
-        original = getattr(module, function)
-
-        def recorded(call, *args):
-            calls.append((call.q.clone(), call.k.clone(), call.v.clone()))
-            return original(call, *args)
-
-        monkeypatch.setattr(module, function, recorded)
-
-    watch(reference, "attend_prompt")
-    watch(evict, "attend_evict")
     original = type(policy).token_scores
 
     def scored(self, x, layer, *args):
