@@ -603,7 +603,11 @@ def kept_of(buffers: PrefillBuffers, like: Tensor) -> Tensor:
     return keep
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not resolve(v[0], **v[1]).compares_layers], ids=name_of)
+@pytest.mark.parametrize(
+    "variant",
+    [*(v for v in VARIANTS if not resolve(v[0], **v[1]).compares_layers), ("lava", {"loss": 0.2})],
+    ids=name_of,
+)
 def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
     name, options = variant
     for seed in range(4):

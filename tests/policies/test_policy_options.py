@@ -100,6 +100,7 @@ BAD_OPTIONS = [
     *(("head_map", bad, ["duo_attention"]) for bad in ((), [[]], [[1.0], [1.0, 0.5]], 3, None)),
     *(("statistics", bad, ["triattention"]) for bad in (3, "")),
     *(("weights", bad, ["kvzap"]) for bad in (3, "", None)),
+    *(("loss", bad, ["lava", "lava_nohead"]) for bad in (-0.1, 1.1, math.nan, "0.1")),
     *(("threshold", bad, ["kvzap"]) for bad in (math.nan, math.inf, "-5")),
     ("aggregate", "sum", ["triattention"]),
     ("longest", 0, ["triattention"]),
