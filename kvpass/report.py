@@ -228,10 +228,10 @@ class Report:
                 "and heads, of held-out queries that repeat the prompt)"
             )
         if (beyond := self.layers_beyond_loss) is not None:
-            most = int(beyond.max())
+            short = int(beyond.max())
             lines.append(
-                f"loss: {most} layers lost more of their window's attention than asked, the budget has no room"
-                if most
+                f"loss: {short} layers lost more of their window's attention than asked, the budget has no room"
+                if short
                 else "loss: no layer lost more of its window's attention than asked"
             )
         if self.prompt.sliding_layers:
