@@ -7,7 +7,7 @@ find a faulty one; results may then be wrong.
 
 Those down to ``take_host_weights`` run once on each capture, the others on a copy of it for each phase. Of these, a
 prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the graph into layers, the distinct
-parts are compiled, and :mod:`kvpass.compiler.blocks` calls parts, attention and policy. ``rewrite_prefill`` is for a
+parts are compiled, and :mod:`kvpass.compiler.prompt` calls parts, attention and policy. ``rewrite_prefill`` is for a
 prompt that is not split: of one token, with ``compile_regions=False``, or of a decoder without layers. In order:
 
 ==========================  =====================================================================================

@@ -21,9 +21,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.blocks import BlockedPrefill, Fill, lengths_allowed, nothing_seen, tokens_of
+from kvpass.compiler.blocks import lengths_allowed, nothing_seen, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
+from kvpass.compiler.prompt import BlockedPrefill, Fill
 from kvpass.compiler.step import Call, Phase
 from kvpass.config import EntryFormat, Layout
 from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, held_by_module, size_reader

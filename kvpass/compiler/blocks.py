@@ -1,16 +1,15 @@
-"""Prefill layer by layer, and each layer in blocks of tokens.
+"""Run a decoder layer by layer, and each layer in blocks of tokens.
 
-For each layer: for each block of the prompt, the part before attention, attention to everything up to the block, the
-part after it, written into the residual stream. Then the policy judges the layer's keys and values as a whole, so the
-kept entries do not depend on the blocks. Besides the residual stream and the pool, only one layer's keys and values and
-the activations of one block are held.
+For each layer: for each block, the part before attention, attention to everything up to the block, the part after it,
+written into the residual stream. Besides the residual stream only one layer's keys and values and the activations of
+one block are held. No policy is known here: :mod:`kvpass.compiler.prompt` judges what a layer has made.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,28 +18,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.profiler import record_function
 
 from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
-from kvpass.graphs.canonical import Site, SiteLocation, batch_and_tokens, layout_of, pool_facts, site_locations
+from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
-from kvpass.graphs.host_weights import host_weights, is_host_weight, rooms_of
+from kvpass.graphs.host_weights import host_weights, rooms_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.tables import InputLookup
-from kvpass.host_weights import HostCopies
-from kvpass.operands import Attention, Candidates, Expansion, PolicyInputs, PrefillBuffers, RingBuffers
+from kvpass.operands import Attention, Expansion
 from kvpass.ops.latents import absorbed, attend_prompt
-from kvpass.ops.reference import POSITION, row_groups
 from kvpass.ops.schemas import implementation
-from kvpass.ops.sliding import keep_newest
-from kvpass.policies.base import Policy
-from kvpass.policies.compaction import fit_entries, references
-from kvpass.policies.observation import projected_norms
-from kvpass.policies.replay import Replay, Replayed, most_attended
-from kvpass.ranks import Ranks
 from kvpass.torch_compat import shape_guards, symbol_bounds
 
 AUTO_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -133,15 +123,8 @@ class _TokenBuffer:
         return self._held[:, :, : end - self.first]
 
 
-class Fill(NamedTuple):
-    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CompressedCache.prefill_state`."""
-
-    policy: Policy
-    state: Mapping[str, Tensor]
-
-
-class BlockedPrefill:
-    """A decoder that prefills prompts layer by layer, each layer in blocks of tokens.
+class SplitDecoder:
+    """A decoder in parts: what comes before all layers, and of each layer what comes before and after attention.
 
     Args:
         gm: the graph that was split; behind the inputs of the captured graph it has what :func:`nothing_seen` returns
@@ -185,71 +168,14 @@ class BlockedPrefill:
         for lookup in self.lookups:
             lookup.check(inputs)
 
-    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> Tensor:
-        """Fill caches with one prompt, and return the logits.
-
-        Args:
-            inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
-        """
-        for fill in fills:
-            self._find_what_is_read(fill.policy)
-            if fill.policy.compact and any(group.geometry.values_in_keys for group in self.layout.pools):
-                raise ValueError(
-                    "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
-                    "without compact, or with expanded heads"
-                )
-        prompt = _Prompt(self, fills, inputs, block, ranks)
-        edges = prompt.edges
-        prompt.begin()
-        *layers, last = self.split.layers
-        for layer in layers:
-            prompt.run(layer, edges)
-        result = self.split.result
-        if result in self.split.axes:
-            prompt.run(last, edges, is_last=True)
-        else:
-            edges = self._last_edges(edges, block, int(recorded(result).shape[1]))
-            writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
-            prompt.run(last, edges, is_last=True, results_from=0 if writes else edges[-2])
-        prompt.pack()
-        prompt.store_states()
-        logits: Tensor = prompt.known[result]
-        compacted = [fill for fill in fills if fill.policy.compact]
-        if compacted:
-            del prompt
-            again = _Repetition(self, compacted, inputs, block, ranks)
-            again.begin()
-            for layer in self.split.layers:
-                again.compact(layer, is_last=layer is last)
-        return logits
-
-    def _find_what_is_read(self, policy: Policy) -> None:
-        """Find in each layer what the policy reads of the model, before anything is written.
-
-        Raises:
-            UnsupportedAttentionError: it is not there.
-        """
-        for layer in self.split.layers:
-            if self.locations[layer.site.layer].ring:
-                continue
-            if policy.weighs_replays or policy.scores_tokens:
-                entering = layer.site.attention_input
-                assert entering is layer.entering
-            if policy.reads_projection:
-                weight = layer.site.output_projection.weight
-                assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
-            if policy.reads_rotation:
-                frequencies = layer.site.rotary_frequencies
-                assert not is_host_weight(frequencies), "vectors are on the device"
-
-    def _last_edges(self, edges: list[int], block: int, logits: int) -> list[int]:
+    def last_edges(self, edges: list[int], block: int, logits: int) -> list[int]:
         """Where blocks of the last layer begin: the last one holds all tokens of which there are logits."""
         tokens = edges[-1]
         before = tokens - max(tokens - edges[-2], logits + 1)
         return [*self.edges(before, block), tokens] if before > 1 else [0, tokens]
 
 
-class _LayerCall(NamedTuple):
+class LayerCall(NamedTuple):
     """What is known after a layer has run over some tokens.
 
     Attributes:
@@ -262,7 +188,7 @@ class _LayerCall(NamedTuple):
     entered: list[Tensor]
 
 
-class _PromptRun:
+class LayerRun:
     """Tokens that run through the layers of a decoder, at once or behind others.
 
     Args:
@@ -274,7 +200,7 @@ class _PromptRun:
     """
 
     def __init__(
-        self, decoder: BlockedPrefill, inputs: Sequence[Any], real: Tensor, block: int, start: Tensor, seen: int = 0
+        self, decoder: SplitDecoder, inputs: Sequence[Any], real: Tensor, block: int, start: Tensor, seen: int = 0
     ) -> None:
         tokens = real.shape[1]
         self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
@@ -298,7 +224,7 @@ class _PromptRun:
         behind: Attention | None = None,
         of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
         on_block: Callable[[Attention, Tensor | None], None] | None = None,
-    ) -> _LayerCall:
+    ) -> LayerCall:
         """Run a layer, block by block.
 
         Args:
@@ -344,7 +270,7 @@ class _PromptRun:
                 self._store(layer, first, end, made)
         for node in layer.read_last:
             self.known.pop(node, None)
-        return _LayerCall(
+        return LayerCall(
             absorbed(call._replace(q=queries.before(n)), expansion),
             lses.before(n) if lses.began else None,
             [torch.cat(found, -1) for found in entered],
@@ -403,347 +329,3 @@ class _PromptRun:
             ):
                 return old
         return like.new_empty(shape)
-
-
-_Observed = tuple[slice, int, Replay]
-"""Rows, their first real column, and what they replay."""
-
-
-class _Behind(NamedTuple):
-    """Replays behind a prompt, of policies that ask for the same.
-
-    Attributes:
-        turns: what runs, and what of it each row observes. readers: numbers of the fills whose policies read it.
-        weighs: of each reader, whether it weighs attention by norms.
-    """
-
-    turns: list[tuple[_PromptRun, list[_Observed]]]
-    readers: list[int]
-    weighs: list[bool]
-
-
-class _Prompt(_PromptRun):
-    """A prompt that is being prefilled into one or more caches, and what is replayed behind it.
-
-    Attributes:
-        on_host: inputs that stay on the host. behind: what runs behind the prompt.
-    """
-
-    def __init__(
-        self, decoder: BlockedPrefill, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks
-    ) -> None:
-        state = fills[0].state  # what a prompt begins with is the same for all
-        columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
-        real = (columns >= state["first"][:, None]).long()
-        super().__init__(decoder, inputs, real, block, state["start"])
-        self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
-        self.known.update({node: state[f"{name}_held"] for node, name in self.states.items()})
-        self.fills, self.ranks, self.first = fills, ranks, state["first"]
-        self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
-        self.copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
-        self.ops = implementation(self.first)
-        self.behind = self._all_behind(inputs, block)
-
-    def _all_behind(self, inputs: Sequence[Any], block: int) -> list[_Behind]:
-        """Return what the policies replay; those that replay the same tokens share it."""
-        found: dict[Hashable, _Behind] = {}
-        for number, (policy, _) in enumerate(self.fills):
-            if not self._reads_replays(policy):
-                continue
-            ids_at = self.decoder.given[0]
-            assert ids_at is not None, "frontends without token ids refuse policies that replay"
-            ids = inputs[ids_at]
-            groups = [
-                (rows, column, self._replays_of(policy, ids[rows, column:]))
-                for rows, column in row_groups(self.start)
-                if column < self.tokens
-            ]
-            key = tuple(
-                (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
-                for _, column, replays in groups
-                for replay in replays
-            )
-            if key not in found:
-                found[key] = _Behind(list(self._replays(policy, groups, inputs, block)), [], [])
-            found[key].readers.append(number)
-            found[key].weighs.append(policy.weighs_replays)
-        return list(found.values())
-
-    def _reads_replays(self, policy: Policy) -> bool:
-        return policy.reads_replays
-
-    def _replays_of(self, policy: Policy, ids: Tensor) -> Sequence[Replay]:
-        return policy.replays(ids)
-
-    def _replays(
-        self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]], inputs: Sequence[Any], block: int
-    ) -> Iterator[tuple[_PromptRun, list[_Observed]]]:
-        """Yield what a policy replays; the rows' first replays together, then their second, and so on.
-
-        Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
-
-        Args:
-            groups: rows, their first real column, and their replays.
-        """
-        decoder, n = self.decoder, self.tokens
-        ids_at, positions_at = decoder.given
-        assert ids_at is not None
-        ids = inputs[ids_at]
-        for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
-            parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
-            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
-            if not decoder.allowed(tokens):
-                raise ValueError(
-                    f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
-                    "another one for so few; take another policy"
-                )
-            own, given = ids.new_zeros(len(ids), tokens), list(inputs)
-            for rows, _, replay in parts:
-                own[rows, : replay.ids.shape[1]] = replay.ids
-            given[ids_at] = own
-            if positions_at is not None:
-                last = inputs[positions_at][:, -1:]
-                given[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
-            try:
-                decoder.check(given)
-            except ValueError as error:
-                raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
-            yield _PromptRun(decoder, given, torch.ones_like(own), block, self.start, n), parts
-
-    def begin(self) -> None:
-        """Run what comes before all layers."""
-        self._copy_weights(self.decoder.split.begin.inputs)
-        super().begin()
-        for replay in self._replayed_tokens:
-            replay.begin()
-
-    @property
-    def _replayed_tokens(self) -> list[_PromptRun]:
-        return [replay for behind in self.behind for replay, _ in behind.turns]
-
-    def _copy_weights(self, reads: Sequence[Node]) -> None:
-        """Copy what is read and stays on the host to the device."""
-        weights = host_weights(reads)
-        if weights:
-            assert self.copies is not None
-            given = [self.on_host[node] for node in weights]
-            copied = dict(zip(weights, self.copies.next(given), strict=True))
-            for tokens in (self, *self._replayed_tokens):
-                tokens.known.update(copied)
-
-    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
-        """Run a layer; each policy scores its entries and keeps some.
-
-        Args:
-            edges, results_from: as in :meth:`attend`.
-        """
-        self._copy_weights(layer.reads)
-        location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
-
-        def add_sums(call: Attention, lse: Tensor | None) -> None:
-            with record_function("kvpass::column_sums"):
-                sums = self.ops.column_sums(call, lse, self.start, self.first)
-                if not summed:
-                    summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
-                summed[0][..., : sums.shape[2]] += sums
-
-        scored_by = [] if location.ring else [fill.policy for fill in self.fills]
-        on_block = add_sums if any(policy.sums_columns for policy in scored_by) else None
-        num_queries = max(map(self._rows_read, scored_by), default=0)
-        scoring = [number for number, policy in enumerate(scored_by) if policy.scores_tokens]
-        call, lse, scored = self.attend(
-            layer,
-            edges,
-            num_queries=num_queries,
-            results_from=results_from,
-            of_entering=[self._token_scores(scored_by[number], layer.site, location) for number in scoring],
-            on_block=on_block,
-        )
-        entered = dict(zip(scoring, scored, strict=True))
-        replayed: dict[int, Tensor] = {}
-        for behind in self.behind:
-            with record_function("kvpass::replay"):
-                most = self._replay(layer, call, location, behind, is_last=is_last)
-            replayed.update(
-                {number: most[weighs] for number, weighs in zip(behind.readers, behind.weighs, strict=True)}
-            )
-        columns = torch.arange(self.tokens, device=call.k.device)
-        for number, fill in enumerate(self.fills):
-            if location.ring:
-                keep_newest(location.buffers(RingBuffers, fill.state), call.k, call.v, columns, location.layer)
-                continue
-            last = slice(num_queries - self._rows_read(fill.policy), None)
-            own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
-            sums = summed[0] if fill.policy.sums_columns else None
-            found = {"summed": sums, "replayed": replayed.get(number), "entered": entered.get(number)}
-            self._score_and_select(fill, layer.site, location, own, own_lse, found)
-
-    def _replay(
-        self, layer: Layer, prompt: Attention, location: SiteLocation, behind: _Behind, *, is_last: bool
-    ) -> dict[bool, Tensor]:
-        """Run replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``.
-
-        Returns:
-            by whether attention is weighed by norms, for those of the two that a policy reads.
-        """
-        kinds = set(behind.weighs)
-        found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
-        weighed = True in kinds and not location.ring
-        value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
-        for replay, parts in behind.turns:
-            norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
-            call, _, entered = self._run_replay(layer, prompt, replay, location, norms_of, is_last=is_last)
-            if location.ring:
-                continue
-            for rows, column, part in parts:
-                own = slice(0, part.ids.shape[1])
-                queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
-                for weighs, most in found.items():
-                    norms = entered[0][rows, own] if weighs else None
-                    seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
-                    worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
-                    paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
-                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
-        return found
-
-    def _run_replay(
-        self,
-        layer: Layer,
-        prompt: Attention,
-        replay: _PromptRun,
-        location: SiteLocation,
-        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
-        *,
-        is_last: bool,
-    ) -> _LayerCall:
-        """Run a replay through a layer, behind the prompt; of a layer with a sliding window without its queries."""
-        replay.known.update({node: self.known[node] for node in self.states})
-        return replay.attend(
-            layer,
-            replay.edges,
-            num_queries=0 if location.ring else replay.tokens,
-            results_from=replay.tokens if is_last else 0,
-            behind=prompt,
-            of_entering=of_entering,
-        )
-
-    def _score_and_select(
-        self,
-        fill: Fill,
-        site: Site,
-        location: SiteLocation,
-        call: Attention,
-        lse: Tensor | None,
-        found: Mapping[str, Tensor | None],
-    ) -> None:
-        """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
-        policy, buffers, layer = fill.policy, location.buffers(PrefillBuffers, fill.state), location.layer
-        projection = self._projection(site) if policy.reads_projection else None
-        frequencies = self.known[site.rotary_frequencies] if policy.reads_rotation else None
-        rows = fill.state.get(f"{location.prefix}_rule_rows")
-        policy_inputs = PolicyInputs(projection, frequencies, buffers.entries, rule_rows=rows, **found)
-        with record_function("kvpass::score_layer"):
-            scores, stats, weight = self.ops.score_layer(
-                call, lse, self.start, self.first, layer, location.layers, policy, policy_inputs, self.ranks
-            )
-        candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
-        with record_function("kvpass::cascade_step"):
-            self.ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, self.ranks)
-
-    def _token_scores(self, policy: Policy, site: Site, location: SiteLocation) -> Callable[[Tensor], Tensor]:
-        """Return the policy's function of what enters attention."""
-        kv_heads = int(recorded(site.k).shape[1])
-        return lambda x: policy.token_scores(x, location.layer, location.layers, kv_heads, self.ranks)
-
-    def _projection(self, site: Site) -> Tensor:
-        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
-        found = site.output_projection
-        weight: Tensor = self.known[found.weight]
-        return weight.T if found.inputs_first else weight
-
-    def pack(self) -> None:
-        """Bring the entries of each pool into their order."""
-        with record_function("kvpass::pack"):
-            for location in self.decoder.locations.values():
-                if not location.ring and location.layer == 0:
-                    for fill in self.fills:
-                        self.ops.pack(location.buffers(PrefillBuffers, fill.state))
-
-    def store_states(self) -> None:
-        """Write what recurrent layers hold after the prompt."""
-        for node, name in self.states.items():
-            for fill in self.fills:
-                fill.state[f"{name}_made"].copy_(self.known[node])
-
-    def _rows_read(self, policy: Policy) -> int:
-        """How many of the last queries a policy judges by."""
-        rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
-        return min(rows, self.tokens)
-
-
-class _Repetition(_Prompt):
-    """A prompt that runs once more, with its repetitions behind it, to compact what was kept of it.
-
-    The caches are filled; the fitted keys and values are written over those that they hold.
-    """
-
-    def _reads_replays(self, policy: Policy) -> bool:
-        return True
-
-    def _replays_of(self, policy: Policy, ids: Tensor) -> Sequence[Replay]:
-        return policy.reference_replays(ids)
-
-    def compact(self, layer: Layer, *, is_last: bool) -> None:
-        """Run a layer; compact what each cache holds of it."""
-        self._copy_weights(layer.reads)
-        location = self.decoder.locations[layer.site.layer]
-        prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
-        for behind in self.behind:
-            found = [
-                self._run_replay(layer, prompt, replay, location, is_last=is_last).attention
-                for replay, _ in behind.turns
-            ]
-            if location.ring:
-                continue
-            for number in behind.readers:
-                with record_function("kvpass::compact"):
-                    self._compact(self.fills[number], prompt, location, found, [parts for _, parts in behind.turns])
-
-    def _compact(
-        self,
-        fill: Fill,
-        prompt: Attention,
-        location: SiteLocation,
-        replayed: Sequence[Attention],
-        turns: Sequence[list[_Observed]],
-    ) -> None:
-        """Compact what one cache holds of a layer.
-
-        Args:
-            replayed: of each turn, queries of the replays, keys and values of prompt and replays. turns: what they are.
-        """
-        buffers = location.buffers(PrefillBuffers, fill.state)
-        errors = fill.state[f"{location.prefix}_output_errors"][:, location.layer]
-        bounds, heads = buffers.offsets.tolist(), errors.shape[2]
-        for row, column in enumerate(self.start.tolist()):
-            window = max(self.tokens - fill.policy.window, column)
-            own = [
-                (call.rows(slice(row, row + 1), slice(None)), part.ids.shape[1])
-                for call, parts in zip(replayed, turns, strict=True)
-                for rows, _, part in parts
-                if rows.start <= row < rows.stop
-            ]
-            for kv_head, reference in enumerate(references(own, window) if own else ()):
-                first, end = bounds[row][location.layer * heads + kv_head :][:2]
-                if end - first == window - column:
-                    continue  # nothing was dropped
-                fitted = fit_entries(
-                    prompt.k[row, kv_head, column:window],
-                    prompt.v[row, kv_head, column:window],
-                    buffers.slots[POSITION, row, first:end].long(),
-                    reference,
-                    prompt.scale,
-                    prompt.softcap,
-                )
-                buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
-                errors[:, row, kv_head] = fitted.errors

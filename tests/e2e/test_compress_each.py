@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.compiler.blocks import _PromptRun
+from kvpass.compiler.blocks import LayerRun
 from kvpass.policies import POLICIES, resolve
 from pairwise import quick
 from tiny_models import HEAD_MAP, HYBRIDS, left_pad, random_ids, tiny_model
@@ -61,8 +61,8 @@ def test_a_decoder_that_is_not_split_is_read_for_each_condition():
 
 def test_policies_that_replay_the_same_share_the_replay(monkeypatch):
     fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
-    asked, attend = [], _PromptRun.attend
-    monkeypatch.setattr(_PromptRun, "attend", lambda *args, **kw: asked.append(kw.get("behind")) or attend(*args, **kw))
+    asked, attend = [], LayerRun.attend
+    monkeypatch.setattr(LayerRun, "attend", lambda *args, **kw: asked.append(kw.get("behind")) or attend(*args, **kw))
     fast.compress_each(random_ids(1, 60), conditions=[("kvzip", 9), ("kvzip_plus", 9), (resolve("kvzip", sinks=2), 9)])
     assert sum(behind is not None for behind in asked) == 2
 

@@ -99,7 +99,7 @@ def test_each_weight_is_copied_once_a_call_into_two_buffers(monkeypatch):
             groups.append(len(weights))
             return super().next(weights)
 
-    for module in ("compiler.parts", "compiler.blocks"):
+    for module in ("compiler.parts", "compiler.replays"):
         monkeypatch.setattr(f"kvpass.{module}.HostCopies", Counted)
     cache = fast(random_ids(1, 100)).past_key_values  # four blocks
     assert groups == [8], "the second layer with the head"

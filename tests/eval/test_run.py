@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass import builtin
 from kvpass.cli.main import app
-from kvpass.compiler.blocks import BlockedPrefill
+from kvpass.compiler.prompt import BlockedPrefill
 from kvpass.eval import run, workers
 from kvpass.eval.environment import fingerprint
 from kvpass.eval.policy_spec import PolicySpec, parse_policies

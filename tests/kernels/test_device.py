@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass.compiler import blocks
+from kvpass.compiler import blocks, prompt
 from kvpass.kernels import window_statistics
 from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs
 from kvpass.ops import cuda as device
@@ -318,7 +318,7 @@ def test_a_model_with_latent_rows_of_published_size(policy, monkeypatch):
 
     expected = run()
     ops = OnTheCpu()
-    for module in (schemas, blocks):
+    for module in (schemas, blocks, prompt):
         monkeypatch.setattr(module, "implementation", lambda *given: ops)
     found = run()
     assert ops.attended == {(2, 80), (1, 576)}, "not both with expanded heads and with rows"

@@ -1,0 +1,307 @@
+"""Prefill: a prompt runs through a decoder layer by layer, and each layer's entries are judged when it has run.
+
+The policy judges the layer's keys and values as a whole, so the kept entries do not depend on the blocks. With
+compaction the prompt then runs a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from kvpass.compiler.blocks import SplitDecoder
+from kvpass.compiler.replays import Behind, Observed, PromptRun
+from kvpass.graphs.canonical import Site, SiteLocation
+from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.host_weights import is_host_weight
+from kvpass.graphs.split_layers import Layer
+from kvpass.operands import Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers
+from kvpass.ops.reference import POSITION
+from kvpass.ops.schemas import implementation
+from kvpass.ops.sliding import keep_newest
+from kvpass.policies.base import Policy
+from kvpass.policies.compaction import fit_entries, references
+from kvpass.policies.observation import projected_norms
+from kvpass.policies.replay import Replayed, most_attended
+from kvpass.ranks import Ranks
+
+
+class Fill(NamedTuple):
+    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CompressedCache.prefill_state`."""
+
+    policy: Policy
+    state: Mapping[str, Tensor]
+
+
+class BlockedPrefill(SplitDecoder):
+    """A decoder that prefills prompts layer by layer, each layer in blocks of tokens."""
+
+    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> Tensor:
+        """Fill caches with one prompt, and return the logits.
+
+        Args:
+            inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
+        """
+        for fill in fills:
+            self._find_what_is_read(fill.policy)
+            if fill.policy.compact and any(group.geometry.values_in_keys for group in self.layout.pools):
+                raise ValueError(
+                    "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
+                    "without compact, or with expanded heads"
+                )
+        prompt = _ScoredPrompt(self, fills, inputs, block, ranks)
+        edges = prompt.edges
+        prompt.begin()
+        *layers, last = self.split.layers
+        for layer in layers:
+            prompt.run(layer, edges)
+        result = self.split.result
+        if result in self.split.axes:
+            prompt.run(last, edges, is_last=True)
+        else:
+            edges = self.last_edges(edges, block, int(recorded(result).shape[1]))
+            writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
+            prompt.run(last, edges, is_last=True, results_from=0 if writes else edges[-2])
+        prompt.pack()
+        prompt.store_states()
+        logits: Tensor = prompt.known[result]
+        compacted = [fill for fill in fills if fill.policy.compact]
+        if compacted:
+            del prompt
+            again = _Repetition(self, compacted, inputs, block)
+            again.begin()
+            for layer in self.split.layers:
+                again.compact(layer, is_last=layer is last)
+        return logits
+
+    def _find_what_is_read(self, policy: Policy) -> None:
+        """Find in each layer what the policy reads of the model, before anything is written.
+
+        Raises:
+            UnsupportedAttentionError: it is not there.
+        """
+        for layer in self.split.layers:
+            if self.locations[layer.site.layer].ring:
+                continue
+            if policy.weighs_replays or policy.scores_tokens:
+                entering = layer.site.attention_input
+                assert entering is layer.entering
+            if policy.reads_projection:
+                weight = layer.site.output_projection.weight
+                assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
+            if policy.reads_rotation:
+                frequencies = layer.site.rotary_frequencies
+                assert not is_host_weight(frequencies), "vectors are on the device"
+
+
+class _ScoredPrompt(PromptRun):
+    """A prompt that is being prefilled into one or more caches, whose policies score its entries."""
+
+    def __init__(
+        self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks
+    ) -> None:
+        readers = {number: policy for number, (policy, _) in enumerate(fills) if policy.reads_replays}
+        state = fills[0].state  # what a prompt begins with is the same for all
+        super().__init__(decoder, state, inputs, block, readers, lambda policy, ids: policy.replays(ids))
+        self.fills, self.ranks, self.ops = fills, ranks, implementation(self.first)
+
+    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
+        """Run a layer; each policy scores its entries and keeps some.
+
+        Args:
+            edges, results_from: as in :meth:`attend`.
+        """
+        self.copy_weights(layer.reads)
+        location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
+
+        def add_sums(call: Attention, lse: Tensor | None) -> None:
+            with record_function("kvpass::column_sums"):
+                sums = self.ops.column_sums(call, lse, self.start, self.first)
+                if not summed:
+                    summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
+                summed[0][..., : sums.shape[2]] += sums
+
+        scored_by = [] if location.ring else [fill.policy for fill in self.fills]
+        on_block = add_sums if any(policy.sums_columns for policy in scored_by) else None
+        num_queries = max(map(self._rows_read, scored_by), default=0)
+        scoring = [number for number, policy in enumerate(scored_by) if policy.scores_tokens]
+        call, lse, scored = self.attend(
+            layer,
+            edges,
+            num_queries=num_queries,
+            results_from=results_from,
+            of_entering=[self._token_scores(scored_by[number], layer.site, location) for number in scoring],
+            on_block=on_block,
+        )
+        entered = dict(zip(scoring, scored, strict=True))
+        replayed: dict[int, Tensor] = {}
+        for behind in self.behind:
+            with record_function("kvpass::replay"):
+                most = self._replay(layer, call, location, behind, is_last=is_last)
+            replayed.update({number: most[self._weighs(number)] for number in behind.readers})
+        columns = torch.arange(self.tokens, device=call.k.device)
+        for number, fill in enumerate(self.fills):
+            if location.ring:
+                keep_newest(location.buffers(RingBuffers, fill.state), call.k, call.v, columns, location.layer)
+                continue
+            last = slice(num_queries - self._rows_read(fill.policy), None)
+            own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
+            sums = summed[0] if fill.policy.sums_columns else None
+            found = {"summed": sums, "replayed": replayed.get(number), "entered": entered.get(number)}
+            self._score_and_select(fill, layer.site, location, own, own_lse, found)
+
+    def _replay(
+        self, layer: Layer, prompt: Attention, location: SiteLocation, behind: Behind, *, is_last: bool
+    ) -> dict[bool, Tensor]:
+        """Run replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``.
+
+        Returns:
+            by whether attention is weighed by norms, for those of the two that a policy reads.
+        """
+        kinds = set(map(self._weighs, behind.readers))
+        found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
+        weighed = True in kinds and not location.ring
+        value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
+        for replay, parts in behind.turns:
+            norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
+            call, _, entered = self.run_replay(layer, prompt, replay, location, norms_of, is_last=is_last)
+            if location.ring:
+                continue
+            for rows, column, part in parts:
+                own = slice(0, part.ids.shape[1])
+                queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
+                for weighs, most in found.items():
+                    norms = entered[0][rows, own] if weighs else None
+                    seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
+                    worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
+                    paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
+                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
+        return found
+
+    def _weighs(self, number: int) -> bool:
+        return self.fills[number].policy.weighs_replays
+
+    def _score_and_select(
+        self,
+        fill: Fill,
+        site: Site,
+        location: SiteLocation,
+        call: Attention,
+        lse: Tensor | None,
+        found: Mapping[str, Tensor | None],
+    ) -> None:
+        """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
+        policy, buffers, layer = fill.policy, location.buffers(PrefillBuffers, fill.state), location.layer
+        projection = self._projection(site) if policy.reads_projection else None
+        frequencies = self.known[site.rotary_frequencies] if policy.reads_rotation else None
+        rows = fill.state.get(f"{location.prefix}_rule_rows")
+        policy_inputs = PolicyInputs(projection, frequencies, buffers.entries, rule_rows=rows, **found)
+        with record_function("kvpass::score_layer"):
+            scores, stats, weight = self.ops.score_layer(
+                call, lse, self.start, self.first, layer, location.layers, policy, policy_inputs, self.ranks
+            )
+        candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
+        with record_function("kvpass::cascade_step"):
+            self.ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, self.ranks)
+
+    def _token_scores(self, policy: Policy, site: Site, location: SiteLocation) -> Callable[[Tensor], Tensor]:
+        """Return the policy's function of what enters attention."""
+        kv_heads = int(recorded(site.k).shape[1])
+        return lambda x: policy.token_scores(x, location.layer, location.layers, kv_heads, self.ranks)
+
+    def _projection(self, site: Site) -> Tensor:
+        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
+        found = site.output_projection
+        weight: Tensor = self.known[found.weight]
+        return weight.T if found.inputs_first else weight
+
+    def pack(self) -> None:
+        """Bring the entries of each pool into their order."""
+        with record_function("kvpass::pack"):
+            for location in self.decoder.locations.values():
+                if not location.ring and location.layer == 0:
+                    for fill in self.fills:
+                        self.ops.pack(location.buffers(PrefillBuffers, fill.state))
+
+    def store_states(self) -> None:
+        """Write what recurrent layers hold after the prompt."""
+        for node, name in self.states.items():
+            for fill in self.fills:
+                fill.state[f"{name}_made"].copy_(self.known[node])
+
+    def _rows_read(self, policy: Policy) -> int:
+        """How many of the last queries a policy judges by."""
+        rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
+        return min(rows, self.tokens)
+
+
+class _Repetition(PromptRun):
+    """A prompt that runs once more, with its repetitions behind it, to compact what was kept of it.
+
+    The caches are filled; the fitted keys and values are written over those that they hold.
+    """
+
+    def __init__(self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int) -> None:
+        readers = {number: policy for number, (policy, _) in enumerate(fills)}
+        state = fills[0].state
+        super().__init__(decoder, state, inputs, block, readers, lambda policy, ids: policy.reference_replays(ids))
+        self.fills = fills
+
+    def compact(self, layer: Layer, *, is_last: bool) -> None:
+        """Run a layer; compact what each cache holds of it."""
+        self.copy_weights(layer.reads)
+        location = self.decoder.locations[layer.site.layer]
+        prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
+        for behind in self.behind:
+            found = [
+                self.run_replay(layer, prompt, replay, location, is_last=is_last).attention
+                for replay, _ in behind.turns
+            ]
+            if location.ring:
+                continue
+            for number in behind.readers:
+                with record_function("kvpass::compact"):
+                    self._compact(self.fills[number], prompt, location, found, [parts for _, parts in behind.turns])
+
+    def _compact(
+        self,
+        fill: Fill,
+        prompt: Attention,
+        location: SiteLocation,
+        replayed: Sequence[Attention],
+        turns: Sequence[list[Observed]],
+    ) -> None:
+        """Compact what one cache holds of a layer.
+
+        Args:
+            replayed: of each turn, queries of the replays, keys and values of prompt and replays. turns: what they are.
+        """
+        buffers = location.buffers(PrefillBuffers, fill.state)
+        errors = fill.state[f"{location.prefix}_output_errors"][:, location.layer]
+        bounds, heads = buffers.offsets.tolist(), errors.shape[2]
+        for row, column in enumerate(self.start.tolist()):
+            window = max(self.tokens - fill.policy.window, column)
+            own = [
+                (call.rows(slice(row, row + 1), slice(None)), part.ids.shape[1])
+                for call, parts in zip(replayed, turns, strict=True)
+                for rows, _, part in parts
+                if rows.start <= row < rows.stop
+            ]
+            for kv_head, reference in enumerate(references(own, window) if own else ()):
+                first, end = bounds[row][location.layer * heads + kv_head :][:2]
+                if end - first == window - column:
+                    continue  # nothing was dropped
+                fitted = fit_entries(
+                    prompt.k[row, kv_head, column:window],
+                    prompt.v[row, kv_head, column:window],
+                    buffers.slots[POSITION, row, first:end].long(),
+                    reference,
+                    prompt.scale,
+                    prompt.softcap,
+                )
+                buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
+                errors[:, row, kv_head] = fitted.errors

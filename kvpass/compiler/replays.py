@@ -1,0 +1,164 @@
+"""A prompt that runs through a decoder, and what is replayed behind it: tokens that attend to all of it.
+
+Policies score by what replays attend to (:mod:`kvpass.policies.kvzip`), and compaction fits entries to their queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from kvpass.compiler.blocks import LayerCall, LayerRun, SplitDecoder
+from kvpass.graphs.canonical import SiteLocation
+from kvpass.graphs.host_weights import host_weights
+from kvpass.graphs.split_layers import Layer
+from kvpass.host_weights import HostCopies
+from kvpass.operands import Attention
+from kvpass.ops.reference import row_groups
+from kvpass.policies.base import Policy
+from kvpass.policies.replay import Replay
+
+Observed = tuple[slice, int, Replay]
+"""Rows, their first real column, and what they replay."""
+
+
+class Behind(NamedTuple):
+    """Replays behind a prompt, of caches that ask for the same.
+
+    Attributes:
+        turns: what runs, and what of it each row observes. readers: numbers of the caches that read it.
+    """
+
+    turns: list[tuple[LayerRun, list[Observed]]]
+    readers: list[int]
+
+
+class PromptRun(LayerRun):
+    """A prompt that runs through a decoder, and what is replayed behind it.
+
+    Args:
+        state: of a cache that the prompt fills. readers: policies of the caches that replay something, by the number
+            of the cache. replays_of: what a policy replays of prompts of one length, int64 ``[B, N]``; policies that
+            replay the same tokens share them.
+    Attributes:
+        states: names of the states of recurrent layers. first: first real column of each row, on the device. on_host:
+            inputs that stay on the host. behind: what runs behind the prompt.
+    """
+
+    def __init__(
+        self,
+        decoder: SplitDecoder,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Any],
+        block: int,
+        readers: Mapping[int, Policy],
+        replays_of: Callable[[Policy, Tensor], Sequence[Replay]],
+    ) -> None:
+        columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
+        real = (columns >= state["first"][:, None]).long()
+        super().__init__(decoder, inputs, real, block, state["start"])
+        self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
+        self.known.update({node: state[f"{name}_held"] for node, name in self.states.items()})
+        self.first = state["first"]
+        self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
+        self._copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
+        found: dict[Hashable, Behind] = {}
+        for number, policy in readers.items():
+            ids_at = decoder.given[0]
+            assert ids_at is not None, "frontends without token ids refuse policies that replay"
+            ids = inputs[ids_at]
+            groups = [
+                (rows, column, replays_of(policy, ids[rows, column:]))
+                for rows, column in row_groups(self.start)
+                if column < self.tokens
+            ]
+            key = tuple(
+                (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
+                for _, column, of_rows in groups
+                for replay in of_rows
+            )
+            if key not in found:
+                found[key] = Behind(list(self._turns(policy, groups, inputs, block)), [])
+            found[key].readers.append(number)
+        self.behind = list(found.values())
+
+    def _turns(
+        self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]], inputs: Sequence[Any], block: int
+    ) -> Iterator[tuple[LayerRun, list[Observed]]]:
+        """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
+
+        Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
+
+        Args:
+            groups: rows, their first real column, and their replays.
+        """
+        decoder, n = self.decoder, self.tokens
+        ids_at, positions_at = decoder.given
+        assert ids_at is not None
+        ids = inputs[ids_at]
+        for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
+            parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
+            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
+            if not decoder.allowed(tokens):
+                raise ValueError(
+                    f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
+                    "another one for so few; take another policy"
+                )
+            own, given = ids.new_zeros(len(ids), tokens), list(inputs)
+            for rows, _, replay in parts:
+                own[rows, : replay.ids.shape[1]] = replay.ids
+            given[ids_at] = own
+            if positions_at is not None:
+                last = inputs[positions_at][:, -1:]
+                given[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
+            try:
+                decoder.check(given)
+            except ValueError as error:
+                raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
+            yield LayerRun(decoder, given, torch.ones_like(own), block, self.start, n), parts
+
+    def begin(self) -> None:
+        """Run what comes before all layers."""
+        self.copy_weights(self.decoder.split.begin.inputs)
+        super().begin()
+        for replay in self._replayed_tokens:
+            replay.begin()
+
+    @property
+    def _replayed_tokens(self) -> list[LayerRun]:
+        return [replay for behind in self.behind for replay, _ in behind.turns]
+
+    def copy_weights(self, reads: Sequence[Node]) -> None:
+        """Copy what is read and stays on the host to the device."""
+        weights = host_weights(reads)
+        if weights:
+            assert self._copies is not None
+            given = [self.on_host[node] for node in weights]
+            copied = dict(zip(weights, self._copies.next(given), strict=True))
+            for tokens in (self, *self._replayed_tokens):
+                tokens.known.update(copied)
+
+    def run_replay(
+        self,
+        layer: Layer,
+        prompt: Attention,
+        replay: LayerRun,
+        location: SiteLocation,
+        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
+        *,
+        is_last: bool,
+    ) -> LayerCall:
+        """Run a replay through a layer, behind the prompt; of a layer with a sliding window without its queries."""
+        replay.known.update({node: self.known[node] for node in self.states})
+        return replay.attend(
+            layer,
+            replay.edges,
+            num_queries=0 if location.ring else replay.tokens,
+            results_from=replay.tokens if is_last else 0,
+            behind=prompt,
+            of_entering=of_entering,
+        )
