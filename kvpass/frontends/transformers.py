@@ -290,8 +290,10 @@ class CompressedModel(_Base):
         else:
             compressed.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
             full, rows = full_of(compressed), rows // compressed.batch_size
-            if compressed.reusable or rows > 1:
+            if rows > 1:
                 compressed, full = compressed.repeated(rows), full.repeated(rows)
+            elif compressed.reusable:
+                compressed, full = compressed.clone(), full.clone()
         drafts = full.drafts = CompressedDrafts(self, rules, full, compressed, tokens)
         kwargs.pop("past_key_values", None)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,27 @@ def test_a_saved_full_cache_answers_exactly(tmp_path):
     whole = torch.cat([PROMPT, QUESTION], 1)
     found = greedy(fast, QUESTION, past_key_values=loaded, exact=True)
     assert torch.equal(found[:, -NEW:], greedy(model, whole)[:, -NEW:])
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="says what is mapped")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mapped_full_cache_stays_in_its_file(tmp_path, rows):
+    model, fast = fast_model()
+    document = fast.compress(PROMPT, keep_full=True)
+    document.full.save(tmp_path / "full")
+    document.full = kvpass.load_cache(tmp_path / "full", fast, mapped=True)
+    content = (tmp_path / "full").read_bytes()
+    questions = random_ids(rows, 5, seed=6)
+    out = greedy(fast, questions, past_key_values=document, exact=True, **AS_DICT)
+    expected = greedy(model, torch.cat([PROMPT.expand(rows, -1), questions], 1))
+    assert torch.equal(out.sequences[:, -NEW:], expected[:, -NEW:])
+    for cache in (document.full, out[CACHE].full):
+        (store,) = cache.full_layers
+        places = [buffer.data_ptr() for buffer in (store.pool_k, store.pool_v)]
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ours = [line[0].split("-") for line in lines if line[-1] == str(tmp_path / "full")]
+        assert all(any(int(low, 16) <= place < int(high, 16) for low, high in ours) for place in places)
+    assert (tmp_path / "full").read_bytes() == content
 
 
 def test_processors_end_tokens_and_padding_count():
