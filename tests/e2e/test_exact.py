@@ -10,6 +10,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass.errors import CacheMismatchError
@@ -184,6 +186,42 @@ def test_each_row_is_answered_as_alone(rows):
     for answer, with_end in zip(alone, found[:, ids.shape[1] :], strict=True):
         length = [*answer.tolist(), end].index(end) + 1
         assert with_end.tolist() == [*answer.tolist()[:length], *(NEW * [3])][: len(with_end)]
+
+
+class RowsEndApart(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.tensor([len(ids) >= 95 + row for row, ids in enumerate(input_ids)])
+
+
+class Listener(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.heard.append(-1)
+
+
+def test_arguments_of_generate_count_for_every_row():
+    model, fast = fast_model(budget=40)
+    ids, mask = padded_prompts(65, 41, 90)
+    end = int(greedy(model, ids, attention_mask=mask)[0, -9])
+    for options in (
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"stopping_criteria": [RowsEndApart()], "eos_token_id": end},
+        {"min_new_tokens": 20, "eos_token_id": end, "output_scores": True},
+    ):
+        options |= {"attention_mask": mask, **AS_DICT}
+        found, expected = greedy(fast, ids, exact=True, **options), greedy(model, ids, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.scores, expected.scores)
+    ours, theirs = Listener(), Listener()
+    greedy(fast, PROMPT, exact=True, streamer=ours)
+    greedy(model, PROMPT, streamer=theirs)
+    assert ours.heard == theirs.heard
 
 
 def test_a_row_keeps_what_it_accepted_when_another_does_not():
