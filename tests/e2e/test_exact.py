@@ -186,6 +186,9 @@ def test_each_row_is_answered_as_alone(rows):
     for answer, with_end in zip(alone, found[:, ids.shape[1] :], strict=True):
         length = [*answer.tolist(), end].index(end) + 1
         assert with_end.tolist() == [*answer.tolist()[:length], *(NEW * [3])][: len(with_end)]
+    greedy(fast, ids, attention_mask=mask, exact=True, eos_token_id=end, pad_token_id=3, budget=1.0)
+    accepted = fast.report().prompt.accepted
+    assert accepted.accepted == accepted.drafted  # drafts of a row that has ended are padding
 
 
 class RowsEndApart(StoppingCriteria):
