@@ -108,7 +108,7 @@ class CompressedDrafts:
                     logits = self.model(ids[:, -1:], past_key_values=self.compressed).logits[:, -1]
                 best = self._chosen(ids, logits, ended)
                 if place < known.shape[1]:
-                    best = torch.where(known[:, place] < 0, best, known[:, place])
+                    best = torch.where(ended | (known[:, place] < 0), best, known[:, place])
                 ids = torch.cat([ids, best[:, None]], 1)
                 if self._ends is not None:
                     ended = ended | torch.isin(best, self._ends)
@@ -118,13 +118,12 @@ class CompressedDrafts:
 
     def _checked(self, text: Tensor) -> Tensor:
         """Return the full cache's tokens ``[B, M + 1]`` behind the text, -1 after the first that is not the draft's."""
-        ids, ended, found = torch.cat([text, self._draft], 1), self._ended, []
+        ids, held = torch.cat([text, self._draft], 1), text.shape[1]
         with self._same_random_numbers():
-            for place in range(self._logits.shape[1]):
-                before = ids[:, : text.shape[1] + place]
-                found.append(self._chosen(before, self._logits[:, place], ended))
-                if self._ends is not None:
-                    ended = ended | torch.isin(found[-1], self._ends)
+            found = [
+                self._chosen(ids[:, : held + place], self._logits[:, place], self._ended)
+                for place in range(self._logits.shape[1])
+            ]
         known = torch.stack(found, 1)
         differs = (known[:, :-1] != self._draft).cumsum(1) > 0
         known[:, 1:][differs] = -1
