@@ -140,7 +140,7 @@ def compile(
 
 
 def load_cache(
-    path: str | Path, model: CompressedModel, *, device: torch.device | str | None = None
+    path: str | Path, model: CompressedModel, *, device: torch.device | str | None = None, mapped: bool = False
 ) -> CompressedCache:
     """Load a cache that :meth:`CompressedCache.save` wrote to ``path``, to continue with ``model``.
 
@@ -151,6 +151,8 @@ def load_cache(
         model: what ``kvpass.compile`` returned, with the policy and budget of the cache. The full cache of a text
             (``cache.full``) loads for any policy.
         device: of the cache; by default that of the model's first parameter.
+        mapped: on a CPU, map the entries from the file instead of reading them into memory: the system reads what is
+            used, and may drop it again. The file must not be written to while the cache is used; it may be replaced.
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
@@ -162,7 +164,7 @@ def load_cache(
 
     ranks = model._kvpass.captures.compiler.ranks
     found = run_on_all_ranks(
-        ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _summary(*found)}
+        ranks, "kvpass.load_cache", lambda: read_saved(path, mapped=mapped), lambda found: {"file": _summary(*found)}
     )
     return restore_cache(path, *found, model, device=device)
 
@@ -174,13 +176,13 @@ def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
 
 
 @torch.inference_mode(False)
-def read_saved(path: str | Path) -> tuple[CacheMetadata, dict[str, Tensor]]:
+def read_saved(path: str | Path, *, mapped: bool = False) -> tuple[CacheMetadata, dict[str, Tensor]]:
     """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match.
 
     Raises:
         CacheFileError: as in :func:`load_cache`. OSError: the file cannot be read.
     """
-    metadata, tensors = read_cache_file(path)
+    metadata, tensors = read_cache_file(path, mapped=mapped)
     return typed(metadata, CacheMetadata, path), tensors
 
 

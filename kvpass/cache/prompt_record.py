@@ -48,8 +48,8 @@ class Acceptance:
     """How often the full cache agreed with the compressed one, in a call of ``generate`` with ``exact=True``.
 
     Attributes:
-        drafted: tokens drafted on the compressed cache, draft by draft. accepted: how many of them the full cache gives
-            too, up to the first that it does not.
+        drafted: tokens of a row drafted on the compressed cache, draft by draft. accepted: how many of them the full
+            cache gives too, up to the first that it does not, of any row.
     """
 
     drafted: tuple[int, ...] = ()

@@ -86,7 +86,8 @@ class Document:
 
         Args:
             model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder or GGUF file: a file must not cause a download. with_full: also load the full cache.
+                a local folder or GGUF file: a file must not cause a download. with_full: also map the full cache from
+                its file.
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
                 the file names another; or there is no file of the full cache.
@@ -102,7 +103,7 @@ class Document:
         fast = kvpass.compile(made, policy=policy, budget=metadata.budget, backend=backend)
         cache = restore_cache(path, metadata, tensors, fast)
         if with_full:
-            cache.full = kvpass.load_cache(full_path(path), fast)
+            cache.full = kvpass.load_cache(full_path(path), fast, mapped=True)
         return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
 
     def ask(self, question: str, *, new_tokens: int = 64, exact: bool = False) -> str:

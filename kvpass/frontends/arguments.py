@@ -46,6 +46,12 @@ _OF_GENERATE = {
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
 """Arguments of ``generate`` that say who drafts tokens which the model then checks."""
 
+_NOT_EXACT = {
+    "num_beams": "beams change their order after every token, so no draft would be verified; use one beam",
+    "guidance_scale": "it reads each token into a second cache, and would read drafts too",
+}
+"""Arguments of ``generate`` that ``exact=True`` does not support, with a reason for each."""
+
 _FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrained"
 
 
@@ -301,13 +307,15 @@ def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
 
 
-def check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> None:
+def check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> int:
     """Check a call of ``generate`` with ``exact=True``.
 
     Args:
         kwargs, configured: as given, and the generation configuration. tokens: ``draft_tokens``.
+    Returns:
+        rows of the answer.
     Raises:
-        ValueError: it has several rows, drafts of another kind, or embeddings; ``tokens`` is out of range.
+        ValueError: it has beams, guidance, drafts of another kind, or embeddings; ``tokens`` is out of range.
     """
     if tokens != "auto":
         check_int("draft_tokens", tokens, 1)
@@ -316,12 +324,13 @@ def check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> N
         raise ValueError(f"exact=True and {asked!r} are two kinds of drafts: give one of them")
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("exact=True with inputs_embeds is not supported: pass input_ids")
+    for name, reason in _NOT_EXACT.items():
+        value = said(name, kwargs, configured)
+        if value not in (None, 1):
+            raise ValueError(f"exact=True with {name}={value!r} is not supported: {reason}")
     ids = kwargs.get("input_ids", kwargs.get("inputs"))
     rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
-    for name in ("num_beams", "num_return_sequences"):
-        rows *= said(name, kwargs, configured) or 1
-    if rows > 1:
-        raise ValueError(f"exact=True verifies the tokens of one row, the call has {rows}: call generate for each")
+    return rows * (said("num_return_sequences", kwargs, configured) or 1)
 
 
 def full_of(cache: CompressedCache) -> CompressedCache:

@@ -1,19 +1,21 @@
 """Exact answers: tokens are drafted on a compressed cache and verified against the full one.
 
-The rule is that of VeriCache (arXiv:2605.17613): a token of the compressed cache counts if the full cache gives it too,
-else the full cache's own comes next. Accepted tokens get the keys and values of the full cache in both.
-transformers verifies (``generate`` with drafts); this module drafts.
+The loop is that of ``generate`` of transformers on the full cache, which chooses every token from the full cache's
+logits. This module computes these logits for several tokens at a time: it drafts them on the compressed cache, gives
+the draft to the full cache in one call, and keeps the logits for as long as the tokens chosen are those of the draft
+(the rule of VeriCache, arXiv:2605.17613). Accepted tokens get the keys and values of the full cache in both.
+
+Legend: B rows, T tokens of a text, M of a draft.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers import StoppingCriteriaList
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
@@ -26,12 +28,16 @@ _FIRST, _LEAST, _MOST = 8, 2, 32
 
 
 @dataclass(eq=False)
-class CompressedDrafts(CandidateGenerator):
-    """Drafts tokens for one call of ``generate`` on the full cache.
+class CompressedDrafts:
+    """Drafts and verifies tokens for one call of ``generate`` on the full cache.
+
+    A token is accepted when it is that of every row. A row that would have accepted more drafts what it knows already.
 
     Args:
         model: what ``kvpass.compile`` returned. rules: of the compressed cache. full, compressed: the caches, with the
             same text. tokens: drafted at a time.
+    Attributes:
+        agreed: appended tokens of the compressed cache that have the full cache's keys and values.
     """
 
     model: Any
@@ -44,67 +50,117 @@ class CompressedDrafts(CandidateGenerator):
 
     def __post_init__(self) -> None:
         self._next = _FIRST if self.tokens == "auto" else self.tokens
-        self._agreed = self.full.appended
-        self._draft: list[int] = []
+        self.agreed = self.full.appended
+        self._text: Tensor | None = None  # all ids, from when a token was chosen until the next logits are asked for
+        self._draft = self._known = torch.empty(0, 0, dtype=torch.int64, device="cpu")
+        self._logits = torch.empty(0, device="cpu")
+        self._used, self._agrees = 1, False  # logits given of those verified; whether the last token is of the draft
 
-    def begin(self, ids: Tensor, processor: Any, config: Any) -> CompressedDrafts:
-        """Take the ids ``[1, T]`` of the call, its processor of logits and its configuration."""
-        known = self.full.ids is not None or self.full.is_empty
-        self._unknown = 0 if known else self.full.columns  # tokens of the cache that are not among the ids
-        self._processor, self._samples, self._length = processor, bool(config.do_sample), config.max_length
-        ends = config._eos_token_tensor
-        self._ends = set() if ends is None else set(ends.tolist())
-        return self
+    def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Take the arguments of the loop; return them with stopping criteria that also say what was chosen."""
+        config = arguments["generation_config"]
+        self._processor, self._samples = arguments["logits_processor"], bool(config.do_sample)
+        self._length, self._ends, self._pad = config.max_length, config._eos_token_tensor, config._pad_token_tensor
+        return {**arguments, "stopping_criteria": _Observed(arguments["stopping_criteria"], self)}
 
-    def get_candidates(  # type: ignore[override]  # without logits where nothing was sampled, as their own
-        self, input_ids: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the ids ``[1, T]`` and a draft behind them, and the logits it was sampled from, if it was.
+    def observe(self, text: Tensor, ended: Tensor) -> None:
+        """Note the ids ``[B, T]`` with the tokens just chosen, and which rows have ended, bool ``[B]``."""
+        place, self._text, self._ended = self._used - 1, text, ended
+        self._agrees = place < self._draft.shape[1] and torch.equal(self._draft[:, place], text[:, -1])
+        if self._agrees:
+            self.accepted[-1] += 1
 
-        Before the prompt is read there is no draft: it would be part of the prompt, and of what scores its entries.
-        """
-        if self.full.columns - self._unknown < input_ids.shape[1] - 1:
-            return input_ids, None
-        self.synchronise()
-        found: list[Tensor] = []
-        ids = input_ids
-        room = self._length - ids.shape[1] - 1  # the verification adds one
-        while len(found) < min(self._next, room):
-            with self.model._kvpass.call(self.rules):
-                logits = self.model(ids[:, -1:], past_key_values=self.compressed).logits[:, -1]
-            scores = self._processor(ids, logits.float())
-            best = scores.softmax(-1).multinomial(1) if self._samples else scores.argmax(-1, keepdim=True)
-            found.append(scores)
-            ids = torch.cat([ids, best], 1)
-            if int(best) in self._ends:
-                break
-        self._draft = ids[0, input_ids.shape[1] :].tolist()
-        return ids, torch.stack(found, 1) if self._samples and found else None
+    @property
+    def is_next(self) -> bool:
+        """Whether the next call on the full cache is for the token behind those chosen."""
+        return self._text is not None
 
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Note how many tokens of the draft are in the text: also the one that ends it, unlike ``num_matches``."""
-        if not self._draft:
-            return
-        given = input_ids[0, -num_matches - 1 :].tolist()
-        agree = [ours == theirs for ours, theirs in zip(self._draft, given, strict=False)]
-        accepted = len(list(itertools.takewhile(bool, agree)))
-        self.drafted.append(len(self._draft))
-        self.accepted.append(accepted)
-        if self.tokens == "auto":
-            self._next = min(2 * self._next, _MOST) if accepted == len(self._draft) else max(accepted, _LEAST)
+    def next_logits(self) -> Tensor:
+        """Return the full cache's logits behind the text, ``[B, 1, vocabulary]``."""
+        text, self._text = self._text, None
+        assert text is not None
+        if not self._agrees:
+            self.synchronise()
+            self._adapt()
+            self._draft = self._drafted(text)
+            tokens = torch.cat([text[:, -1:], self._draft], 1)
+            self._logits = self.model(tokens, past_key_values=self.full).logits
+            self._used = 0
+            if len(text) > 1:
+                self._known = self._checked(text)
+            if self._draft.shape[1]:
+                self.drafted.append(self._draft.shape[1])
+                self.accepted.append(0)
+        self._used += 1
+        return self._logits[:, self._used - 1, None]
+
+    def _adapt(self) -> None:
+        if self.tokens == "auto" and self.drafted:
+            drafted, accepted = self.drafted[-1], self.accepted[-1]
+            self._next = min(2 * self._next, _MOST) if accepted == drafted else max(accepted, _LEAST)
+
+    def _drafted(self, text: Tensor) -> Tensor:
+        """Return a draft ``[B, M]`` behind the text; where tokens are known, those."""
+        known, ids, ended = self._known[:, self._used :], text, self._ended
+        with self._same_random_numbers():
+            for place in range(min(self._next, self._length - text.shape[1] - 1)):  # the verification adds one
+                with self.model._kvpass.call(self.rules):
+                    logits = self.model(ids[:, -1:], past_key_values=self.compressed).logits[:, -1]
+                best = self._chosen(ids, logits, ended)
+                if place < known.shape[1]:
+                    best = torch.where(ended | (known[:, place] < 0), best, known[:, place])
+                ids = torch.cat([ids, best[:, None]], 1)
+                if self._ends is not None:
+                    ended = ended | torch.isin(best, self._ends)
+                    if bool(ended.all()):
+                        break
+        return ids[:, text.shape[1] :]
+
+    def _checked(self, text: Tensor) -> Tensor:
+        """Return the full cache's tokens ``[B, M + 1]`` behind the text, -1 after the first that is not the draft's."""
+        ids, held = torch.cat([text, self._draft], 1), text.shape[1]
+        with self._same_random_numbers():
+            found = [
+                self._chosen(ids[:, : held + place], self._logits[:, place], self._ended)
+                for place in range(self._logits.shape[1])
+            ]
+        known = torch.stack(found, 1)
+        differs = (known[:, :-1] != self._draft).cumsum(1) > 0
+        known[:, 1:][differs] = -1
+        return known
+
+    def _chosen(self, ids: Tensor, logits: Tensor, ended: Tensor) -> Tensor:
+        """Choose a token for each row from the logits ``[B, vocabulary]`` behind the ids, as transformers does."""
+        scores = self._processor(ids, logits.float())
+        best = scores.softmax(-1).multinomial(1)[:, 0] if self._samples else scores.argmax(-1)
+        return best if self._ends is None else torch.where(ended, self._pad, best)
+
+    def _same_random_numbers(self) -> Any:
+        """Within it, random numbers are those that transformers draws next; so a sampled draft often agrees."""
+        device = self.full.device
+        return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
     def synchronise(self) -> None:
-        """Let the compressed cache hold the tokens that the full one holds, with its keys and values.
-
-        Raises:
-            ValueError: the call had padding among its new tokens.
-        """
-        if not self.full.is_left_padded:
-            raise ValueError("exact=True with padding behind the prompt is not supported: leave the padding out")
-        self.compressed.follow(self.full, self._agreed)
-        self._agreed = self.full.appended
+        """Let both caches hold the tokens that were given to the full one, with its keys and values."""
+        self.full.crop(self._used - self._draft.shape[1] - 1)
+        self.compressed.follow(self.full, self.agreed)
+        self.agreed = self.full.appended
 
     @property
     def acceptance(self) -> Acceptance:
         """What was accepted so far."""
         return Acceptance(tuple(self.drafted), tuple(self.accepted))
+
+
+class _Observed(StoppingCriteriaList):
+    """Stopping criteria that tell the drafts what was chosen."""
+
+    def __init__(self, criteria: StoppingCriteriaList, drafts: CompressedDrafts) -> None:
+        super().__init__(criteria)
+        self._drafts, self._ended = drafts, torch.tensor(False, device="cpu")
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        found = super().__call__(input_ids, scores, **kwargs)
+        self._ended = found | self._ended
+        self._drafts.observe(input_ids, self._ended)
+        return found

@@ -211,7 +211,9 @@ class CompressedModel(_Base):
         text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
             assert cache is None or isinstance(cache, CompressedCache)
-            if cache is not None and not cache.is_empty:
+            if cache is not None and cache.drafts is not None and cache.drafts.is_next:
+                logits = cache.drafts.next_logits()
+            elif cache is not None and not cache.is_empty:
                 cache, logits = _continue(self, cache, text, attention_mask, position_ids, logits_to_keep)
             else:
                 cache = _new_cache(runtime) if cache is None else cache
@@ -249,16 +251,17 @@ class CompressedModel(_Base):
 
         ``exact=True`` gives the answer of the full cache: ``draft_tokens`` tokens at a time ("auto": as many as are
         being accepted) are drafted on the compressed cache and verified against the full one, in one call of the model.
-        Greedy answers are those of ``policy="full"``, sampled ones have its distribution. Both caches are held: one
-        prompt fills them, or the given cache has its full one (:meth:`compress` with ``keep_full``). The cache in the
-        output is the compressed one, with the full one in ``cache.full``; :meth:`report` says what was accepted.
+        Greedy answers are those of ``policy="full"``, sampled ones those that it samples with the same seed. Several
+        rows go on by the tokens that all of them accept. Both caches are held: one prompt fills them, or the given
+        cache has its full one (:meth:`compress` with ``keep_full``). The cache in the output is the compressed one,
+        with the full one in ``cache.full``; :meth:`report` says what was accepted.
 
         Raises:
             ValueError: drafts (``exact``, ``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts
                 while decoding, with recompression, recurrent layers or layers with a sliding window; ``exact`` with
-                several rows, several processes, or a cache without its full one; a cache
-                of another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
-                replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
+                beams, guidance, several processes, or a cache without its full one; a cache of another kind, given or
+                asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the
+                configuration has ``use_cache=False`` and the call does not set it.
             CacheMismatchError: the cache is not of this model and its policy, or has another budget.
         """
         theirs: Callable[..., Any] = super().generate  # type: ignore[misc]
@@ -277,7 +280,7 @@ class CompressedModel(_Base):
         """Call ``generate`` of transformers on the full cache, with drafts from the compressed one."""
         runtime = self._kvpass
         check_one_process(runtime.captures.compiler.ranks, "exact=True")
-        check_exact(kwargs, kwargs["generation_config"] or self.generation_config, tokens)
+        rows = check_exact(kwargs, kwargs["generation_config"] or self.generation_config, tokens)
         check_drafts("exact", rules, recurrent=runtime.adapted.recurrent is not None)
         compressed: CompressedCache | None = cache_argument(kwargs)
         check_cache(compressed)
@@ -286,15 +289,16 @@ class CompressedModel(_Base):
             full.fills = (compressed,)
         else:
             compressed.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
-            full = full_of(compressed)
-            if compressed.reusable:
+            full, rows = full_of(compressed), rows // compressed.batch_size
+            if rows > 1:
+                compressed, full = compressed.repeated(rows), full.repeated(rows)
+            elif compressed.reusable:
                 compressed, full = compressed.clone(), full.clone()
         drafts = full.drafts = CompressedDrafts(self, rules, full, compressed, tokens)
         kwargs.pop("past_key_values", None)
-        arguments = {**kwargs, "cache": full, "prompt_lookup_num_tokens": 1}  # whose drafts are then ours
         try:
             with runtime.call(rules.keeping_all):
-                output = self._generate(theirs, rules.keeping_all, arguments)
+                output = self._generate(theirs, rules.keeping_all, {**kwargs, "cache": full})
         finally:
             full.drafts, full.fills = None, ()
         drafts.synchronise()
@@ -378,14 +382,18 @@ class CompressedModel(_Base):
 
     init_continuous_batching = continuous_batching_context_manager = generate_batch
 
+    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Choose token after token, as transformers does; with drafts if the answer is to be exact."""
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, CompressedCache) and cache.drafts is not None:
+            kwargs = cache.drafts.begin(kwargs)
+        return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Return who drafts tokens, as transformers does, but the first draft, made before the prompt, is dropped.
 
         It would be part of the prompt, and of what scores its entries.
         """
-        drafts = kwargs["model_kwargs"][CACHE].drafts
-        if drafts is not None:
-            return drafts.begin(kwargs["input_ids"], kwargs["logits_processor"], kwargs["generation_config"])
         generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         draft = generator.get_candidates
 
@@ -755,6 +763,10 @@ def _append_padded(
         parts.append(part)
         members.append(rows)
     cache.take_over(parts, torch.cat(members).argsort(), padding.mask, ids)
+    if cache.drafts is not None:
+        with model._kvpass.call(cache.drafts.rules):
+            _append_padded(model, cache.drafts.compressed, ids, given, 1, padding)
+        cache.drafts.agreed = 0
     return logits, record if len(parts) == 1 else None
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass.errors import CacheMismatchError
@@ -18,6 +21,7 @@ from tiny_models import compiled_once, random_ids, tiny_model
 
 NEW = 24
 PROMPT, QUESTION = random_ids(1, 65, seed=5), random_ids(1, 5, seed=6)
+AS_DICT = {"return_dict_in_generate": True}
 
 
 def greedy(model: Any, ids: Tensor, **options: Any) -> Any:
@@ -126,6 +130,27 @@ def test_a_saved_full_cache_answers_exactly(tmp_path):
     assert torch.equal(found[:, -NEW:], greedy(model, whole)[:, -NEW:])
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="says what is mapped")
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mapped_full_cache_stays_in_its_file(tmp_path, rows):
+    model, fast = fast_model()
+    document = fast.compress(PROMPT, keep_full=True)
+    document.full.save(tmp_path / "full")
+    document.full = kvpass.load_cache(tmp_path / "full", fast, mapped=True)
+    content = (tmp_path / "full").read_bytes()
+    questions = random_ids(rows, 5, seed=6)
+    out = greedy(fast, questions, past_key_values=document, exact=True, **AS_DICT)
+    expected = greedy(model, torch.cat([PROMPT.expand(rows, -1), questions], 1))
+    assert torch.equal(out.sequences[:, -NEW:], expected[:, -NEW:])
+    for cache in (document.full, out[CACHE].full):
+        (store,) = cache.full_layers
+        places = [buffer.data_ptr() for buffer in (store.pool_k, store.pool_v)]
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        ours = [line[0].split("-") for line in lines if line[-1] == str(tmp_path / "full")]
+        assert all(any(int(low, 16) <= place < int(high, 16) for low, high in ours) for place in places)
+    assert (tmp_path / "full").read_bytes() == content
+
+
 def test_processors_end_tokens_and_padding_count():
     model, fast = fast_model()
     plain = greedy(model, PROMPT)
@@ -141,11 +166,120 @@ def test_processors_end_tokens_and_padding_count():
     assert torch.equal(greedy(fast, padded, exact=True, attention_mask=mask)[:, 7:], plain)
 
 
-def test_sampled_answers_have_the_distribution_of_the_full_cache():
+def padded_prompts(*lengths: int) -> tuple[Tensor, Tensor]:
+    """Prompts of these lengths, left-padded, and their mask."""
+    rows = [random_ids(1, n, seed=n)[0] for n in lengths]
+    padded = [torch.nn.functional.pad(x, (max(lengths) - len(row), 0)) for row in rows for x in (row, row * 0 + 1)]
+    return torch.stack(padded[::2]), torch.stack(padded[1::2])
+
+
+@pytest.mark.parametrize("rows", [2, 5, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_each_row_is_answered_as_alone(rows):
+    """Rows of several lengths that accept and end each at another place."""
+    model, fast = fast_model(budget=40)
+    ids, mask = padded_prompts(*(65, 41, 90, 58, 77, 66, 49, 82)[:rows])
+    alone = [greedy(model, row[None, seen.bool()])[0, -NEW:] for row, seen in zip(ids, mask, strict=True)]
+    assert torch.equal(greedy(fast, ids, attention_mask=mask, exact=True)[:, -NEW:], torch.stack(alone))
+
+    end = int(alone[0][9])
+    found = greedy(fast, ids, attention_mask=mask, exact=True, eos_token_id=end, pad_token_id=3)
+    for answer, with_end in zip(alone, found[:, ids.shape[1] :], strict=True):
+        length = [*answer.tolist(), end].index(end) + 1
+        assert with_end.tolist() == [*answer.tolist()[:length], *(NEW * [3])][: len(with_end)]
+    greedy(fast, ids, attention_mask=mask, exact=True, eos_token_id=end, pad_token_id=3, budget=1.0)
+    accepted = fast.report().prompt.accepted
+    assert accepted.accepted == accepted.drafted  # drafts of a row that has ended are padding
+
+
+class RowsEndApart(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.tensor([len(ids) >= 95 + row for row, ids in enumerate(input_ids)])
+
+
+class Listener(BaseStreamer):
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.heard.append(-1)
+
+
+def test_arguments_of_generate_count_for_every_row():
+    model, fast = fast_model(budget=40)
+    ids, mask = padded_prompts(65, 41, 90)
+    end = int(greedy(model, ids, attention_mask=mask)[0, -9])
+    for options in (
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"stopping_criteria": [RowsEndApart()], "eos_token_id": end},
+        {"min_new_tokens": 20, "eos_token_id": end, "output_scores": True},
+    ):
+        options |= {"attention_mask": mask, **AS_DICT}
+        found, expected = greedy(fast, ids, exact=True, **options), greedy(model, ids, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.scores, expected.scores)
+    ours, theirs = Listener(), Listener()
+    greedy(fast, PROMPT, exact=True, streamer=ours)
+    greedy(model, PROMPT, streamer=theirs)
+    assert ours.heard == theirs.heard
+
+
+def test_a_row_keeps_what_it_accepted_when_another_does_not():
+    """Together, rows need as many checks as the slowest alone."""
+    _, fast = fast_model(budget=40)
+    ids, mask = padded_prompts(65, 41, 90, 58)
+
+    def checks(ids: Tensor, mask: Tensor | None = None) -> int:
+        greedy(fast, ids, attention_mask=mask, exact=True, draft_tokens=8, max_new_tokens=64)
+        return len(fast.report().prompt.accepted.drafted)
+
+    alone = [checks(row[None, seen.bool()]) for row, seen in zip(ids, mask, strict=True)]
+    assert min(alone) < max(alone) / 2
+    assert checks(ids, mask) == max(alone)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_answers_are_those_of_the_full_cache_with_the_same_seed(rows):
+    model, fast = fast_model(budget=40)
+    ids, mask = padded_prompts(65, 41, 90)
+    options = {"attention_mask": mask[-rows:], "do_sample": True, "temperature": 1.5, "num_return_sequences": 2}
+    found = []
+    for made, exact in ((model, {}), (fast, {"exact": True}), (fast, {"exact": True, "budget": 1.0})):
+        torch.manual_seed(1)
+        found.append(greedy(made, ids[-rows:], **options, **exact))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    accepted = fast.report().prompt.accepted
+    assert accepted.accepted == accepted.drafted  # everything is kept, and drafts are sampled by the same numbers
+
+
+@pytest.mark.parametrize("entries", ["model", pytest.param("int8", marks=pytest.mark.exhaustive)])
+def test_questions_of_several_lengths_about_one_document(entries):
+    model = tiny_model("llama", layers=2)
+    fast = kvpass.compile(model, policy="snapkv", budget=40, window=8, backend="eager", entries=entries)
+    document = fast.compress(PROMPT, keep_full=True)
+    questions, mask = padded_prompts(5, 9, 3)
+    out = greedy(fast, questions, attention_mask=mask, past_key_values=document, exact=True, **AS_DICT)
+    for row, question in enumerate(questions):
+        text = torch.cat([PROMPT, question[None, mask[row].bool()]], 1)
+        assert torch.equal(out.sequences[row, -NEW:], greedy(model, text)[0, -NEW:])
+    assert out[CACHE].full.columns == out[CACHE].columns == PROMPT.shape[1] + 9 + NEW - 1
+    more = torch.cat([out.sequences[:, -1:], QUESTION.expand(3, -1)], 1)
+    second = greedy(fast, more, past_key_values=out[CACHE], exact=True)
+    for row, question in enumerate(questions):
+        text = torch.cat([PROMPT, question[None, mask[row].bool()], out.sequences[row, None, -NEW:], QUESTION], 1)
+        assert torch.equal(second[row, -NEW:], greedy(model, text, attention_mask=text * 0 + 1)[0, -NEW:])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_sampled_answers_have_the_distribution_of_the_full_cache(rows):
     """Every text of three tokens out of two each, as often as the uncompiled model has it (chi-squared test)."""
     model, fast = fast_model(budget=40)
     document = fast.compress(PROMPT, keep_full=True)
-    options = {"do_sample": True, "top_k": 2, "temperature": 1.5, "max_new_tokens": 3}
+    options = {"do_sample": True, "top_k": 2, "temperature": 1.5, "max_new_tokens": 3, "num_return_sequences": rows}
     expected: dict[tuple[int, ...], float] = {}
     for choice in itertools.product(range(2), repeat=3):
         text, chance = torch.cat([PROMPT, QUESTION], 1), 1.0
@@ -156,9 +290,10 @@ def test_sampled_answers_have_the_distribution_of_the_full_cache():
         expected[tuple(text[0, -3:].tolist())] = chance
     torch.manual_seed(0)
     counts, total, refused = dict.fromkeys(expected, 0), 250, 0
-    for _ in range(total):
-        found = greedy(fast, QUESTION, past_key_values=document, exact=True, return_dict_in_generate=True, **options)
-        counts[tuple(found.sequences[0, -3:].tolist())] += 1
+    for _ in range(total // rows):
+        found = greedy(fast, QUESTION, past_key_values=document, exact=True, **AS_DICT, **options)
+        for text in found.sequences[:, -3:].tolist():
+            counts[tuple(text)] += 1
         accepted = found[CACHE].record.accepted
         refused += sum(accepted.drafted) - sum(accepted.accepted)
     assert refused > total / 20, "the full cache hardly ever decided"
@@ -171,8 +306,8 @@ def test_sampled_answers_have_the_distribution_of_the_full_cache():
     [
         ({"policy": "h2o"}, {}, "'exact' is not supported with policy 'h2o': for every draft it evicts"),
         ({"recompress": "every_turn"}, {}, "'exact' is not supported with recompress='every_turn'"),
-        ({}, {"num_beams": 2}, "exact=True verifies the tokens of one row, the call has 2"),
-        ({}, {"num_return_sequences": 3}, "exact=True verifies the tokens of one row, the call has 3"),
+        ({}, {"num_beams": 2}, "exact=True with num_beams=2 is not supported: beams change their order"),
+        ({}, {"guidance_scale": 1.5}, "exact=True with guidance_scale=1.5 is not supported: it reads each token"),
         ({}, {"prompt_lookup_num_tokens": 3}, "exact=True and 'prompt_lookup_num_tokens' are two kinds of drafts"),
         ({}, {"draft_tokens": 0}, "draft_tokens=0: must be"),
         ({}, {"draft_tokens": 4, "exact": False}, "draft_tokens=4 goes with exact=True"),
@@ -191,5 +326,3 @@ def test_a_full_cache_left_behind_is_refused():
     greedy(fast, QUESTION, past_key_values=cache)
     with pytest.raises(CacheMismatchError, match=r"cache\.full holds 65 tokens, and the cache 93"):
         greedy(fast, QUESTION, past_key_values=cache, exact=True)
-    with pytest.raises(ValueError, match="exact=True verifies the tokens of one row, the call has 2"):
-        greedy(fast, random_ids(2, 30), exact=True)
