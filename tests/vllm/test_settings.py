@@ -36,11 +36,21 @@ def test_options_of_the_policy_stand_beside_its_name():
         ({"room": 0}, "room=0"),
         ({"room": "64"}, "room='64'"),
         ({"rooom": 1}, "rooom=1: not an option"),
+        ({"documents": {"a": "a.kv"}}, "must be a list such as"),
+        ({"documents": ["a.kv"]}, "of name=file"),
+        ({"documents": ["a=a.kv", "b=b.kv", "a=c.kv"]}, "a name of its own"),
+        ({"documents": ["=a.kv"]}, "a name of its own"),
+        ({"documents": ["a="]}, "each needs a file"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_to_do(change, message):
     with pytest.raises(ValueError, match=message):
         Settings.read({"kvpass": GIVEN | change})
+
+
+def test_a_document_has_a_name_and_a_file():
+    settings = Settings.read({"kvpass": GIVEN | {"documents": ["a=x=1.kv", "b=x=1.kv"]}})
+    assert settings.documents == {"a": "x=1.kv", "b": "x=1.kv"}
 
 
 @pytest.mark.parametrize("name", ["policy", "budget", "room"])
