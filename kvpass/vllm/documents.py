@@ -126,7 +126,7 @@ def _read(path: Path, max_model_len: int) -> SavedDocument:
         f"has policy {policy.name!r}, which evicts while decoding: compress with one that does not": (
             policy.decode_rule() is not None
         ),
-        "has no token ids, as those of older versions of kvpass: compress the document again": "ids" not in tensors,
+        "has no token ids (an older kvpass made it, or from embeddings): compress the text's ids": "ids" not in tensors,
     }
     for fault, holds in faults.items():
         if holds:
