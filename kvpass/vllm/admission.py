@@ -135,7 +135,7 @@ class Admission:
         params = request.sampling_params
         if request.resumable:
             raise ValueError("kvpass does not support streaming sessions: send the whole prompt in one request")
-        if (params.extra_args or {}).get(DOCUMENT) is not None:
+        if self.settings.only_documents or (params.extra_args or {}).get(DOCUMENT) is not None:
             most -= self._continue(request)
         if params.min_tokens > most:
             raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
@@ -144,7 +144,7 @@ class Admission:
     def _continue(self, request: Any) -> int:
         """Put the tokens of the document that a request names before its own; return how many its own are."""
         params, own = request.sampling_params, len(request.prompt_token_ids)
-        name = params.extra_args[DOCUMENT]
+        name = (params.extra_args or {}).get(DOCUMENT)
         if not isinstance(name, str) or name not in self.documents:
             raise ValueError(f"{DOCUMENT}={name!r}: the documents of this server are {[*self.documents]}")
         ids, room, most = self.documents[name], self.settings.room, self.max_model_len

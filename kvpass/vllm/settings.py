@@ -23,13 +23,14 @@ class Settings:
     Attributes:
         policy: decides what is kept. budget: entries per KV head per layer on average, window included. room: tokens
             that a request may append to its prompt. documents: file of each compressed document, by the name under
-            which requests ask for it.
+            which requests ask for it. only_documents: no policy is given, so each request must name one.
     """
 
     policy: Policy
     budget: int
     room: int
     documents: Mapping[str, str] = field(default_factory=dict)
+    only_documents: bool = False
 
     @classmethod
     def read(cls, additional: object) -> Settings | None:
@@ -47,10 +48,14 @@ class Settings:
             )
         options: dict[str, Any] = dict(given)
         documents = _documents(options.pop("documents", []))
+        only_documents = bool(documents) and options.keys() == {"room"}
+        if only_documents:
+            options |= {"policy": "knorm", "budget": 1}  # the least of a block that no request fills
         missing = [name for name in ("policy", "budget", "room") if name not in options]
         if missing:
             raise ValueError(
-                f"kvpass: {missing[0]!r} is missing in additional_config; policy, budget and room are needed"
+                f"kvpass: {missing[0]!r} is missing in additional_config; policy, budget and room are needed, or room "
+                "and documents"
             )
         name, budget, room = (options.pop(name) for name in ("policy", "budget", "room"))
         policy = resolve(name, **options)
@@ -69,7 +74,7 @@ class Settings:
         resolve_budget(policy, budget)
         if type(room) is not int or room < 1:
             raise ValueError(f"room={room!r}: must be a positive number of tokens")
-        return cls(policy, budget, room, documents)
+        return cls(policy, budget, room, documents, only_documents)
 
     @property
     def entries(self) -> int:

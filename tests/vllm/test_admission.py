@@ -80,6 +80,14 @@ def test_what_cannot_be_asked_of_a_document_is_refused(change, message):
         Admission(ADMISSION.settings, ADMISSION.documents, most).admit(request(4, **change))
 
 
+def test_where_no_policy_is_given_each_request_must_name_a_document():
+    settings = Settings.read({"kvpass": {"room": 8, "documents": ["manual=manual.kv"]}})
+    admission = Admission(settings, ADMISSION.documents, 100)
+    admission.admit(request(4, document="manual"))
+    with pytest.raises(ValueError, match=r"kvpass_document=None: the documents of this server are \['manual"):
+        admission.admit(request(4))
+
+
 def test_rows_follow_the_batch():
     rows, prompts = Rows(), [[1], [2, 2], [3, 3, 3]]
     params = [None, SimpleNamespace(extra_args={DOCUMENT: ["manual", 1]}), SimpleNamespace(extra_args=None)]

@@ -53,6 +53,13 @@ def test_a_document_has_a_name_and_a_file():
     assert settings.documents == {"a": "x=1.kv", "b": "x=1.kv"}
 
 
+def test_a_block_of_a_server_of_documents_alone_holds_the_room():
+    settings = Settings.read({"kvpass": {"room": 64, "documents": ["a=a.kv"]}})
+    layout = settings.layout(layers=4, kv_heads=2, head_dim=8)
+    assert settings.only_documents and (layout.pool, layout.tail) == (8, 1 + 64)
+    assert not Settings.read({"kvpass": GIVEN | {"documents": ["a=a.kv"]}}).only_documents
+
+
 @pytest.mark.parametrize("name", ["policy", "budget", "room"])
 def test_each_setting_is_needed(name):
     with pytest.raises(ValueError, match=f"'{name}' is missing"):

@@ -165,8 +165,7 @@ def test_two_processes_keep_what_one_keeps(ask, reference, policy):
 def test_two_processes_continue_documents(ask, folder, tmp_path):
     cases = [case for case in QUESTIONS if len(case) == 3]
     named, expected, _ = compress_documents(folder, tmp_path, cases, NEW)
-    settings = {"policy": "lava", "budget": 64, "room": 120, "documents": named}
-    assert ask("two_processes", settings, cases) == [expected, len(cases)]
+    assert ask("two_processes", {"room": 120, "documents": named}, cases) == [expected, len(cases)]
 
 
 def test_what_runs_on_cuda_continues_documents_in_the_interpreter(ask_alone, folder, tmp_path, monkeypatch):
