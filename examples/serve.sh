@@ -3,6 +3,11 @@
 # In the environment of scripts/setup-vllm. Then, in another shell:
 #   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \
 #       -d '{"model": "MODEL", "prompt": "...", "max_tokens": 16, "temperature": 0}'
+# With a document that many requests share (docs/serve.md):
+#   kvpass compress manual.txt -o manual.kv --model MODEL --dtype float32 --policy kvzip --budget 0.25
+#   examples/serve.sh MODEL --dtype float32 \
+#       --additional-config '{"kvpass": {"policy": "lava", "budget": 64, "room": 512, "documents": ["manual=manual.kv"]}}'
+#   curl ... -d '{..., "add_special_tokens": false, "vllm_xargs": {"kvpass_document": "manual"}}'
 set -euo pipefail
 model=$1
 shift

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from kvpass.vllm.settings import Settings
 
+if TYPE_CHECKING:
+    from kvpass.vllm.documents import Documents
+
+DOCUMENT = "kvpass_document"
+"""Names a document in ``SamplingParams.extra_args``, over HTTP in ``vllm_xargs``, whose values are no dicts."""
+
+
+class Continued(NamedTuple):
+    """The document that a request continues, and its tokens, with which the request's prompt then begins."""
+
+    name: str
+    tokens: int
+
+    @classmethod
+    def of(cls, params: Any) -> Continued | None:
+        """Return that of an admitted request's parameters."""
+        found = (getattr(params, "extra_args", None) or {}).get(DOCUMENT)
+        return None if found is None else cls(*found)
+
 
 class Prompt(NamedTuple):
-    """A prompt's length, without what was generated, and a digest of its tokens."""
+    """A prompt's length, without what was generated, a digest of its tokens, and the document that it continues."""
 
     length: int
     digest: bytes
+    document: Continued | None = None
 
     @classmethod
-    def of(cls, ids: Sequence[int]) -> Prompt:
-        return cls(len(ids), hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest())
+    def of(cls, ids: Sequence[int], document: Continued | None = None) -> Prompt:
+        return cls(len(ids), hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest(), document)
 
 
 class Rows:
@@ -26,15 +50,23 @@ class Rows:
 
     Attributes:
         latest: of the engine that is being built; its attention backend, made later, takes it from here.
+        documents: of the engine, None without any.
     """
 
     latest: ClassVar[Rows]
 
-    def __init__(self) -> None:
+    def __init__(self, documents: Documents | None = None) -> None:
+        self.documents = documents
         self._prompts: dict[int, Prompt] = {}
 
     def __getitem__(self, row: int) -> Prompt:
         return self._prompts[row]
+
+    def document_tokens(self, rows: int) -> Tensor:
+        """Return how many tokens of a document each of the first rows continues, int64 on the host."""
+        prompts = map(self._prompts.get, range(rows))
+        tokens = [prompt.document.tokens if prompt and prompt.document else 0 for prompt in prompts]
+        return torch.tensor(tokens, dtype=torch.int64, device="cpu")
 
     def update(self, removed: Sequence[int], added: Sequence[Any], moved: Sequence[Any]) -> None:
         """Apply vLLM's changes of a batch, in its order.
@@ -44,8 +76,8 @@ class Rows:
         """
         for row in removed:
             self._prompts.pop(row, None)
-        for row, _, prompt, _ in added:
-            self._prompts[row] = Prompt.of(prompt)
+        for row, params, prompt, _ in added:
+            self._prompts[row] = Prompt.of(prompt, Continued.of(params))
         for source, target, swapped in moved:
             prompt, other = self._prompts.pop(source, None), self._prompts.pop(target, None)
             if prompt is not None:
@@ -54,37 +86,80 @@ class Rows:
                 self._prompts[source] = other
 
 
-def admit(additional: object, request: Any) -> Any:
-    """Return the request, ended with ``length`` when its room is used up.
+BEAMS = "kvpass does not support beam search in vLLM, which reads the prompt anew for each token"
+"""Why: vLLM sends every token of every beam as a new prompt, answer included."""
 
-    A block has room for a fixed number of tokens. Chat clients usually leave ``max_tokens`` out, so a larger number is
-    not an error: the answer ends with ``finish_reason="length"``, as at the end of the context.
 
-    Args:
-        additional: vLLM's ``additional_config``. request: with its own copy of ``sampling_params``.
-    Raises:
-        ValueError: ``min_tokens`` is more than there is room for, or the request is a streaming session; HTTP 400.
+@dataclass(frozen=True)
+class Admission:
+    """What the front end of an engine checks requests against.
+
+    Attributes:
+        documents: token ids by name. max_model_len: vLLM's.
     """
-    settings = Settings.read(additional)
-    if settings is None:
-        return request
-    most = settings.room + 1  # the last token is never appended
-    params = request.sampling_params
-    if request.resumable:
-        raise ValueError("kvpass does not support streaming sessions: send the whole prompt in one request")
-    if params.min_tokens > most:
-        raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
-    params.max_tokens = min(params.max_tokens, most)
-    return request
 
+    settings: Settings
+    documents: Mapping[str, Sequence[int]]
+    max_model_len: int
 
-def check_beams(additional: object) -> None:
-    """Refuse beam search: vLLM sends every token of every beam as a new prompt, answer included.
+    @classmethod
+    def of(cls, config: Any) -> Admission | None:
+        """Return that of an engine; None without kvpass.
 
-    Args:
-        additional: vLLM's ``additional_config``.
-    Raises:
-        ValueError: kvpass is configured; HTTP 400.
-    """
-    if Settings.read(additional) is not None:
-        raise ValueError("kvpass does not support beam search in vLLM, which reads the prompt anew for each token")
+        Args:
+            config: vLLM's ``VllmConfig``.
+        Raises:
+            ValueError: as :meth:`Settings.read` and :func:`kvpass.vllm.documents.read`.
+        """
+        settings = Settings.read(config.additional_config)
+        if settings is None:
+            return None
+        from kvpass.vllm.documents import read
+
+        documents = {name: document.ids for name, document in read(config, settings).items()}
+        return cls(settings, documents, config.model_config.max_model_len)
+
+    def admit(self, request: Any) -> None:
+        """Change a request: it ends with ``length`` when its room is used up, and begins with the document it names.
+
+        A block has room for a fixed number of tokens. Chat clients usually leave ``max_tokens`` out, so a larger number
+        is not an error: the answer ends with ``finish_reason="length"``, as at the end of the context.
+
+        Args:
+            request: with its own copy of ``sampling_params``.
+        Raises:
+            ValueError: there is no such document, its question or ``min_tokens`` is more than there is room for, or the
+                request is a streaming session; HTTP 400.
+        """
+        most = self.settings.room + 1  # the last token is never appended
+        params = request.sampling_params
+        if request.resumable:
+            raise ValueError("kvpass does not support streaming sessions: send the whole prompt in one request")
+        if self.settings.only_documents or (params.extra_args or {}).get(DOCUMENT) is not None:
+            most -= self._continue(request)
+        if params.min_tokens > most:
+            raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
+        params.max_tokens = min(params.max_tokens, most)
+
+    def _continue(self, request: Any) -> int:
+        """Put the tokens of the document that a request names before its own; return how many its own are."""
+        params, own = request.sampling_params, len(request.prompt_token_ids)
+        name = (params.extra_args or {}).get(DOCUMENT)
+        if not isinstance(name, str) or name not in self.documents:
+            raise ValueError(f"{DOCUMENT}={name!r}: the documents of this server are {[*self.documents]}")
+        ids, room, most = self.documents[name], self.settings.room, self.max_model_len
+        if own > room:
+            raise ValueError(
+                f"a question of {own} tokens about document {name!r}: kvpass keeps room for {room}, with its answer; "
+                "raise 'room'"
+            )
+        if len(ids) + own >= most:
+            raise ValueError(
+                f"document {name!r} has {len(ids)} tokens and the question {own}: both and an answer must fit in "
+                f"--max-model-len {most}"
+            )
+        if params.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs: document {name!r} is not read again; leave them out")
+        request.prompt_token_ids = [*ids, *request.prompt_token_ids]
+        params.extra_args = {**params.extra_args, DOCUMENT: Continued(name, len(ids))}
+        return own

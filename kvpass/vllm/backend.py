@@ -24,6 +24,7 @@ from kvpass.operands import BUFFERS, AppendBuffers, Attention, Candidates, Polic
 from kvpass.ops import reference
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
+from kvpass.vllm.documents import Documents
 from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
 from kvpass.vllm.refusals import check_heads, check_layer
@@ -32,7 +33,7 @@ from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
 
 Entries = tuple[Tensor, Tensor]
-"""Keys and values of one block, each ``[1, R, D]``."""
+"""Keys and values of blocks, each ``[n, R, D]``."""
 
 
 class KVPassBackend(AttentionBackend):
@@ -94,13 +95,13 @@ class KVPassMetadata:
     """One step.
 
     Attributes:
-        step: its rows. block: of each row that goes on, int64. order: index of each layer by its name.
+        step: its rows. order: index of each layer by its name. documents: None without any.
     """
 
     step: Step
-    block: Tensor
     tables: Tables
     order: dict[str, int]
+    documents: Documents | None
 
 
 class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
@@ -147,10 +148,19 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         step = read_step(starts, lengths, on_device, self.rows)
         if len(step.empty):
             tables.empty(step.empty)
-        block = self.block[: len(step.block)]
-        block.copy_(step.block)
-        tables.used[block] = (step.length - 1 - tables.before[block]).clamp(min=0)  # length 0: it only fills a graph
-        return KVPassMetadata(step, block, tables, self.order)
+        documents, going, first = self.rows.documents, [], 0
+        for row in step.prompts:
+            if row.prompt.document is not None:
+                assert documents is not None
+                tables.continue_document(row.block, row.prompt.document, documents.offsets[row.prompt.document.name])
+        for rows_on in step.going:
+            block = self.block[first : first + len(rows_on.block)]
+            block.copy_(rows_on.block)
+            length = rows_on.length - 1 - tables.before[block]
+            tables.used[block] = length.clamp(min=0)  # length 0: it only fills a graph
+            going.append(rows_on._replace(block=block))
+            first += len(block)
+        return KVPassMetadata(step._replace(going=going), tables, self.order, documents)
 
 
 class KVPassImpl(AttentionImpl):
@@ -205,25 +215,37 @@ class KVPassImpl(AttentionImpl):
         keys, values = self.layout.blocks(kv_cache, site)
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
+            if row.prompt.document is not None:
+                out = self._append(call, row.place[None].long(), (keys, values), site, meta, of_documents=True)
+                output[row.tokens] = out[0].transpose(0, 1)
+                continue
             block = slice(row.block, row.block + 1)
             self._begin(call, output[row.tokens], (keys[block], values[block]), site, row, meta)
-        if len(meta.block):
-            output[meta.step.tokens] = self._append(query, key, value, keys, values, site, meta)
+        for going in meta.step.going:
+            call = self._call(*(x[going.tokens][:, :, None] for x in (query, key, value)))
+            out = self._append(call, going.block, (keys, values), site, meta, going.of_documents)
+            output[going.tokens] = out[:, :, 0]
         return output
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Attention:
         return Attention(q, k, v, self.scale, self.softcap, self.sinks)
 
     def _append(
-        self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, site: int, meta: KVPassMetadata
+        self, call: Attention, block: Tensor, blocks: Entries, site: int, meta: KVPassMetadata, of_documents: bool
     ) -> Tensor:
-        """One token of each row that goes on, in one call of the kernel."""
-        (pool_k, tail_k), (pool_v, tail_v), tables = self.layout.parts(keys), self.layout.parts(values), meta.tables
+        """New tokens of some rows, in one call of the kernel.
+
+        Args:
+            block: of each row, int64. blocks: keys and values of all. of_documents: the tokens attend to what documents
+                hold, in place of the pool of their block.
+        """
+        ((pool_k, tail_k), (pool_v, tail_v)), tables = map(self.layout.parts, blocks), meta.tables
+        if of_documents:
+            assert meta.documents is not None
+            pool_k, pool_v, _ = meta.documents
         buffers = (pool_k, pool_v, tables.offsets, tail_k, tail_v, tables.start, tables.used)
-        device = meta.tables.device
-        held = AppendBuffers(*buffers, arrivals=device.arrivals(len(meta.block)), row_index=meta.block)
-        call = self._call(*(x[meta.step.tokens][:, :, None] for x in (query, key, value)))
-        return device.attend_blocks(call, held, site)[:, :, 0]
+        held = AppendBuffers(*buffers, arrivals=tables.device.arrivals(len(block)), row_index=block)
+        return tables.device.attend_blocks(call, held, site)
 
     def _begin(
         self, call: Attention, out: Tensor, block: Entries, site: int, row: PromptRow, meta: KVPassMetadata

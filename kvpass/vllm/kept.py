@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass.vllm.admission import Continued
 from kvpass.vllm.devices import OnCPU
 
 
@@ -50,6 +51,10 @@ class Tables:
         held = set(self.digests.values())
         for old in [known for known in self.kept if known not in held][: -self.most]:
             del self.kept[old]
+
+    def continue_document(self, block: int, document: Continued, offsets: Tensor) -> None:
+        """Note that a request continues a document: its tail is empty. ``offsets``: of the document's segments."""
+        self.offsets[block], self.before[block], self.used[block] = offsets, document.tokens, 0
 
     def empty(self, blocks: Tensor) -> None:
         """Note that nothing is in some blocks, int64 on the device; the host reads nothing."""

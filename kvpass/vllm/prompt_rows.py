@@ -22,10 +22,15 @@ class PromptRows(LogitsProcessor, LogitsProcessorV2):
 
     def __init__(self, vllm_config: Any, *of_runner: Any) -> None:
         versions.forget_backend()
-        self.active = checked_settings(vllm_config) is not None
-        self.rows = Rows.latest = Rows()
-        if self.active:
+        settings = checked_settings(vllm_config)
+        self.active, documents = settings is not None, None
+        if settings is not None:
             versions.check_platform(vllm_config)
+            if settings.documents:
+                from kvpass.vllm.documents import load
+
+                documents = load(vllm_config, settings, versions.ranks())
+        self.rows = Rows.latest = Rows(documents)
 
     def is_argmax_invariant(self) -> bool:
         return True

@@ -89,6 +89,13 @@ REFUSALS = [
     Refusal("a quantised cache",
             lambda config, _: config.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
             "pass --kv-cache-dtype auto"),
+    Refusal("documents of a model that --hf-overrides changes",
+            lambda config, settings: bool(settings.documents and config.model_config.hf_overrides),
+            "they are compared with the model as its folder says: leave --hf-overrides or documents out"),
+    Refusal("documents in CUDA graphs of whole decode steps",
+            lambda config, settings: bool(settings.documents) and (
+                getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"),
+            "which rows continue a document differs from step to step: leave cudagraph_mode out"),
 ]  # fmt: skip
 """One row for each combination of flags that would not be exact."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpass.policies import Policy, resolve, resolve_budget
@@ -22,12 +22,15 @@ class Settings:
 
     Attributes:
         policy: decides what is kept. budget: entries per KV head per layer on average, window included. room: tokens
-            that a request may append to its prompt.
+            that a request may append to its prompt. documents: file of each compressed document, by the name under
+            which requests ask for it. only_documents: no policy is given, so each request must name one.
     """
 
     policy: Policy
     budget: int
     room: int
+    documents: Mapping[str, str] = field(default_factory=dict)
+    only_documents: bool = False
 
     @classmethod
     def read(cls, additional: object) -> Settings | None:
@@ -44,10 +47,15 @@ class Settings:
                 f'kvpass={given!r}: must be a dict such as {{"policy": "lava", "budget": 1024, "room": 512}}'
             )
         options: dict[str, Any] = dict(given)
+        documents = _documents(options.pop("documents", []))
+        only_documents = bool(documents) and options.keys() == {"room"}
+        if only_documents:
+            options |= {"policy": "knorm", "budget": 1}  # the least of a block that no request fills
         missing = [name for name in ("policy", "budget", "room") if name not in options]
         if missing:
             raise ValueError(
-                f"kvpass: {missing[0]!r} is missing in additional_config; policy, budget and room are needed"
+                f"kvpass: {missing[0]!r} is missing in additional_config; policy, budget and room are needed, or room "
+                "and documents"
             )
         name, budget, room = (options.pop(name) for name in ("policy", "budget", "room"))
         policy = resolve(name, **options)
@@ -66,7 +74,7 @@ class Settings:
         resolve_budget(policy, budget)
         if type(room) is not int or room < 1:
             raise ValueError(f"room={room!r}: must be a positive number of tokens")
-        return cls(policy, budget, room)
+        return cls(policy, budget, room, documents, only_documents)
 
     @property
     def entries(self) -> int:
@@ -85,3 +93,19 @@ class Settings:
             pool = pool // processes + layers * kv_heads
         window = max(self.policy.window, 1)  # a prompt of one token is in the tail
         return BlockLayout(layers, kv_heads, head_dim, pool, window + self.room)
+
+
+def _documents(given: object) -> dict[str, str]:
+    """Return the file of each document by its name.
+
+    Raises:
+        ValueError: it is no list of ``name=file``, or a name stands twice.
+    """
+    if not isinstance(given, list) or not all(type(each) is str and each.count("=") for each in given):
+        raise ValueError(f'documents={given!r}: must be a list such as ["manual=manual.kv"], of name=file')
+    pairs = [each.split("=", 1) for each in given]
+    names = [name for name, _ in pairs]
+    for name, file in pairs:
+        if not name or not file or names.count(name) > 1:
+            raise ValueError(f"documents={given!r}: each needs a file and a name of its own")
+    return dict(pairs)

@@ -14,7 +14,7 @@ from kvpass.vllm.admission import Prompt, Rows
 
 @dataclass(eq=False)
 class PromptRow:
-    """A row that begins.
+    """A row that begins; behind a document, if its prompt continues one.
 
     Attributes:
         tokens: of the row in the step. place: its block, on the device. prompt: the part that is the prompt. buffers:
@@ -32,6 +32,20 @@ class PromptRow:
         return int(self.place)
 
 
+class Going(NamedTuple):
+    """Rows that go on with one token.
+
+    Attributes:
+        tokens: their index in the step. block, length: of each row, with the token, on the device. of_documents:
+            whether all of them continue documents; else none does.
+    """
+
+    tokens: Tensor | slice
+    block: Tensor
+    length: Tensor
+    of_documents: bool = False
+
+
 class Step(NamedTuple):
     """Rows of a step.
 
@@ -39,14 +53,12 @@ class Step(NamedTuple):
     for it too.
 
     Attributes:
-        prompts: rows that begin. tokens: of the rows that go on: their index in the step. block, length: of these rows,
-            with the token, on the device. empty: blocks of those that have no other token yet, int64 on the device.
+        prompts: rows that begin. going: rows that go on. empty: blocks of those that have no other token yet, int64 on
+            the device.
     """
 
     prompts: list[PromptRow]
-    tokens: Tensor | slice
-    block: Tensor
-    length: Tensor
+    going: list[Going]
     empty: Tensor
 
 
@@ -61,7 +73,8 @@ def read_step(starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, 
     """
     device_starts, device_lengths, blocks = on_device
     new = starts[1:] - starts[:-1]
-    begins = (new > 1) & (new == lengths)
+    before = prompts.document_tokens(len(new))
+    begins = (new == lengths - before) & ((new > 1) | (before > 0))
     if ((new > 1) & ~begins).any():
         raise ValueError(f"rows of {new.tolist()} new tokens and {lengths.tolist()} in all: a prompt must come whole")
     found = [
@@ -73,7 +86,11 @@ def read_step(starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, 
         return chosen.nonzero().flatten().to(blocks.device, non_blocking=True) if chosen.any() else slice(0)
 
     empty = blocks[index((new == 1) & (lengths == 1))].long()
-    if not found:  # then row i has token i; rows that vLLM adds to fill a CUDA graph come last, in its block 0
-        return Step(found, slice(len(new)), blocks, device_lengths, empty)
-    rows = index(new == 1)
-    return Step(found, device_starts[rows].long(), blocks[rows], device_lengths[rows], empty)
+    if not found and not before.any():
+        # then row i has token i; rows that vLLM adds to fill a CUDA graph come last, in its block 0
+        return Step(found, [Going(slice(len(new)), blocks, device_lengths)], empty)
+    going = []
+    for of_documents in (False, True):
+        rows = index((new == 1) & ~begins & ((before > 0) == of_documents))
+        going.append(Going(device_starts[rows].long(), blocks[rows], device_lengths[rows], of_documents))
+    return Step(found, [each for each in going if len(each.block)], empty)

@@ -7,7 +7,6 @@ Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ def ranks() -> Ranks:
 
 @functools.cache
 def check_requests() -> None:
-    """Have requests checked where they enter, in the process of the front end.
+    """Have requests checked where they enter, in the process of the front end, which reads the documents at its start.
 
     The public hook ``validate_params`` sees neither the configuration nor the request's own copy of its parameters.
     Beam search sends each token of each beam as a request of its own; what its two forms, ``LLM.beam_search`` and the
@@ -151,26 +150,34 @@ def check_requests() -> None:
     from vllm.sampling_params import BeamSearchParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from kvpass.vllm.admission import admit, check_beams
+    from kvpass.vllm.admission import BEAMS, Admission
 
-    make, resolve = InputProcessor.process_inputs, InputProcessor.resolve_watermarking
+    begin, make, resolve = (
+        getattr(InputProcessor, name) for name in ("__init__", "process_inputs", "resolve_watermarking")
+    )
 
-    def refusing(check: Callable[..., Any], processor: Any, *args: Any) -> Any:
-        try:
-            return check(processor.vllm_config.additional_config, *args)
-        except ValueError as error:
-            raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
+    @functools.wraps(begin)
+    def start(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
+        begin(self, vllm_config, *args, **options)
+        self.kvpass = Admission.of(vllm_config)
 
     @functools.wraps(make)
     def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
-        return refusing(admit, self, make(self, *args, **options))
+        request = make(self, *args, **options)
+        if self.kvpass is not None:
+            try:
+                self.kvpass.admit(request)
+            except ValueError as error:
+                raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
+        return request
 
     @functools.wraps(resolve)
     def resolve_watermarking(self: Any, params: Any) -> Any:
-        if isinstance(params, BeamSearchParams):
-            refusing(check_beams, self)
+        if isinstance(params, BeamSearchParams) and self.kvpass is not None:
+            raise VLLMValidationError(BEAMS)
         return resolve(self, params)
 
+    InputProcessor.__init__ = start
     InputProcessor.process_inputs = process_inputs
     InputProcessor.resolve_watermarking = resolve_watermarking
 
@@ -179,19 +186,32 @@ def check_requests() -> None:
 def check_caches() -> None:
     """Have an engine refused at its start if kvpass is configured and a cache is not ours.
 
-    Which backend a layer gets is decided in many places of vLLM; its scheduler is told of all caches.
+    Which backend a layer gets is decided in many places of vLLM; its scheduler is told of all caches. It also takes the
+    tokens of a document as computed, as it does those of a prefix that is cached.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
+
+    from kvpass.vllm.admission import Continued
 
     start = Scheduler.__init__
 
     @functools.wraps(start)
     def checked(self: Any, vllm_config: Any, kv_cache_config: Any, *args: Any, **options: Any) -> None:
-        if Settings.read(vllm_config.additional_config) is not None:
+        settings = Settings.read(vllm_config.additional_config)
+        if settings is not None:
             from kvpass.vllm.spec import KVPassSpec
 
             kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
             refusals.check_caches(kinds, KVPassSpec.__name__)
         start(self, vllm_config, kv_cache_config, *args, **options)
+        if settings is not None and settings.documents:
+            manager = self.kv_cache_manager
+            find = manager.get_computed_blocks
+
+            def computed(request: Any) -> Any:
+                document = Continued.of(request.sampling_params)
+                return find(request) if document is None else (manager.empty_kv_cache_blocks, document.tokens, 0)
+
+            manager.get_computed_blocks = computed
 
     Scheduler.__init__ = checked

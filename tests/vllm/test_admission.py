@@ -4,50 +4,100 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpass.vllm.admission import Prompt, Rows, admit, check_beams
+from kvpass.vllm.admission import DOCUMENT, Admission, Continued, Prompt, Rows
+from kvpass.vllm.settings import Settings
 
-CONFIGURED = {"kvpass": {"policy": "lava", "budget": 64, "room": 8}}
+CONFIGURED = {"policy": "lava", "budget": 64, "room": 8}
+ADMISSION = Admission(Settings.read({"kvpass": CONFIGURED}), {"manual": [5, 6, 7], "tale": [8] * 90}, 100)
 
 
-def request(max_tokens: int, min_tokens: int = 0, *, resumable: bool = False) -> SimpleNamespace:
-    params = SimpleNamespace(max_tokens=max_tokens, min_tokens=min_tokens)
-    return SimpleNamespace(sampling_params=params, resumable=resumable)
+def request(
+    max_tokens: int,
+    min_tokens: int = 0,
+    *,
+    resumable: bool = False,
+    document: object = None,
+    ids: int = 3,
+    **more: object,
+) -> SimpleNamespace:
+    extra_args = None if document is None else {DOCUMENT: document, "other": 1}
+    params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "extra_args": extra_args, "prompt_logprobs": None}
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**params | more), resumable=resumable, prompt_token_ids=[9] * ids
+    )
+
+
+def admitted(asked: SimpleNamespace) -> SimpleNamespace:
+    ADMISSION.admit(asked)
+    return asked
 
 
 @pytest.mark.parametrize(("asked", "given"), [(4000, 9), (10, 9), (9, 9), (3, 3)])
 def test_an_answer_ends_where_its_room_does(asked, given):
-    assert admit(CONFIGURED, request(asked)).sampling_params.max_tokens == given
+    assert admitted(request(asked)).sampling_params.max_tokens == given
 
 
-def test_without_settings_a_request_is_not_changed():
-    assert admit({}, request(4000, 3000, resumable=True)).sampling_params.max_tokens == 4000
+def test_without_settings_nothing_is_checked():
+    assert Admission.of(SimpleNamespace(additional_config={})) is None
 
 
 def test_more_tokens_than_there_is_room_for_cannot_be_demanded():
-    admit(CONFIGURED, request(4000, 9))
+    ADMISSION.admit(request(4000, 9))
     with pytest.raises(ValueError, match="min_tokens=10: kvpass keeps room for 9"):
-        admit(CONFIGURED, request(4000, 10))
+        ADMISSION.admit(request(4000, 10))
+    with pytest.raises(ValueError, match="min_tokens=7: kvpass keeps room for 6"):
+        ADMISSION.admit(request(4000, 7, document="manual"))
 
 
 def test_streaming_sessions_are_refused():
     with pytest.raises(ValueError, match="streaming sessions"):
-        admit(CONFIGURED, request(4, resumable=True))
+        ADMISSION.admit(request(4, resumable=True))
 
 
-def test_beam_search_is_refused():
-    check_beams({})
-    with pytest.raises(ValueError, match="beam search"):
-        check_beams(CONFIGURED)
+def test_a_request_begins_with_the_document_that_it_names_and_its_question_takes_room():
+    asked = request(4000, document="manual")
+    given = asked.sampling_params.extra_args
+    found = admitted(asked)
+    assert found.prompt_token_ids == [5, 6, 7, 9, 9, 9] and found.sampling_params.max_tokens == 9 - 3
+    assert Continued.of(found.sampling_params) == ("manual", 3)
+    assert given == {DOCUMENT: "manual", "other": 1}, "the caller's"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"document": "manuel"}, r"kvpass_document='manuel': .* are \['manual', 'tale'\]"),
+        ({"document": ["manual", 3]}, "the documents of this server are"),
+        ({"document": 0}, "the documents of this server are"),
+        ({"document": "manual", "ids": 9}, "a question of 9 tokens about document 'manual': kvpass keeps room for 8"),
+        ({"document": "tale", "ids": 8, "max_model_len": 98}, "document 'tale' has 90 tokens and the question 8"),
+        ({"document": "manual", "prompt_logprobs": 1}, "prompt_logprobs: document 'manual' is not read again"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_document_is_refused(change, message):
+    most = change.pop("max_model_len", 100)
+    with pytest.raises(ValueError, match=message):
+        Admission(ADMISSION.settings, ADMISSION.documents, most).admit(request(4, **change))
+
+
+def test_where_no_policy_is_given_each_request_must_name_a_document():
+    settings = Settings.read({"kvpass": {"room": 8, "documents": ["manual=manual.kv"]}})
+    admission = Admission(settings, ADMISSION.documents, 100)
+    admission.admit(request(4, document="manual"))
+    with pytest.raises(ValueError, match=r"kvpass_document=None: the documents of this server are \['manual"):
+        admission.admit(request(4))
 
 
 def test_rows_follow_the_batch():
     rows, prompts = Rows(), [[1], [2, 2], [3, 3, 3]]
-    rows.update([], [(row, None, prompt, []) for row, prompt in enumerate(prompts)], [])
+    params = [None, SimpleNamespace(extra_args={DOCUMENT: ["manual", 1]}), SimpleNamespace(extra_args=None)]
+    rows.update([], [(row, params[row], prompt, []) for row, prompt in enumerate(prompts)], [])
     assert [rows[row].length for row in range(3)] == [1, 2, 3]
     rows.update([0], [], [(2, 0, False)])
     assert (rows[0].length, rows[1].length) == (3, 2)
     rows.update([], [], [(0, 1, True)])
     assert (rows[0].length, rows[1].length) == (2, 3)
+    assert rows.document_tokens(3).tolist() == [1, 0, 0], "vLLM fills steps with rows that have no request"
     with pytest.raises(KeyError):
         rows[2]
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvpass.vllm.admission import Continued
 from kvpass.vllm.devices import OnCPU
 from kvpass.vllm.kept import Kept, Tables
 
@@ -42,6 +43,15 @@ def test_one_prompt_may_be_in_two_blocks():
     for number in range(5):
         found.enter(0, number, bytes([number]), kept(number))
     assert torch.equal(found.kept[b"same"].offsets, kept(7).offsets)
+
+
+def test_the_tail_behind_a_document_is_empty():
+    found = tables()
+    found.enter(2, 7, b"before", kept(7))
+    found.used[2] = 5
+    found.continue_document(2, Continued("a", 90), kept(3).offsets)
+    assert (found.before[2], found.used[2], found.offsets[2].tolist()) == (90, 0, [0, 3])
+    assert b"before" in found.kept, "for the request that was preempted there"
 
 
 def test_a_block_is_emptied():

@@ -27,6 +27,11 @@ class OwnDivisible(Own):
     divisible = True
 
 
+DOCUMENTS = Settings.read({"kvpass": {"policy": "lava", "budget": 64, "room": 8, "documents": ["a=a.kv"]}})
+OVERRIDDEN, IN_GRAPHS = (
+    "documents of a model that --hf-overrides changes",
+    "documents in CUDA graphs of whole decode steps",
+)
 OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
 
 OWN_DIVIDED = "tensor parallelism with a policy of your own"
@@ -36,6 +41,8 @@ WITH_POLICY = {
     REPLAYS: ZIP,
     TOKEN_SCORES: ZAP,
     OWN_DIVIDED: OWN,
+    OVERRIDDEN: DOCUMENTS,
+    IN_GRAPHS: DOCUMENTS,
 }
 FAULTS = {
     OUTPUT_PROJECTION: {},
@@ -64,6 +71,8 @@ FAULTS = {
     "latent attention": {"model_config.use_mla": True},
     "attention backends chosen by kind of layer": {"attention_config.backend_per_kind": {"full_attention": object()}},
     "a quantised cache": {"cache_config.cache_dtype": "fp8"},
+    OVERRIDDEN: {"model_config.hf_overrides": {"rope_theta": 1.0}},
+    IN_GRAPHS: {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
 }
 LAYER = {
     "alibi": False,
@@ -94,6 +103,7 @@ def config(**changes: object) -> SimpleNamespace:
         attention_config=SimpleNamespace(use_non_causal=False, backend_per_kind={}),
         model_config=SimpleNamespace(
             enable_prompt_embeds=False,
+            hf_overrides={},
             runner_type="generate",
             is_multimodal_model=False,
             use_mla=False,
@@ -101,6 +111,7 @@ def config(**changes: object) -> SimpleNamespace:
             max_model_len=2000,
             get_total_num_kv_heads=lambda: 4,
         ),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
         use_v2_model_runner=False,
         speculative_config=None,
         kv_transfer_config=None,
@@ -117,8 +128,14 @@ def config(**changes: object) -> SimpleNamespace:
     return found
 
 
-def test_what_is_supported_is_not_refused():
-    check_config(config(), LAVA)
+@pytest.mark.parametrize("settings", [LAVA, DOCUMENTS])
+def test_what_is_supported_is_not_refused(settings):
+    check_config(config(), settings)
+
+
+@pytest.mark.parametrize("fault", [OVERRIDDEN, IN_GRAPHS])
+def test_what_documents_cannot_have_works_without_them(fault):
+    check_config(config(**FAULTS[fault]), LAVA)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)

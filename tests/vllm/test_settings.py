@@ -36,11 +36,28 @@ def test_options_of_the_policy_stand_beside_its_name():
         ({"room": 0}, "room=0"),
         ({"room": "64"}, "room='64'"),
         ({"rooom": 1}, "rooom=1: not an option"),
+        ({"documents": {"a": "a.kv"}}, "must be a list such as"),
+        ({"documents": ["a.kv"]}, "of name=file"),
+        ({"documents": ["a=a.kv", "b=b.kv", "a=c.kv"]}, "a name of its own"),
+        ({"documents": ["=a.kv"]}, "a name of its own"),
+        ({"documents": ["a="]}, "each needs a file"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_to_do(change, message):
     with pytest.raises(ValueError, match=message):
         Settings.read({"kvpass": GIVEN | change})
+
+
+def test_a_document_has_a_name_and_a_file():
+    settings = Settings.read({"kvpass": GIVEN | {"documents": ["a=x=1.kv", "b=x=1.kv"]}})
+    assert settings.documents == {"a": "x=1.kv", "b": "x=1.kv"}
+
+
+def test_a_block_of_a_server_of_documents_alone_holds_the_room():
+    settings = Settings.read({"kvpass": {"room": 64, "documents": ["a=a.kv"]}})
+    layout = settings.layout(layers=4, kv_heads=2, head_dim=8)
+    assert settings.only_documents and (layout.pool, layout.tail) == (8, 1 + 64)
+    assert not Settings.read({"kvpass": GIVEN | {"documents": ["a=a.kv"]}}).only_documents
 
 
 @pytest.mark.parametrize("name", ["policy", "budget", "room"])

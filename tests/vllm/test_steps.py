@@ -6,37 +6,66 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpass.vllm.admission import Rows
-from kvpass.vllm.steps import Step, read_step
+from kvpass.vllm.admission import DOCUMENT, Rows
+from kvpass.vllm.steps import Going, Step, read_step
 
 
-def given(new: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-    rows = Rows()
-    rows.update([], [(row, None, [row] * length, []) for row, length in enumerate(lengths)], [])
+def given(
+    new: list[int], lengths: list[int], documents: dict[int, int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    """Args: documents: tokens of the document that a row continues."""
+    rows, continued = Rows(), {row: ("a", tokens) for row, tokens in (documents or {}).items()}
+    params = [SimpleNamespace(extra_args={DOCUMENT: continued.get(row)}) for row in range(len(lengths))]
+    rows.update([], [(row, params[row], [row] * length, []) for row, length in enumerate(lengths)], [])
     return torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths), rows
 
 
-def read(new: list[int], lengths: list[int], blocks: list[int]) -> Step:
-    starts, lengths, rows = given(new, lengths)
+def read(new: list[int], lengths: list[int], blocks: list[int], documents: dict[int, int] | None = None) -> Step:
+    starts, lengths, rows = given(new, lengths, documents)
     return read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor(blocks).int()), rows)
+
+
+def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], bool]]:
+    return [(each.tokens.tolist(), each.block.tolist(), each.length.tolist(), each.of_documents) for each in going]
 
 
 def test_rows_that_begin_and_rows_that_go_on_are_told_apart():
     step = read([1, 5, 1, 1, 0], [9, 5, 1, 30, 4], [7, 3, 2, 5, 4])
     assert [(row.tokens, row.block, row.prompt.length) for row in step.prompts] == [(slice(1, 6), 3, 5)]
-    assert (step.tokens.tolist(), step.block.tolist(), step.length.tolist()) == ([0, 6, 7], [7, 2, 5], [9, 1, 30])
+    assert plain(step.going) == [([0, 6, 7], [7, 2, 5], [9, 1, 30], False)]
     assert step.empty.tolist() == [2], "a prompt of one token is appended to nothing"
 
 
 def test_where_no_row_begins_row_and_token_are_the_same():
     step = read([1, 1, 1, 0, 0], [9, 1, 30, 0, 0], [7, 2, 5, 0, 0])
-    assert (step.prompts, step.tokens, step.empty.tolist()) == ([], slice(5), [2])
-    assert (step.block.tolist(), step.length.tolist()) == ([7, 2, 5, 0, 0], [9, 1, 30, 0, 0])
+    [going] = step.going
+    assert (step.prompts, going.tokens, step.empty.tolist()) == ([], slice(5), [2])
+    assert (going.block.tolist(), going.length.tolist()) == ([7, 2, 5, 0, 0], [9, 1, 30, 0, 0])
+
+
+def test_a_question_begins_behind_its_document_also_if_it_is_one_token():
+    step = read([1, 4, 1], [9, 104, 101], [7, 3, 2], {1: 100, 2: 100})
+    assert [(row.tokens, row.block, row.prompt.document) for row in step.prompts] == [
+        (slice(1, 5), 3, ("a", 100)),
+        (slice(5, 6), 2, ("a", 100)),
+    ]
+    assert plain(step.going) == [([0], [7], [9], False)] and not len(step.empty)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_rows_that_continue_documents_go_on_apart_from_the_others(begins):
+    new, lengths, blocks = [1, 1, 1, 1], [102, 9, 1, 130], [7, 3, 2, 5]
+    more = ([6], [6], [8]) if begins else ([], [], [])
+    step = read(*(a + b for a, b in zip((new, lengths, blocks), more, strict=True)), {0: 100, 3: 50})
+    assert plain(step.going) == [([1, 2], [3, 2], [9, 1], False), ([0, 3], [7, 5], [102, 130], True)]
+    assert len(step.prompts) == begins and step.empty.tolist() == [2]
 
 
 def test_a_part_of_a_prompt_is_refused():
     with pytest.raises(ValueError, match="a prompt must come whole"):
         read([1, 5], [9, 10], [1, 2])
+    with pytest.raises(ValueError, match="a prompt must come whole"):
+        read([1, 5], [9, 106], [1, 2], {1: 100})
 
 
 @pytest.mark.parametrize("new", [[1, 1], [1, 6]])
@@ -45,7 +74,8 @@ def test_no_value_of_the_device_is_read_on_the_host(new):
     on_device = tuple(torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 2, 2))
     step = read_step(starts, lengths, on_device, rows)
     assert len(step.prompts) == new.count(6)
-    assert step.block.is_meta and step.block.shape == (2 - len(step.prompts),)
+    [going] = step.going
+    assert going.block.is_meta and going.block.shape == (2 - len(step.prompts),)
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
@@ -75,6 +105,6 @@ def test_the_builder_reads_no_value_of_the_device_on_the_host(new, lengths):
         block_table_tensor=torch.empty(2, 1, dtype=torch.int32, device=device),
     )
     found = builder.build(0, common)
-    goes_on = new.count(1)
-    assert found.block.is_meta and found.block.shape == (goes_on,)
+    [going] = found.step.going
+    assert going.block.is_meta and going.block.shape == (new.count(1),)
     assert found.tables.used.is_meta and found.tables.offsets.shape == (5, 2 * 2 + 1)

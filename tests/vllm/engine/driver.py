@@ -13,7 +13,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")  # else memory grows by code for each number of tokens
 
-from tiny import CASES, NEW, prompt
+from tiny import CASES, NEW, Cases, prompt
 from vllm import LLM, SamplingParams
 
 Tokens = dict[int, list[int]]
@@ -39,25 +39,26 @@ def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) ->
         llm.llm_engine.engine_core.shutdown()
 
 
-def greedy(new: int = NEW) -> SamplingParams:
-    return SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
+def greedy(new: int = NEW, document: str | None = None) -> SamplingParams:
+    named = None if document is None else {"kvpass_document": document}
+    return SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, extra_args=named)
 
 
-def together(llm: LLM, cases: list[tuple[int, int]], new: int = NEW) -> Tokens:
-    prompts = [{"prompt_token_ids": prompt(*case)} for case in cases]
-    outputs = llm.generate(prompts, greedy(new), use_tqdm=False)
-    return {length: list(out.outputs[0].token_ids) for (_, length), out in zip(cases, outputs, strict=True)}
+def together(llm: LLM, cases: Cases, new: int = NEW) -> Tokens:
+    prompts = [{"prompt_token_ids": prompt(*case[:2])} for case in cases]
+    outputs = llm.generate(prompts, [greedy(new, *case[2:]) for case in cases], use_tqdm=False)
+    return {case[1]: list(out.outputs[0].token_ids) for case, out in zip(cases, outputs, strict=True)}
 
 
-def alone(llm: LLM) -> Tokens:
-    return {length: found for case in CASES for length, found in together(llm, [case]).items()}
+def alone(llm: LLM, cases: Cases = CASES, new: int = NEW) -> Tokens:
+    return {length: found for case in cases for length, found in together(llm, [case], new).items()}
 
 
 def joined(
     llm: LLM,
     every: int = 5,
     preempt_at: int | None = None,
-    cases: list[tuple[int, int]] = CASES,
+    cases: Cases = CASES,
     new: int = NEW,
 ) -> tuple[Tokens, int]:
     """One more request every few steps; at a step, preempt all that run. Also return how many were preempted."""
@@ -66,8 +67,8 @@ def joined(
     waiting, found, step, preempted = list(cases), {}, 0, 0
     while waiting or core.has_unfinished_requests():
         while waiting and (every == 0 or step % every == 0):
-            seed, length = waiting.pop(0)
-            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy(new))
+            seed, length, *document = waiting.pop(0)
+            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy(new, *document))
             if every:
                 break
         if step == preempt_at:
@@ -75,6 +76,6 @@ def joined(
             preempted = sum(request.num_preemptions for request in scheduler.requests.values())
         for out in core.step():
             if out.finished:
-                found[len(out.prompt_token_ids)] = list(out.outputs[0].token_ids)
+                found[int(out.request_id)] = list(out.outputs[0].token_ids)
         step += 1
     return found, preempted

@@ -13,13 +13,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import alone, engine, greedy, joined, together
 from rich.console import Console
-from tiny import CASES, MANY, RESULT, SHORT, SHORT_NEW, prompt
+from tiny import CASES, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 
 from kvpass.eval.bench import serve
 from kvpass.eval.bench.settings import BenchSettings
 from kvpass.vllm import refusals
+from kvpass.vllm.admission import Rows
 
 
 def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -58,10 +59,41 @@ def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[
         return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
 
 
-def two_processes(folder: str, settings: dict[str, Any]) -> tuple[dict[int, list[int]], int]:
+def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> dict[str, Any]:
+    """Tokens of questions about documents and of prompts, in four ways, and what is held.
+
+    Returns:
+        also: how many were preempted, numbers that the documents hold, and most blocks held at once.
+    """
+    with engine(folder, settings) as llm:
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        free, taken, take = pool.get_num_free_blocks(), [], pool.get_new_blocks
+
+        def counted(*args: Any) -> Any:
+            found = take(*args)
+            taken.append(free - pool.get_num_free_blocks())
+            return found
+
+        pool.get_new_blocks = counted
+        resumed, preempted = joined(llm, every=0, preempt_at=9, cases=cases, new=new)
+        found = Rows.latest.documents
+        assert found is not None
+        return {
+            "alone": alone(llm, cases, new),
+            "together": together(llm, cases, new),
+            "joined": joined(llm, every=2, cases=cases, new=new)[0],
+            "resumed": resumed,
+            "preempted": preempted,
+            "numbers": found.keys.numel() + found.values.numel(),
+            "blocks": max(taken),
+            "left": free - pool.get_num_free_blocks(),
+        }
+
+
+def two_processes(folder: str, settings: dict[str, Any], cases: Cases = CASES) -> tuple[dict[int, list[int]], int]:
     """Tokens with tensor parallelism, with one more request every 3 steps, all preempted after 25; how many were."""
     with engine(folder, settings, tensor_parallel_size=2) as llm:
-        return joined(llm, every=3, preempt_at=25)
+        return joined(llm, every=3, preempt_at=25, cases=cases)
 
 
 def benched(folder: str) -> tuple[dict[str, Any], list[list[str]]]:
@@ -73,7 +105,9 @@ def benched(folder: str) -> tuple[dict[str, Any], list[list[str]]]:
     return result, rows
 
 
-def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[dict[int, list[int]], int]:
+def cuda_kernels(
+    folder: str, settings: dict[str, Any], graphs: bool, cases: Cases = SHORT
+) -> tuple[dict[int, list[int]], int]:
     """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 5 steps.
 
     Args:
@@ -89,7 +123,7 @@ def cuda_kernels(folder: str, settings: dict[str, Any], graphs: bool) -> tuple[d
 
         replay_decode_steps()
     with engine(folder, settings) as llm:
-        found = joined(llm, every=2, preempt_at=5, cases=SHORT, new=SHORT_NEW)
+        found = joined(llm, every=2, preempt_at=5, cases=cases, new=SHORT_NEW)
     assert "kvpass.kernels.ragged_decode" in sys.modules
     return found
 

@@ -12,7 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CASES, MANY, NEW, RESULT, SHORT, SHORT_NEW, answers, make_latent_model, prompt
+from tiny import (
+    CASES,
+    MANY,
+    NEW,
+    QUESTIONS,
+    RESULT,
+    SHORT,
+    SHORT_NEW,
+    SHORT_QUESTIONS,
+    answers,
+    compress_documents,
+    make_latent_model,
+    make_model,
+    prompt,
+)
 
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
@@ -102,6 +116,20 @@ def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference,
         assert tokens == expected, way
 
 
+def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_once(ask, folder, tmp_path):
+    """Documents compressed by other policies than the engine's, among prompts that the engine compresses."""
+    named, expected, entries = compress_documents(folder, tmp_path, QUESTIONS, NEW)
+    prompts = [case for case in QUESTIONS if len(case) == 2]
+    found = answers(folder, [prompt(*case) for case in prompts], NEW, "lava", 64)
+    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    settings = {"policy": "lava", "budget": 64, "room": 120, "documents": named}
+    found = ask("documents", settings, QUESTIONS, NEW)
+    assert found.pop("preempted") == found.pop("blocks") == len(QUESTIONS) and found.pop("left") == 0
+    assert found.pop("numbers") == entries * 2 * 32
+    for way, tokens in found.items():
+        assert tokens == expected, way
+
+
 def test_a_compressed_cache_holds_many_more_requests(ask, folder):
     found, stock = ask("capacity", {"policy": "lava", "budget": 64, "room": 64}, 2), ask("capacity", None, 1)
     assert found["running"] >= 120 and stock["running"] == 15
@@ -134,6 +162,23 @@ def test_two_processes_keep_what_one_keeps(ask, reference, policy):
     assert found == reference(policy, 64) and preempted == 8
 
 
+def test_two_processes_continue_documents(ask, folder, tmp_path):
+    cases = [case for case in QUESTIONS if len(case) == 3]
+    named, expected, _ = compress_documents(folder, tmp_path, cases, NEW)
+    assert ask("two_processes", {"room": 120, "documents": named}, cases) == [expected, len(cases)]
+
+
+def test_what_runs_on_cuda_continues_documents_in_the_interpreter(ask_alone, folder, tmp_path, monkeypatch):
+    named, expected, _ = compress_documents(folder, tmp_path, SHORT_QUESTIONS, SHORT_NEW)
+    prompts = [case for case in SHORT_QUESTIONS if len(case) == 2]
+    found = answers(folder, [prompt(*case) for case in prompts], SHORT_NEW, "lava", 40)
+    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    settings = {"policy": "lava", "budget": 40, "room": 32, "documents": named}
+    found, preempted = ask_alone("cuda_kernels", settings, False, SHORT_QUESTIONS)
+    assert found == expected and preempted == 3
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(ask_alone, reference, graphs, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -160,6 +205,16 @@ def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder):
 )
 def test_flags_that_are_not_exact_are_refused_at_start(ask, options, flag):
     assert flag in ask("refused", {"policy": "lava", "budget": 64, "room": 64}, options)
+
+
+@pytest.mark.parametrize("fault", ["no file", "another model"])
+def test_a_document_that_cannot_be_continued_is_refused_at_start(ask, folder, tmp_path, fault):
+    file = tmp_path / "small.kv"
+    if fault == "another model":
+        make_model(tmp_path / "other", seed=4)
+        compress_documents(tmp_path / "other", tmp_path, SHORT_QUESTIONS[:1], 1)
+    said = ask("refused", {"policy": "lava", "budget": 64, "room": 64, "documents": [f"a={file}"]}, {})
+    assert said.startswith("document 'a': ") and ("No such file" if fault == "no file" else "other weights") in said
 
 
 def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tiny import answers, prompt
+from tiny import DOCUMENTS, answers, compress_documents, prompt
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
@@ -27,6 +27,8 @@ from transformers import AutoTokenizer
 
 ROOM = 32
 SETTINGS = {"policy": "lava", "budget": 64, "room": ROOM}
+ABOUT = [(40, 1, "small"), (41, 9, "small"), (42, 20, "fitted")]
+"""Questions about documents."""
 REQUESTS, CLIENTS, RUNNING = 500, 24, 12
 TEXT = 6 * "the code of bara dador is 482 913 . the old farmer carried the lamp near the river . "
 MESSAGES = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "yes"}]
@@ -36,11 +38,11 @@ class Server:
     """A server and what it should answer.
 
     Attributes:
-        expected: for each prompt, the most tokens that there is room for.
+        expected: for each prompt, the most tokens that there is room for. documents: that a prompt is about.
     """
 
     def __init__(self, process, address, log, expected):
-        self.process, self.address, self.log, self.expected = process, address, log, expected
+        self.process, self.address, self.log, self.expected, self.documents = process, address, log, expected, {}
 
     def metric(self, name):
         page = httpx.get(self.address + "/metrics").text
@@ -66,8 +68,13 @@ def server(folder, tmp_path_factory):
     prompts["chat"] = tokenizer.apply_chat_template(MESSAGES)["input_ids"]
     found = answers(folder, [*prompts.values()], ROOM + 1, SETTINGS["policy"], SETTINGS["budget"])
     expected = dict(zip(prompts, found, strict=True))
+    place = tmp_path_factory.mktemp("server")
+    named, found, _ = compress_documents(folder, place, ABOUT, ROOM + 1)
+    for seed, length, document in ABOUT:
+        name = f"{length} about {document}"
+        prompts[name], expected[name] = prompt(seed, length), found[str(length)][: ROOM + 1 - length]
 
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    port, log = free_port(), place / "log"
     options = {
         "--host": "127.0.0.1",
         "--port": port,
@@ -75,7 +82,7 @@ def server(folder, tmp_path_factory):
         "--dtype": "float32",
         "--max-num-seqs": RUNNING,
         "--kv-cache-memory-bytes": 32 * 2**20,  # so few blocks that all are soon in memory
-        "--additional-config": json.dumps({"kvpass": SETTINGS}),
+        "--additional-config": json.dumps({"kvpass": SETTINGS | {"documents": named}}),
     }
     script = Path(__file__).parents[3] / "examples" / "serve.sh"
     environment = {
@@ -100,6 +107,7 @@ def server(folder, tmp_path_factory):
             time.sleep(1)
         served = Server(process, address, log, expected)
         served.prompts = prompts
+        served.documents = {f"{length} about {document}": document for _, length, document in ABOUT}
         yield served
     finally:
         os.killpg(process.pid, signal.SIGTERM)
@@ -110,6 +118,8 @@ def body(server, name, **options):
     """A request for a completion; greedy and as long as there is room, if nothing else is said."""
     common = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     given = {"messages": MESSAGES} if name == "chat" else {"prompt": server.prompts[name], "max_tokens": 2 * ROOM}
+    if name in server.documents:
+        given["vllm_xargs"] = {"kvpass_document": server.documents[name]}
     return common | given | options
 
 
@@ -129,11 +139,25 @@ def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
     [
         ({"min_tokens": 50}, "min_tokens=50: kvpass keeps room for 33 tokens; raise 'room'"),
         ({"use_beam_search": True, "n": 2}, "kvpass does not support beam search"),
+        (
+            {"vllm_xargs": {"kvpass_document": "manual"}},
+            "kvpass_document='manual': the documents of this server are ['small', 'fitted']",
+        ),
+        ({"vllm_xargs": {"kvpass_document": "small"}}, "tokens about document 'small': kvpass keeps room for 32"),
     ],
 )
 def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server, options, message):
     answer = httpx.post(server.address + path_of("0"), json=body(server, "0", **options), timeout=120)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("_", "length", "document"), ABOUT)
+def test_a_question_about_a_document_is_answered_behind_it(server, _, length, document):
+    name = f"{length} about {document}"
+    answer = httpx.post(server.address + path_of(name), json=body(server, name), timeout=120).json()
+    [choice], usage = answer["choices"], answer["usage"]
+    assert choice["token_ids"] == server.expected[name] and choice["finish_reason"] == "length"
+    assert usage["prompt_tokens"] == DOCUMENTS[document][0] + length
 
 
 class Soak:

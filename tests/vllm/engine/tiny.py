@@ -1,4 +1,4 @@
-"""The tiny model of these tests, its prompts, and what ``kvpass.compile`` answers; needs no vLLM."""
+"""The tiny model of these tests, its prompts and documents, and what ``kvpass.compile`` answers; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ MANY = 160
 SHORT, SHORT_NEW = [(4, 1), (1, 60), (2, 90), (3, 40)], 6
 """Cases for Triton's interpreter, which is slow."""
 
+DOCUMENTS = {
+    "zip": (700, {"policy": "kvzip", "budget": 0.3}),
+    "fitted": (400, {"policy": "keydiff", "budget": 100, "compact": True}),
+    "all": (90, {"policy": "full"}),
+    "small": (60, {"policy": "lava", "budget": 40}),
+}
+"""Length of each document, and how it is compressed."""
+QUESTIONS = [
+    *[(10, 1, "zip"), (11, 7, "zip"), (1, 300), (12, 60, "fitted"), (4, 129), (13, 2, "all"), (14, 3, "fitted")],
+    *[(15, 45, "small"), (6, 31)],
+]
+"""Seed and length of each question and the document that it is about, and prompts without one."""
+SHORT_QUESTIONS = [(10, 1, "small"), (1, 60), (11, 7, "small"), (12, 20, "small"), (3, 40)]
+"""The same for Triton's interpreter."""
+
 RESULT = "result "
 """Begins the line that a scenario prints."""
 
@@ -35,9 +50,9 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(5, 1344, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, seed: int = 3) -> None:
     """Save a tiny model whose answers depend on the whole prompt, and a tokenizer with a chat template."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=1344,
         hidden_size=256,
@@ -76,6 +91,32 @@ def make_latent_model(folder: Path) -> None:
         max_position_embeddings=4096,
     )
     DeepseekV2ForCausalLM(config).save_pretrained(folder)
+
+
+Cases = list[tuple[int, int] | tuple[int, int, str]]
+
+
+def compress_documents(folder: Path, into: Path, cases: Cases, new: int) -> tuple[list[str], dict[str, list[int]], int]:
+    """Save the documents that questions are about.
+
+    Returns:
+        name and file of each, the tokens of ``kvpass`` for each question by its length, and the entries of all.
+    """
+    named, found, entries = [], {}, 0
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for name in dict.fromkeys(case[2] for case in cases if len(case) == 3):
+        length, options = DOCUMENTS[name]
+        fast = kvpass.compile(model, **options, backend="eager")
+        cache = fast.compress(torch.tensor([prompt(length, length)]))
+        cache.save(into / f"{name}.kv")
+        named.append(f"{name}={into / name}.kv")
+        entries += int(cache.lengths.sum())
+        for seed, asked, *about in cases:
+            if about == [name]:
+                ids, options = torch.tensor([prompt(seed, asked)]), {"do_sample": False, "eos_token_id": None}
+                out = fast.generate(ids, past_key_values=cache, max_new_tokens=new, **options)
+                found[str(asked)] = out[0, asked:].tolist()
+    return named, found, entries
 
 
 def answers(

@@ -1,0 +1,139 @@
+"""Documents that were compressed before: their entries are held once, for all requests that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvpass.cache.fingerprint import ModelFingerprint
+from kvpass.cache.metadata import CacheMetadata, check_tensors
+from kvpass.cache.serialization import read_cache_file, typed
+from kvpass.cache.shared_heads import divided
+from kvpass.errors import CacheFileError
+from kvpass.policies import from_spec
+from kvpass.ranks import Ranks
+from kvpass.vllm.settings import Settings
+
+
+class SavedDocument(NamedTuple):
+    """What a file of ``cache.save`` holds."""
+
+    metadata: CacheMetadata
+    tensors: dict[str, Tensor]
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids, without padding."""
+        found: list[int] = self.tensors["ids"][0, int(self.tensors["start"]) :].tolist()
+        return found
+
+    def segments(self, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values of each layer and KV head of this process, each ``[entries, D]``: of pool and tail."""
+        tensors = self.tensors
+        if ranks.several:
+            tensors, _ = divided(tensors, self.metadata.layout, ranks)
+        held = {name.removeprefix("store0_"): tensor for name, tensor in tensors.items()}
+        kv_heads, first = held["tail_k"].shape[2], int(held["tail_start"])
+        for segment, (begin, end) in enumerate(pairwise(held["offsets"][0].tolist())):
+            tail = (segment // kv_heads, 0, segment % kv_heads, slice(first, None))
+            keys, values = (torch.cat([held[f"pool_{x}"][0, begin:end], held[f"tail_{x}"][tail]]) for x in "kv")
+            yield keys, values
+
+
+class Documents(NamedTuple):
+    """Entries of all documents of an engine, of the KV heads of this process.
+
+    Attributes:
+        keys, values: ``[1, E, D]``, a pool of one row. offsets: by name of the document, bounds of its segments, int32
+            ``[P]``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    offsets: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, saved: Mapping[str, SavedDocument], ranks: Ranks, device: torch.device) -> Documents:
+        keys, values, offsets, end = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0
+        for name, document in saved.items():
+            own_keys, own_values = zip(*document.segments(ranks), strict=True)
+            counts = torch.tensor([end, *map(len, own_keys)], device="cpu")
+            offsets[name], end = counts.cumsum(0).int().to(device), int(counts.sum())
+            keys += own_keys
+            values += own_values
+        return cls(torch.cat(keys)[None].to(device), torch.cat(values)[None].to(device), offsets)
+
+
+def load(config: Any, settings: Settings, ranks: Ranks) -> Documents:
+    """Return the documents of an engine for one of its processes; the first one compares them with the model.
+
+    The weights of vLLM's own model are divided and renamed, so transformers loads them for the comparison.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+    Raises:
+        ValueError: as :func:`read`, or a document is of another model.
+    """
+    saved, model = read(config, settings), config.model_config
+    if ranks.rank == 0:
+        weights = AutoModelForCausalLM.from_pretrained(
+            model.model, dtype=model.dtype, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+        fingerprint = ModelFingerprint(weights)
+        for name, document in saved.items():
+            try:
+                fingerprint.check(document.metadata.model)
+            except ValueError as error:
+                raise ValueError(f"document {name!r}: {error}") from error
+    return Documents.of(saved, ranks, torch.device(config.device_config.device))
+
+
+def read(config: Any, settings: Settings) -> dict[str, SavedDocument]:
+    """Read the files of an engine's documents.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+    Raises:
+        ValueError: a file cannot be read, is damaged, or the engine cannot serve what it holds.
+    """
+    found = {}
+    for name, path in settings.documents.items():
+        try:
+            found[name] = _read(Path(path), config.model_config.max_model_len)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"document {name!r}: {error}") from error
+    return found
+
+
+def _read(path: Path, max_model_len: int) -> SavedDocument:
+    plain, tensors = read_cache_file(path)
+    metadata = typed(plain, CacheMetadata, path)
+    try:
+        policy = from_spec(metadata.policy)
+        check_tensors(metadata, policy, tensors)
+    except ValueError as error:
+        raise CacheFileError(path, f"holds no cache: {error}") from error
+    texts, entries = len(metadata.entries), metadata.entry_format
+    faults = {
+        f"holds {texts} texts: compress each alone": texts != 1,
+        f"has entries={entries!r}, but vLLM's are those of the model: compress without entries": entries != "model",
+        f"has policy {policy.name!r}, which evicts while decoding: compress with one that does not": (
+            policy.decode_rule() is not None
+        ),
+        "has no token ids (an older kvpass made it, or from embeddings): compress the text's ids": "ids" not in tensors,
+    }
+    for fault, holds in faults.items():
+        if holds:
+            raise CacheFileError(path, fault)
+    document = SavedDocument(metadata, tensors)
+    tokens = len(document.ids)
+    if tokens + 2 > max_model_len:
+        needed = f"pass a --max-model-len above {max_model_len}, for the question and the answer too"
+        raise CacheFileError(path, f"has {tokens} tokens: {needed}")
+    return document

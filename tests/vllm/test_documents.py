@@ -1,0 +1,155 @@
+"""Files of documents, as an engine takes them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpass
+from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.vllm import documents
+from kvpass.vllm.settings import Settings
+
+
+def make(folder, seed=0, **changes):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | heads | changes)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def compressed(model, policy="lava", budget=40, rows=1, tokens=60, **options):
+    fast = kvpass.compile(model, policy=policy, budget=budget, backend="eager", **options)
+    ids = torch.randint(5, 50, (rows, tokens), generator=torch.Generator().manual_seed(7))
+    return fast, fast.compress(ids)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return make(folder)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "a.kv"
+
+
+def config(folder, dtype=torch.float32, max_model_len=100):
+    of_model = {"model": str(folder), "dtype": dtype, "revision": None, "trust_remote_code": False}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len, **of_model),
+        device_config=SimpleNamespace(device=torch.device("cpu")),
+    )
+
+
+def settings(*files):
+    named = [f"{name}={file}" for name, file in zip("abc", files, strict=False)]
+    return Settings.read({"kvpass": {"policy": "lava", "budget": 40, "room": 8, "documents": named}})
+
+
+def load(folder, *files, ranks=ONE_PROCESS, **changes):
+    return documents.load(config(folder, **changes), settings(*files), ranks)
+
+
+@pytest.mark.parametrize("policy", ["lava", "kvzip", "knorm", "full"])
+def test_all_entries_of_a_document_lie_in_one_pool(folder, model, file, policy):
+    _, cache = compressed(model, policy, None if policy == "full" else 40)
+    cache.save(file)
+    found = load(folder, file, file)
+    entries = int(cache.lengths.sum())
+    assert found.keys.shape == found.values.shape == (1, 2 * entries, 8)
+    assert found.offsets["a"].diff().tolist() == cache.lengths.flatten().tolist()
+    assert torch.equal(found.offsets["b"], found.offsets["a"] + entries) and found.offsets["b"].dtype == torch.int32
+    store = cache.full_layers[0]
+    for held, pool, tail in ((found.keys, store.pool_k, store.tail_k), (found.values, store.pool_v, store.tail_v)):
+        for segment in range(4):
+            begin, end = found.offsets["a"][segment : segment + 2].tolist()
+            first, last = store.offsets[0, segment : segment + 2].tolist()
+            newest = tail[segment // 2, 0, segment % 2, int(store.tail_start) : store.used]
+            expected = torch.cat([pool[0, first:last], newest])
+            assert torch.equal(held[0, begin:end], expected)
+
+
+def test_each_process_has_the_entries_of_its_heads(folder, model, file):
+    _, cache = compressed(model)
+    cache.save(file)
+    whole, parts = load(folder, file), [load(folder, file, ranks=Ranks("", rank, 2)) for rank in range(2)]
+    for layer in range(2):
+        for head in range(2):
+            begin, end = whole.offsets["a"][2 * layer + head :][:2].tolist()
+            first, last = parts[head].offsets["a"][layer:][:2].tolist()
+            assert torch.equal(whole.keys[0, begin:end], parts[head].keys[0, first:last])
+
+
+def test_padding_is_no_part_of_a_document(folder, model, file):
+    fast, _ = compressed(model)
+    ids = torch.tensor([[0] * 5 + [*range(5, 50)]])
+    fast.compress(ids, attention_mask=(ids > 0).long()).save(file)
+    assert documents.read(config(folder), settings(file))["a"].ids == [*range(5, 50)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 2}, "holds 2 texts: compress each alone"),
+        ({"entries": "int8"}, "has entries='int8', but vLLM's are those of the model"),
+        ({"policy": "h2o"}, "has policy 'h2o', which evicts while decoding"),
+        ({"tokens": 99}, "has 99 tokens: pass a --max-model-len above 100"),
+    ],
+)
+def test_a_cache_that_an_engine_cannot_continue_is_refused(folder, model, file, options, message):
+    compressed(model, **options)[1].save(file)
+    with pytest.raises(ValueError, match=f"document 'a': {file} {message}"):
+        documents.read(config(folder), settings(file))
+
+
+def test_a_file_of_before_without_token_ids_is_refused(folder, model, file):
+    _, cache = compressed(model)
+    cache.ids = None
+    cache.save(file)
+    with pytest.raises(ValueError, match=r"document 'a': .* has no token ids"):
+        documents.read(config(folder), settings(file))
+
+
+def test_a_file_that_cannot_be_read_is_refused(folder, model, file):
+    with pytest.raises(ValueError, match=r"document 'a': .*No such file"):
+        documents.read(config(folder), settings(file))
+    _, cache = compressed(model)
+    cache.save(file)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"document 'a': .* is damaged"):
+        documents.read(config(folder), settings(file))
+    save_file({"x": torch.ones(3)}, file)
+    with pytest.raises(ValueError, match=r"document 'a': .* is no cache file of kvpass"):
+        documents.read(config(folder), settings(file))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "one of the same configuration with other weights"),
+        ({"num_hidden_layers": 3}, "its config.num_hidden_layers is 2, here it is 3"),
+    ],
+)
+def test_a_document_of_another_model_is_refused(model, file, tmp_path, changes, message):
+    compressed(model)[1].save(file)
+    make(tmp_path / "other", **changes)
+    with pytest.raises(ValueError, match=f"document 'a': the cache is of another model: {message}"):
+        load(tmp_path / "other", file)
+
+
+def test_a_document_of_another_dtype_is_refused(folder, model, file):
+    compressed(model)[1].save(file)
+    with pytest.raises(ValueError, match=r"document 'a': .* its dtype is torch.float32, here it is torch.bfloat16"):
+        load(folder, file, dtype=torch.bfloat16)
