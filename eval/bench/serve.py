@@ -74,10 +74,10 @@ def measure_requests(
         system: one of :data:`SYSTEMS`. question_tokens: if not 0, each prompt is a question of so many tokens about
             one text of ``tokens``. vLLM holds the text in its prefix cache; kvpass as a document, whose bytes count.
     Returns:
-        a list of the rounds: seconds in all (``seconds``); of each request, to its first token (``first_token_s``), a
-        token afterwards (``token_s``) and prompt tokens that it did not read (``cached_tokens``); of each step
-        (``step_s``). And of all rounds: most requests at once (``running``), bytes of cache each then had, and what
-        :func:`compress_text` returned.
+        a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
+        first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
+        (``cached_tokens``); of each step (``step_s``). And of all rounds: most requests at once (``running``), bytes of
+        cache each then had, and what :func:`compress_text` returned.
     """
     from vllm import LLM, SamplingParams
 
@@ -126,7 +126,7 @@ def measure_requests(
     rounds = list[Result]()
     for first in range(0, settings.repeats * requests, requests):
         found, steps = list[Any](), []
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         for name in range(first, first + requests):
             send(name)
         while engine.has_unfinished_requests():
@@ -140,6 +140,7 @@ def measure_requests(
         rounds.append(
             {
                 "seconds": seconds,
+                "cpu_s": time.process_time() - worked,
                 "first_token_s": [one.first_token_latency for one in times],
                 "token_s": [(one.last_token_ts - one.first_token_ts) / max(new - 1, 1) for one in times],
                 "cached_tokens": [output.num_cached_tokens for output in found],
