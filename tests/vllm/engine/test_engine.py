@@ -142,7 +142,7 @@ def test_a_compressed_cache_holds_many_more_requests(ask, folder):
 
 
 def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
-    result, rows = ask("benched")
+    result, rows = ask("benched", [64, 200], "lava", 40)
     assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in ("chunks", "whole", "kvpass")]
     number = 8 * 2 * 2 * 32 * 4  # bytes of a token: 8 layers, 2 heads, key and value of 32 numbers in fp32
     page, slots = 128, 40 + 4 + 1  # tokens of a page of stock vLLM; budget, new tokens, and one as lava is a cascade
@@ -153,7 +153,22 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
         for found in one["rounds"]:
             assert len(found["first_token_s"]) == len(found["token_s"]) == 4
             assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
-            assert sum(found["step_s"]) <= found["seconds"]
+            assert sum(found["step_s"]) <= found["seconds"] and found["cpu_s"] > 0
+
+
+def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(ask):
+    result, rows = ask("benched", [200], "keydiff", 0.25, 8)
+    assert [row[:2] for row in rows] == [["200 + 8", system] for system in ("chunks", "whole", "kvpass")]
+    number = 8 * 2 * 2 * 32 * 4  # bytes of a token, as above
+    stock, kvpass = result["serve"][:2], result["serve"][2]
+    assert kvpass["document_bytes"] == 50 * number and kvpass["compress_s"] > 0
+    # each has its part of the text and a block of room, one entry and one of window; or its part of a page, and its own
+    assert kvpass["request_bytes"] / number == pytest.approx(50 / 4 + 8 + 4 + 2, rel=0.01)
+    for one in result["serve"]:
+        assert one["running"] == 4
+        for found in one["rounds"]:
+            assert found["cached_tokens"] == [200 if one is kvpass else 128] * 4
+    assert [one["request_bytes"] / number for one in stock] == pytest.approx([128 / 4 + 128] * 2, rel=0.01)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "ada_snapkv", "pyramidkv", "lava"])
