@@ -231,11 +231,11 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
     if row_index is not None:
         check_packed_rows(held._asdict())
         if row_index.numel() and not 0 <= int(row_index.min()) <= int(row_index.max()) < held_rows:
             raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
-    _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
     rows_held = (None, None) if row_index is None else (row_index, tail_used)

@@ -227,7 +227,7 @@ class KVPassImpl(AttentionImpl):
             return output.zero_()
         meta = attn_metadata
         site = meta.order[layer.layer_name]
-        buffers = self.layout.buffers(self.layout.blocks(kv_cache, site))
+        buffers = self.layout.buffers(kv_cache, site)
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
             if row.prompt.document is not None:
@@ -291,7 +291,7 @@ class KVPassImpl(AttentionImpl):
             arrivals=device.arrivals(1),
         )
         answer = entry_formats.centred(answer, tables.means, (site, slice(row.block, row.block + 1)))
-        out[n:] = device.ops.attend_cache(answer, held, site)[0].transpose(0, 1)
+        out[n:] = device.attend_blocks(answer, held, site)[0].transpose(0, 1)
 
     def _prefill(
         self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvpass.config import SCALE_BYTES, EntryFormat
 from kvpass.operands import BITS
-from kvpass.ops.entry_formats import Side
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class BlockLayout:
         """Entries of a block."""
         return self.layers * self.kv_heads * self.slots
 
-    def blocks(self, page: Tensor, site: int) -> Side:
-        """Return keys and values of all blocks, each ``[blocks, R, D]``, and their scales: views of vLLM's memory.
+    def blocks(self, page: Tensor, site: int) -> tuple[Tensor, ...]:
+        """Return keys and values of all blocks, each ``[blocks, R, D]``: views of vLLM's memory; of codes scales too.
 
         Args:
             page: the cache of layer ``site`` as vLLM hands it out, ``[blocks, K, slots, width]``.
@@ -89,16 +88,15 @@ class BlockLayout:
         shape = (blocks, 2, rows, columns)
         keys, values = torch.as_strided(page, shape, (2 * rows * columns, rows * columns, columns, 1), before).unbind(1)
         if not self.coded:
-            return keys, values, None, None
+            return keys, values
         scales = torch.as_strided(page, (before,), (1,), 0).view(torch.float32).view(blocks, 2, rows)
         return keys, values, scales[:, 0], scales[:, 1]
 
-    def buffers(self, blocks: Side) -> dict[str, Tensor]:
-        """Return pools and tails of blocks by their names in :class:`kvpass.operands.AppendBuffers`."""
+    def buffers(self, page: Tensor, site: int) -> dict[str, Tensor]:
+        """Return pools and tails of all blocks by their names in :class:`kvpass.operands.AppendBuffers`."""
         found = {}
-        for name, entries in zip(("k", "v", "k_scale", "v_scale"), blocks, strict=True):
-            if entries is not None:
-                found[f"pool_{name}"], found[f"tail_{name}"] = self.parts(entries)
+        for name, entries in zip(("k", "v", "k_scale", "v_scale"), self.blocks(page, site), strict=False):
+            found[f"pool_{name}"], found[f"tail_{name}"] = self.parts(entries)
         return found
 
     def parts(self, entries: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,13 @@ def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[
         return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
 
 
+def blocks(folder: str, settings: dict[str, Any]) -> int:
+    """Blocks in 64 MiB."""
+    with engine(folder, settings, kv_cache_memory_bytes=64 * 2**20) as llm:
+        blocks: int = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        return blocks
+
+
 def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> dict[str, Any]:
     """Tokens of questions about documents and of prompts, in four ways, and what is held.
 

@@ -89,9 +89,9 @@ def reference(folder):
     """A function: answers of kvpass.compile, each prompt alone, by the prompt's length."""
 
     @functools.cache
-    def reference(policy=None, budget=None, short=False):
+    def reference(policy=None, budget=None, short=False, entries="model"):
         cases, new = (SHORT, SHORT_NEW) if short else (CASES, NEW)
-        found = answers(folder, [prompt(*case) for case in cases], new, policy, budget)
+        found = answers(folder, [prompt(*case) for case in cases], new, policy, budget, entries)
         return {str(length): tokens for (_, length), tokens in zip(cases, found, strict=True)}
 
     return reference
@@ -111,6 +111,19 @@ def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference,
     expected = reference(policy, budget)
     assert expected != reference(), "a budget that changes no token shows nothing"
     found = ask("ways", {"policy": policy, "budget": budget, "room": 64})
+    assert found.pop("preempted") == 8
+    for way, tokens in found.items():
+        assert tokens == expected, way
+
+
+@pytest.mark.parametrize(
+    ("policy", "entries"),
+    [("snapkv", "int8"), ("lava", "fp8"), ("lava", "rot4"), ("knorm", "rot4"), ("snapkv", "rot3"), ("lava", "rot2")],
+)
+def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask, reference, policy, entries):
+    expected = reference(policy, 64, entries=entries)
+    assert expected != reference(policy, 64), "a format that changes no token shows nothing"
+    found = ask("ways", {"policy": policy, "budget": 64, "room": 64, "entries": entries})
     assert found.pop("preempted") == 8
     for way, tokens in found.items():
         assert tokens == expected, way
@@ -141,6 +154,13 @@ def test_a_compressed_cache_holds_many_more_requests(ask, folder):
     assert found["free"][0] == found["free"][1]  # no block leaked
 
 
+def test_blocks_of_codes_hold_more_requests_again(ask):
+    """In the same memory: fp32 entries of 32 numbers take 256 bytes, those of rot4 40."""
+    settings = {"policy": "lava", "budget": 64, "room": 64}
+    floats, codes = (ask("blocks", settings | {"entries": entries}) for entries in ("model", "rot4"))
+    assert codes / floats == pytest.approx(256 / 40, rel=0.02)
+
+
 def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
     result, rows = ask("benched")
     assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in ("chunks", "whole", "kvpass")]
@@ -154,6 +174,24 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
             assert len(found["first_token_s"]) == len(found["token_s"]) == 4
             assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
             assert sum(found["step_s"]) <= found["seconds"]
+
+
+def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
+    named, expected, entries = compress_documents(folder, tmp_path, QUESTIONS, NEW, "rot4")
+    prompts = [case for case in QUESTIONS if len(case) == 2]
+    found = answers(folder, [prompt(*case) for case in prompts], NEW, "lava", 64, "rot4")
+    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    settings = {"policy": "lava", "budget": 64, "room": 120, "entries": "rot4", "documents": named}
+    found = ask("documents", settings, QUESTIONS, NEW)
+    assert found.pop("preempted") == found.pop("blocks") == len(QUESTIONS) and found.pop("left") == 0
+    assert found.pop("numbers") == entries * 2 * 32 // 2, "bytes"
+    for way, tokens in found.items():
+        assert tokens == expected, way
+
+
+def test_two_processes_keep_as_codes_what_one_keeps(ask, reference):
+    settings = {"policy": "lava", "budget": 64, "room": 64, "entries": "rot4"}
+    assert ask("two_processes", settings) == [reference("lava", 64, entries="rot4"), 8]
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "ada_snapkv", "pyramidkv", "lava"])
@@ -184,6 +222,13 @@ def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(ask_alone, r
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found, preempted = ask_alone("cuda_kernels", {"policy": "lava", "budget": 40, "room": 16}, graphs)
     assert found == reference("lava", 40, short=True) and preempted == 3
+
+
+def test_what_runs_on_cuda_holds_codes_in_the_interpreter(ask_alone, reference, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    settings = {"policy": "lava", "budget": 40, "room": 16, "entries": "rot4"}
+    found, preempted = ask_alone("cuda_kernels", settings, False)
+    assert found == reference("lava", 40, short=True, entries="rot4") and preempted == 3
 
 
 def test_both_model_runners_take_the_plug_in(ask):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -16,6 +19,9 @@ from transformers import (
 
 import kvpass
 from kvpass import builtin
+from kvpass.config import EntryFormat
+from kvpass.kernels import cpu
+from kvpass.ops import reference
 
 CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
 """Seed and length of each prompt; each length occurs once."""
@@ -96,35 +102,54 @@ def make_latent_model(folder: Path) -> None:
 Cases = list[tuple[int, int] | tuple[int, int, str]]
 
 
-def compress_documents(folder: Path, into: Path, cases: Cases, new: int) -> tuple[list[str], dict[str, list[int]], int]:
+@contextmanager
+def decoding_in_cpp(entries: EntryFormat) -> Iterator[None]:
+    """Decode codes with the kernel that vLLM runs.
+
+    Rotated in another order of operations, a number that lies between two levels may become the other code.
+    """
+    with patch.object(reference, "attend_cache", reference.attend_cache if entries == "model" else cpu.attend_cache):
+        yield
+
+
+def compress_documents(
+    folder: Path, into: Path, cases: Cases, new: int, entries: EntryFormat = "model"
+) -> tuple[list[str], dict[str, list[int]], int]:
     """Save the documents that questions are about.
 
     Returns:
         name and file of each, the tokens of ``kvpass`` for each question by its length, and the entries of all.
     """
-    named, found, entries = [], {}, 0
+    named, found, held = [], {}, 0
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     for name in dict.fromkeys(case[2] for case in cases if len(case) == 3):
         length, options = DOCUMENTS[name]
-        fast = kvpass.compile(model, **options, backend="eager")
+        fast = kvpass.compile(model, **options, entries=entries, backend="eager")
         cache = fast.compress(torch.tensor([prompt(length, length)]))
         cache.save(into / f"{name}.kv")
         named.append(f"{name}={into / name}.kv")
-        entries += int(cache.lengths.sum())
+        held += int(cache.lengths.sum())
         for seed, asked, *about in cases:
             if about == [name]:
                 ids, options = torch.tensor([prompt(seed, asked)]), {"do_sample": False, "eos_token_id": None}
-                out = fast.generate(ids, past_key_values=cache, max_new_tokens=new, **options)
+                with decoding_in_cpp(entries):
+                    out = fast.generate(ids, past_key_values=cache, max_new_tokens=new, **options)
                 found[str(asked)] = out[0, asked:].tolist()
-    return named, found, entries
+    return named, found, held
 
 
 def answers(
-    folder: Path, prompts: list[list[int]], new: int, policy: str | None = None, budget: int | None = None
+    folder: Path,
+    prompts: list[list[int]],
+    new: int,
+    policy: str | None = None,
+    budget: int | None = None,
+    entries: EntryFormat = "model",
 ) -> list[list[int]]:
     """Tokens of ``kvpass.compile``, each prompt alone; without a policy, of the model itself."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     if policy is not None:
-        model = kvpass.compile(model, policy=policy, budget=budget, backend="eager")
+        model = kvpass.compile(model, policy=policy, budget=budget, entries=entries, backend="eager")
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
-    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    with decoding_in_cpp(entries):
+        return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
