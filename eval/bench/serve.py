@@ -14,14 +14,15 @@ from unittest import mock
 
 from rich.console import Console
 
+from kvpass.config import EntryFormat
 from kvpass.eval.bench.processes import Result, header_of, in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
+from kvpass.eval.policy_spec import with_format
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
-SYSTEMS = (CHUNKED, WHOLE, KVPASS)
 """vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which needs those."""
 
 CHUNK_TOKENS = 2048
@@ -40,18 +41,20 @@ _ENVIRONMENT = {
 }
 
 
-def _plugin_settings(settings: BenchSettings) -> dict[str, Any]:
+def _plugin_settings(settings: BenchSettings, entries: EntryFormat) -> dict[str, Any]:
     """What vLLM takes as ``additional_config``."""
-    options = {"budget": settings.budget, "room": settings.new_tokens}
+    options = {"budget": settings.budget, "room": settings.new_tokens, "entries": entries}
     return {"kvpass": {"policy": settings.policy.name, **dict(settings.policy.options), **options}}
 
 
-def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str) -> Result:
+def measure_requests(
+    settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str, entries: EntryFormat
+) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
         tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
-        system: one of :data:`SYSTEMS`.
+        system: :data:`CHUNKED`, :data:`WHOLE` or :data:`KVPASS`. entries: of kvpass.
     Returns:
         a list of the rounds: seconds in all (``seconds``); of each request, to its first token (``first_token_s``) and
         a token afterwards (``token_s``); of each step (``step_s``). And of all rounds: most requests at
@@ -65,7 +68,7 @@ def measure_requests(settings: BenchSettings, tokens: int, requests: int, cache_
         # a step must take a whole prompt beside a token of every request that runs
         options = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens + new + MOST_RUNNING}
     if system == KVPASS:
-        options["additional_config"] = _plugin_settings(settings)
+        options["additional_config"] = _plugin_settings(settings, entries)
     made = settings.ids(settings.repeats * requests + 1, tokens)
     with tempfile.TemporaryDirectory() as folder:
         build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
@@ -123,7 +126,7 @@ class Serve:
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
-        settings: of them model, dtype, contexts, budget, window, the first policy, new tokens, repeats and seed.
+        settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed.
         requests: of each length. cache_mib: MiB of KV cache of an engine.
 
     Raises:
@@ -142,7 +145,8 @@ class Serve:
         for name in ("requests", "cache_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        Settings.read(_plugin_settings(self.settings))
+        for entries in self.settings.entries:
+            Settings.read(_plugin_settings(self.settings, entries))
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
@@ -155,13 +159,18 @@ class Serve:
         settings, records = self.settings, list[Result]()
         result = {**header_of(settings), "requests": self.requests, "cache_mib": self.cache_mib}
         result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "complete": False, "serve": records}
-        cases = [(tokens, system) for tokens in settings.prompts for system in SYSTEMS]
+        systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
+        systems += [(KVPASS, entries) for entries in settings.entries]
+        cases = [(tokens, *system) for tokens in settings.prompts for system in systems]
         with progress_bar(console) as progress, mock.patch.dict(os.environ, _ENVIRONMENT):
             task = progress.add_task("", total=len(cases))
-            for tokens, system in cases:
-                progress.update(task, description=f"{tokens} tokens, {system}")
-                found = in_new_process(measure_requests, settings, tokens, self.requests, self.cache_mib, system)
-                records.append({"tokens": tokens, "system": system, **found})
+            for tokens, system, entries in cases:
+                name = with_format(system, entries)
+                progress.update(task, description=f"{tokens} tokens, {name}")
+                found = in_new_process(
+                    measure_requests, settings, tokens, self.requests, self.cache_mib, system, entries
+                )
+                records.append({"tokens": tokens, "system": name, **found})
                 progress.advance(task)
                 save(result)
         save(result := result | {"complete": True})

@@ -37,6 +37,25 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: m
 POLICIES = ["snapkv", "ada_snapkv", "pyramidkv", "lava", "lava_uniform"]
 
 
+NEAR = 0.02
+"""Difference of two logits in which a code may decide."""
+
+
+def differences(found, expected):
+    """Return which answers differ before a token that is hardly more likely than another, and how many differ after.
+
+    Kernels round floats in other ways. A number that lies between two codes then becomes the other one, and logits
+    change by up to about 0.01.
+    """
+    assert found.keys() == expected.keys()
+    first = {
+        name: next((i for i, pair in enumerate(zip(found[name], tokens, strict=True)) if len({*pair}) > 1), None)
+        for name, tokens in expected.items()
+    }
+    margins = {name: (at, expected[name].margins[at]) for name, at in first.items() if at is not None}
+    return {name: both for name, both in margins.items() if both[1] > NEAR}, len(margins)
+
+
 class Scenarios:
     """A process that runs ``scenarios.py``; a new one after a failure."""
 
@@ -122,11 +141,12 @@ def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference,
 )
 def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask, reference, policy, entries):
     expected = reference(policy, 64, entries=entries)
-    assert expected != reference(policy, 64), "a format that changes no token shows nothing"
+    assert differences(expected, reference(policy, 64))[0], "a format that changes no token shows nothing"
     found = ask("ways", {"policy": policy, "budget": 64, "room": 64, "entries": entries})
     assert found.pop("preempted") == 8
     for way, tokens in found.items():
-        assert tokens == expected, way
+        wrong, near = differences(tokens, expected)
+        assert not wrong and near <= 2, (way, near)
 
 
 def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_once(ask, folder, tmp_path):
@@ -163,10 +183,12 @@ def test_blocks_of_codes_hold_more_requests_again(ask):
 
 def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
     result, rows = ask("benched")
-    assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in ("chunks", "whole", "kvpass")]
+    systems = ("chunks", "whole", "kvpass", "rot4 kvpass")
+    assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in systems]
     number = 8 * 2 * 2 * 32 * 4  # bytes of a token: 8 layers, 2 heads, key and value of 32 numbers in fp32
     page, slots = 128, 40 + 4 + 1  # tokens of a page of stock vLLM; budget, new tokens, and one as lava is a cascade
-    expected = [page, page, slots, 2 * page, 2 * page, slots]
+    codes = slots * 40 / 256  # bytes of an entry of rot4 and of fp32
+    expected = [page, page, slots, codes, 2 * page, 2 * page, slots, codes]
     assert [one["request_bytes"] / number for one in result["serve"]] == pytest.approx(expected, rel=0.01)
     for one in result["serve"]:
         assert one["running"] == 4 and len(one["rounds"]) == 2
@@ -186,12 +208,15 @@ def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
     assert found.pop("preempted") == found.pop("blocks") == len(QUESTIONS) and found.pop("left") == 0
     assert found.pop("numbers") == entries * 2 * 32 // 2, "bytes"
     for way, tokens in found.items():
-        assert tokens == expected, way
+        wrong, near = differences(tokens, expected)
+        assert not wrong and near <= 2, (way, near)
 
 
 def test_two_processes_keep_as_codes_what_one_keeps(ask, reference):
     settings = {"policy": "lava", "budget": 64, "room": 64, "entries": "rot4"}
-    assert ask("two_processes", settings) == [reference("lava", 64, entries="rot4"), 8]
+    found, preempted = ask("two_processes", settings)
+    wrong, near = differences(found, reference("lava", 64, entries="rot4"))
+    assert not wrong and near <= 2 and preempted == 8
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "ada_snapkv", "pyramidkv", "lava"])
@@ -228,7 +253,7 @@ def test_what_runs_on_cuda_holds_codes_in_the_interpreter(ask_alone, reference, 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settings = {"policy": "lava", "budget": 40, "room": 16, "entries": "rot4"}
     found, preempted = ask_alone("cuda_kernels", settings, False)
-    assert found == reference("lava", 40, short=True, entries="rot4") and preempted == 3
+    assert differences(found, reference("lava", 40, short=True, entries="rot4")) == ({}, 0) and preempted == 3
 
 
 def test_both_model_runners_take_the_plug_in(ask):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -20,8 +17,6 @@ from transformers import (
 import kvpass
 from kvpass import builtin
 from kvpass.config import EntryFormat
-from kvpass.kernels import cpu
-from kvpass.ops import reference
 
 CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
 """Seed and length of each prompt; each length occurs once."""
@@ -102,19 +97,25 @@ def make_latent_model(folder: Path) -> None:
 Cases = list[tuple[int, int] | tuple[int, int, str]]
 
 
-@contextmanager
-def decoding_in_cpp(entries: EntryFormat) -> Iterator[None]:
-    """Decode codes with the kernel that vLLM runs.
+class Answer(list[int]):
+    """Tokens, and how much more likely each was than the next one: the difference of their logits."""
 
-    Rotated in another order of operations, a number that lies between two levels may become the other code.
-    """
-    with patch.object(reference, "attend_cache", reference.attend_cache if entries == "model" else cpu.attend_cache):
-        yield
+    margins: list[float]
+
+
+def answer(model: Any, ids: list[int], new: int, **options: Any) -> Answer:
+    """Greedy tokens of a model."""
+    options |= {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(torch.tensor([ids]), max_new_tokens=new, **options)
+    found = Answer(out.sequences[0, len(ids) :].tolist())
+    best = torch.cat(out.logits).topk(2).values
+    found.margins = (best[:, 0] - best[:, 1]).tolist()
+    return found
 
 
 def compress_documents(
     folder: Path, into: Path, cases: Cases, new: int, entries: EntryFormat = "model"
-) -> tuple[list[str], dict[str, list[int]], int]:
+) -> tuple[list[str], dict[str, Answer], int]:
     """Save the documents that questions are about.
 
     Returns:
@@ -131,10 +132,7 @@ def compress_documents(
         held += int(cache.lengths.sum())
         for seed, asked, *about in cases:
             if about == [name]:
-                ids, options = torch.tensor([prompt(seed, asked)]), {"do_sample": False, "eos_token_id": None}
-                with decoding_in_cpp(entries):
-                    out = fast.generate(ids, past_key_values=cache, max_new_tokens=new, **options)
-                found[str(asked)] = out[0, asked:].tolist()
+                found[str(asked)] = answer(fast, prompt(seed, asked), new, past_key_values=cache)
     return named, found, held
 
 
@@ -145,11 +143,9 @@ def answers(
     policy: str | None = None,
     budget: int | None = None,
     entries: EntryFormat = "model",
-) -> list[list[int]]:
+) -> list[Answer]:
     """Tokens of ``kvpass.compile``, each prompt alone; without a policy, of the model itself."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     if policy is not None:
         model = kvpass.compile(model, policy=policy, budget=budget, entries=entries, backend="eager")
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
-    with decoding_in_cpp(entries):
-        return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+    return [answer(model, ids, new) for ids in prompts]
