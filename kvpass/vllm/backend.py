@@ -279,7 +279,7 @@ class KVPassImpl(AttentionImpl):
         tables, device = meta.tables, meta.tables.device
         kept = tables.kept[row.prompt.digest] if n >= self.layout.shortest else tables.nothing
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
-        self._restore(prompt, block, site, row, kept, tables)
+        self._restore(prompt, block, row.block, site, kept, tables)
         if site == 0:
             tables.enter(row.block, self._before(n), row.prompt.digest, kept)
         device.attend_prompt(prompt, out[:n])
@@ -312,9 +312,10 @@ class KVPassImpl(AttentionImpl):
         if site == layers - 1:
             ops.pack(buffers)
             if self.layout.coded:
-                window = row.prompt.length - self._before(row.prompt.length)
-                floats = {name: getattr(buffers, name) for name in ("pool_k", "pool_v", "tail_k", "tail_v")}
-                self._write(floats, window, buffers.offsets, block, slice(None), row, meta.tables)
+                window = slice(row.prompt.length - self._before(row.prompt.length))
+                floats = {"pool_k": buffers.pool_k, "pool_v": buffers.pool_v}
+                floats |= {"tail_k": buffers.tail_k[..., window, :], "tail_v": buffers.tail_v[..., window, :]}
+                self._write(floats, buffers.offsets, block, row.block, slice(None), meta.tables)
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
             meta.tables.enter(row.block, self._before(row.prompt.length), row.prompt.digest, kept)
 
@@ -337,9 +338,7 @@ class KVPassImpl(AttentionImpl):
         """How many tokens of a prompt are not in the tails; one of one token is there, whatever the window is."""
         return max(n - self.policy.window, 0) if n >= self.layout.shortest else 0
 
-    def _restore(
-        self, prompt: Attention, block: Buffers, site: int, row: PromptRow, kept: Kept, tables: Tables
-    ) -> None:
+    def _restore(self, prompt: Attention, block: Buffers, number: int, site: int, kept: Kept, tables: Tables) -> None:
         """Put what this layer's prompt had kept back into its block; nothing is decided anew."""
         kv_heads, before = self.layout.kv_heads, self._before(prompt.k.shape[2])
         offsets = kept.offsets[None, site * kv_heads : (site + 1) * kv_heads + 1]
@@ -347,34 +346,26 @@ class KVPassImpl(AttentionImpl):
         for name, rows in (("k", prompt.k), ("v", prompt.v)):
             of_heads = [rows[0, head, kept.positions[a:b].long()] for head, (a, b) in enumerate(segments)]
             floats[f"pool_{name}"], floats[f"tail_{name}"] = torch.cat(of_heads)[None], rows[None, :, :, before:]
-        self._write(floats, floats["tail_k"].shape[3], offsets, block, slice(site, site + 1), row, tables)
+        self._write(floats, offsets, block, number, slice(site, site + 1), tables)
 
     def _write(
-        self,
-        floats: Buffers,
-        window: int,
-        offsets: Tensor,
-        block: Buffers,
-        layers: slice,
-        row: PromptRow,
-        tables: Tables,
+        self, floats: Buffers, offsets: Tensor, block: Buffers, number: int, layers: slice, tables: Tables
     ) -> None:
         """Write what a prompt kept in some layers into its block, as codes if it holds these.
 
         Args:
-            floats: pool and tails of these layers; of the tails the first ``window`` slots count. offsets: bounds of
-                the layers' segments in the pool of the block, int32 ``[1, P]``.
+            floats: pool and used slots of the tails of these layers. offsets: bounds of their segments in the pool of
+                the block, int32 ``[1, P]``. number: of the block.
         """
         first, mean = int(offsets[0, 0]), None
         offsets = offsets - first
         if tables.means is not None and self.softcap is None and self.sinks is None:
-            tail = floats["tail_k"][..., :window, :]
-            mean = entry_formats.key_mean(floats["pool_k"], offsets, tail, tables.start[:1])
-            tables.means[layers, row.block] = mean[:, 0]
+            mean = entry_formats.key_mean(floats["pool_k"], offsets, floats["tail_k"], tables.start[:1])
+            tables.means[layers, number] = mean[:, 0]
         for name, x in floats.items():
             at: tuple[slice, ...] = (slice(None), slice(first, first + x.shape[1]))
             if name.startswith("tail"):
-                at, x = (layers, slice(None), slice(None), slice(window)), x[..., :window, :]
+                at = (layers, slice(None), slice(None), slice(x.shape[3]))
             if self.layout.coded:
                 into = block[name][at], block[f"{name}_scale"][at]
                 entry_formats.quantise_buffer(name, x, *into, offsets, mean)
