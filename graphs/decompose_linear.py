@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import arguments_of, recorded
+from kvpass.torch_compat import force_stride_order
 
 _TO = torch.ops.aten.to.dtype
 _LINEAR = torch.nn.functional.linear
@@ -63,11 +64,16 @@ def decompose_linear_pass(gm: GraphModule) -> int:
 def _reduction(gm: GraphModule, x: Node, weight: Node, bias: Node | None) -> Node:
     """Insert the product as a reduction: computed in fp32, its result in the dtype of ``x``.
 
+    A vector of 16 bits becomes a tensor in fp32 first: else Inductor converts it again for each row of the weight.
+
     Functions, no methods: torch caches no compiled graph with methods of nodes that Dynamo did not make.
     """
-    dtype = recorded(x).dtype
+    value = recorded(x)
+    dtype = value.dtype
     if dtype != torch.float32:
         x, weight = (gm.graph.call_function(_TO, (operand, torch.float32)) for operand in (x, weight))
+        strides = [*[value.shape[-1]] * (value.ndim - 1), 1]
+        x = gm.graph.call_function(force_stride_order, (x, strides))
     row = gm.graph.call_function(torch.unsqueeze, (x, -2))
     product = gm.graph.call_function(torch.mul, (row, weight))
     total = gm.graph.call_function(torch.sum, (product, -1))

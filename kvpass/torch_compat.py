@@ -38,6 +38,7 @@ from torch._inductor.codecache import CppCodeCache
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint, valid_vec_isa_list
+from torch._inductor.inductor_prims import force_stride_order
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group

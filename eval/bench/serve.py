@@ -7,11 +7,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import torch
 from rich.console import Console
 
 from kvpass.config import EntryFormat
@@ -41,84 +42,116 @@ _ENVIRONMENT = {
 }
 
 
-def _plugin_settings(settings: BenchSettings, entries: EntryFormat) -> dict[str, Any]:
-    """What vLLM takes as ``additional_config``."""
-    options = {"budget": settings.budget, "room": settings.new_tokens, "entries": entries}
-    return {"kvpass": {"policy": settings.policy.name, **dict(settings.policy.options), **options}}
+def _plugin_settings(settings: BenchSettings, question_tokens: int = 0, file: str = "") -> dict[str, Any]:
+    """What vLLM takes as ``additional_config``; ``file`` is the document of questions of so many tokens."""
+    if question_tokens:
+        options = {"room": question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
+    else:
+        options = {"policy": settings.policy.name, **dict(settings.policy.options)}
+        options |= {"budget": settings.budget, "room": settings.new_tokens}
+    return {"kvpass": {**options, "entries": settings.entries[0]}}
+
+
+def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
+    """Compress a text by the first policy into a file.
+
+    Returns:
+        bytes of the entries kept (``document_bytes``), and seconds with those to capture and compile (``compress_s``).
+    """
+    model = build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype)
+    fast = settings.system(model, settings.policies[0], settings.entries[0]).model
+    began = time.perf_counter()
+    cache = fast.compress(settings.ids(1, tokens))
+    seconds = time.perf_counter() - began
+    cache.save(file)
+    return {"document_bytes": int(fast.report().bytes_kept.sum()), "compress_s": seconds}
 
 
 def measure_requests(
-    settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str, entries: EntryFormat
+    settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str, question_tokens: int = 0
 ) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
         tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
-        system: :data:`CHUNKED`, :data:`WHOLE` or :data:`KVPASS`. entries: of kvpass.
+        system: one of the three; kvpass with the first entry format. question_tokens: if not 0, each prompt is a
+            question of so many tokens about one text of ``tokens``. vLLM holds the text in its prefix cache; kvpass as
+            a document, whose bytes count.
     Returns:
-        a list of the rounds: seconds in all (``seconds``); of each request, to its first token (``first_token_s``) and
-        a token afterwards (``token_s``); of each step (``step_s``). And of all rounds: most requests at
-        once (``running``), and bytes of cache each then had.
+        a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
+        first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
+        (``cached_tokens``); of each step (``step_s``). And of all rounds: most requests at once (``running``), bytes of
+        cache each then had, and what :func:`compress_text` returned.
     """
     from vllm import LLM, SamplingParams
 
-    new = settings.new_tokens
+    new, document = settings.new_tokens, Result()
+    longest, cache_bytes = tokens + question_tokens + new, cache_mib * 2**20
     options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
     if system != CHUNKED:
         # a step must take a whole prompt beside a token of every request that runs
-        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": tokens + new + MOST_RUNNING}
-    if system == KVPASS:
-        options["additional_config"] = _plugin_settings(settings, entries)
-    made = settings.ids(settings.repeats * requests + 1, tokens)
+        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest + MOST_RUNNING}
+    made, extra = settings.ids(settings.repeats * requests + 1, question_tokens or tokens), None
     with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/text.kv"
+        if question_tokens and system == KVPASS:
+            document, extra = in_new_process(compress_text, settings, tokens, file), {"kvpass_document": "text"}
+            cache_bytes -= document["document_bytes"]
+        elif question_tokens:
+            made = torch.cat([settings.ids(1, tokens).expand(len(made), -1), made], 1)
+        if system == KVPASS:
+            options["additional_config"] = _plugin_settings(settings, question_tokens, file)
         build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
         engine = LLM(
             model=folder,
             skip_tokenizer_init=True,
             dtype=str(settings.torch_dtype).removeprefix("torch."),
-            max_model_len=tokens + new,
+            max_model_len=longest,
             max_num_seqs=MOST_RUNNING,
-            kv_cache_memory_bytes=cache_mib * 2**20,
+            kv_cache_memory_bytes=cache_bytes,
             enforce_eager=True,
-            enable_prefix_caching=False,
+            enable_prefix_caching=question_tokens > 0 and system != KVPASS,
             disable_log_stats=False,
             seed=settings.seed,
             **options,
         ).llm_engine
-    params = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
     scheduler = engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     free, running, held = pool.get_num_free_blocks(), 0, 0.0
-    block_bytes = cache_mib * 2**20 / pool.num_gpu_blocks
+    block_bytes = cache_bytes / pool.num_gpu_blocks
 
     def send(name: int) -> None:
         engine.add_request(str(name), {"prompt_token_ids": made[name].tolist()}, params)
 
-    send(settings.repeats * requests)  # the first one compiles kernels
+    send(settings.repeats * requests)  # the first one compiles kernels, and leaves the text in the prefix cache
     while engine.has_unfinished_requests():
         engine.step()
     rounds = list[Result]()
     for first in range(0, settings.repeats * requests, requests):
-        found, steps = [], []
-        began = time.perf_counter()
+        found, steps = list[Any](), []
+        began, worked = time.perf_counter(), time.process_time()
         for name in range(first, first + requests):
             send(name)
         while engine.has_unfinished_requests():
             marked = time.perf_counter()
-            found += [output.metrics for output in engine.step() if output.finished]
+            found += [output for output in engine.step() if output.finished]
             steps.append(time.perf_counter() - marked)
             if len(scheduler.running) > running:
                 running = len(scheduler.running)
-                held = (free - pool.get_num_free_blocks()) * block_bytes / running
+                held = (free - pool.get_num_free_blocks()) * block_bytes + document.get("document_bytes", 0)
+        seconds, times = time.perf_counter() - began, [output.metrics for output in found]
         rounds.append(
             {
-                "seconds": time.perf_counter() - began,
-                "first_token_s": [one.first_token_latency for one in found],
-                "token_s": [(one.last_token_ts - one.first_token_ts) / max(new - 1, 1) for one in found],
+                "seconds": seconds,
+                "cpu_s": time.process_time() - worked,
+                "first_token_s": [one.first_token_latency for one in times],
+                "token_s": [(one.last_token_ts - one.first_token_ts) / max(new - 1, 1) for one in times],
+                "cached_tokens": [output.num_cached_tokens for output in found],
                 "step_s": steps,
             }
         )
-    return {"rounds": rounds, "running": running, "request_bytes": held}
+    return {"rounds": rounds, "running": running, "request_bytes": held / running, **document}
 
 
 @dataclass(frozen=True)
@@ -127,7 +160,8 @@ class Serve:
 
     Args:
         settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed.
-        requests: of each length. cache_mib: MiB of KV cache of an engine.
+        requests: of each length. cache_mib: MiB of KV cache of an engine. question_tokens: if not 0, all requests of a
+            length are questions of so many tokens about one text of that length, and the budget may be a share of it.
 
     Raises:
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
@@ -136,6 +170,7 @@ class Serve:
     settings: BenchSettings
     requests: int
     cache_mib: int
+    question_tokens: int = 0
 
     def __post_init__(self) -> None:
         from kvpass.vllm.settings import Settings
@@ -145,8 +180,14 @@ class Serve:
         for name in ("requests", "cache_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        for entries in self.settings.entries:
-            Settings.read(_plugin_settings(self.settings, entries))
+        if self.question_tokens < 0:
+            raise ValueError(f"question_tokens={self.question_tokens}: must be >= 0")
+        policy = self.settings.policy.resolve()
+        if self.question_tokens and policy.decode_rule() is not None:
+            raise ValueError(
+                f"policy={policy.name!r} evicts while decoding: a document for vLLM needs one that does not"
+            )
+        Settings.read(_plugin_settings(self.settings, self.question_tokens, "a file"))
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
@@ -157,7 +198,8 @@ class Serve:
             what ``--json`` writes; in ``serve`` a record for every length and system.
         """
         settings, records = self.settings, list[Result]()
-        result = {**header_of(settings), "requests": self.requests, "cache_mib": self.cache_mib}
+        asked = {"requests": self.requests, "cache_mib": self.cache_mib, "question_tokens": self.question_tokens}
+        result = header_of(settings) | asked
         result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "complete": False, "serve": records}
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
         systems += [(KVPASS, entries) for entries in settings.entries]
@@ -167,9 +209,8 @@ class Serve:
             for tokens, system, entries in cases:
                 name = with_format(system, entries)
                 progress.update(task, description=f"{tokens} tokens, {name}")
-                found = in_new_process(
-                    measure_requests, settings, tokens, self.requests, self.cache_mib, system, entries
-                )
+                engine = (tokens, self.requests, self.cache_mib, system, self.question_tokens)
+                found = in_new_process(measure_requests, replace(settings, entries=(entries,)), *engine)
                 records.append({"tokens": tokens, "system": name, **found})
                 progress.advance(task)
                 save(result)
@@ -180,9 +221,10 @@ class Serve:
     def shown(result: Result) -> Tables:
         """A result, with what its columns mean."""
         header = ["prompt", "system", "req / s", "first", "last", "ms / token", "step s", "running", "KiB"]
+        question = f" + {asked}" if (asked := result.get("question_tokens")) else ""
         rows = [
             [
-                str(found["tokens"]),
+                f"{found['tokens']}{question}",
                 found["system"],
                 f"{result['requests'] / _median(found, 'seconds', float):.2f}",
                 f"{_median(found, 'first_token_s', statistics.median):.2f}",
@@ -209,7 +251,9 @@ def _median(found: Result, name: str, figure: Callable[[Any], float]) -> float:
 SERVE_LEGEND = (
     f"Medians of the rounds. chunks, whole: vLLM as it is, prompts in chunks of {CHUNK_TOKENS} tokens or whole; "
     "kvpass: whole prompts, compressed. All requests are sent at once and answered greedily; enforce_eager, no prefix "
-    "caching. first: seconds from sending to the first token, median; last: of the last request. ms / token: median of "
-    "what a request waits for each later token. step s: the longest step, which others may wait while a prompt is "
-    "read. running: most requests at once. KiB: cache that each then holds."
+    "caching. N + M: questions of M tokens about one text of N; vLLM has the text in its prefix cache, kvpass as a "
+    "document compressed before, whose bytes count as cache. first: seconds from sending to the first token, median; "
+    "last: of the last request. ms / token: median of what a request waits for each later token. step s: the longest "
+    "step, which others may wait while a prompt is read. running: most requests at once. KiB: cache that each then "
+    "holds."
 )

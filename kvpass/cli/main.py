@@ -203,6 +203,13 @@ def bench(
     ] = False,
     requests: Annotated[int, typer.Option(help="Requests of each context, with --serve.")] = 32,
     cache_mib: Annotated[int, typer.Option(help="MiB of an engine's KV cache, with --serve.")] = 64,
+    question_tokens: Annotated[
+        int,
+        typer.Option(
+            help="With --serve: each request is a question of so many tokens about one text of --contexts tokens, "
+            "compressed before."
+        ),
+    ] = 0,
     tune: Annotated[
         bool,
         typer.Option(
@@ -231,7 +238,7 @@ def bench(
     others: dict[str, Callable[[BenchSettings], Start | PrefillMemory | SharedModel | Serve]] = {
         "start": lambda settings: Start(settings, _numbers("start", start)),
         "prefill_memory": PrefillMemory,
-        "serve": lambda settings: Serve(settings, requests, cache_mib),
+        "serve": lambda settings: Serve(settings, requests, cache_mib, question_tokens),
         "tensor_parallel": lambda settings: SharedModel(settings, tensor_parallel),
     }
     instead = [name for name in others if given[name]]

@@ -158,6 +158,11 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--serve", "--requests", "0"), "requests=0: must be >= 1"),
         (("bench", "--serve", "--policies", "h2o"), "evicts while decoding"),
         (("bench", "--serve", "--budget", "0.1"), "in vLLM it must be a number of entries"),
+        (("bench", "--serve", "--question-tokens", "-1"), "question_tokens=-1: must be >= 0"),
+        (
+            ("bench", "--serve", "--question-tokens", "8", "--policies", "h2o"),
+            "a document for vLLM needs one that does",
+        ),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "64", "--facts", "1"), "tokens=64: must be above 64 for the budgets"),

@@ -19,6 +19,7 @@ from vllm.sampling_params import BeamSearchParams
 
 from kvpass.eval.bench import serve
 from kvpass.eval.bench.settings import BenchSettings
+from kvpass.eval.policy_spec import PolicySpec
 from kvpass.vllm import refusals
 from kvpass.vllm.admission import Rows
 
@@ -103,13 +104,14 @@ def two_processes(folder: str, settings: dict[str, Any], cases: Cases = CASES) -
         return joined(llm, every=3, preempt_at=25, cases=cases)
 
 
-def benched(folder: str) -> tuple[dict[str, Any], list[list[str]]]:
-    """What ``kvpass bench --serve`` finds for four requests of 64 and of 200 tokens, and the rows that it shows."""
-    settings = BenchSettings(
-        model="small", contexts=(64, 200), budget=40, new_tokens=4, repeats=2, entries=("model", "rot4")
-    )
+def benched(
+    folder: str, contexts: list[int], policy: str, budget: float, question_tokens: int = 0
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """What ``kvpass bench --serve`` finds for four requests of each length, and the rows that it shows."""
+    measured = {"model": "small", "contexts": tuple(contexts), "policies": (PolicySpec(policy),), "budget": budget}
+    settings = BenchSettings(**measured, entries=("model", "rot4"), new_tokens=4, repeats=2, backend="eager")
     with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
-        result = serve.Serve(settings, requests=4, cache_mib=16).run(Console(quiet=True))
+        result = serve.Serve(settings, 4, 16, question_tokens).run(Console(quiet=True))
     [(_, _, rows)] = serve.Serve.shown(result).tables
     return result, rows
 

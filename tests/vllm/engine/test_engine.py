@@ -96,6 +96,15 @@ def ask(folder, tmp_path_factory):
         yield scenarios
 
 
+@pytest.fixture(scope="module")
+def ask_biased(tmp_path_factory):
+    """The folder of a model whose keys have a mean, and such a function."""
+    folder = tmp_path_factory.mktemp("biased")
+    make_model(folder, key_bias=2.0)
+    with Scenarios(folder, folder / "log") as scenarios:
+        yield folder, scenarios
+
+
 @pytest.fixture
 def ask_alone(folder, tmp_path):
     """The same in a process of the test's own."""
@@ -139,9 +148,17 @@ def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference,
     ("policy", "entries"),
     [("snapkv", "int8"), ("lava", "fp8"), ("lava", "rot4"), ("snapkv", "rot3"), ("lava", "rot2")],
 )
-def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask, reference, policy, entries):
-    expected = reference(policy, 64, entries=entries)
-    assert differences(expected, reference(policy, 64))[0], "a format that changes no token shows nothing"
+def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask_biased, policy, entries):
+    folder, ask = ask_biased
+    prompts = [prompt(*case) for case in CASES]
+    expected, of_floats = (
+        {
+            str(len(ids)): tokens
+            for ids, tokens in zip(prompts, answers(folder, prompts, NEW, policy, 64, how), strict=True)
+        }
+        for how in (entries, "model")
+    )
+    assert differences(expected, of_floats)[0], "a format that changes no token shows nothing"
     found = ask("ways", {"policy": policy, "budget": 64, "room": 64, "entries": entries})
     assert found.pop("preempted") == 8
     for way, tokens in found.items():
@@ -182,7 +199,7 @@ def test_blocks_of_codes_hold_more_requests_again(ask):
 
 
 def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
-    result, rows = ask("benched")
+    result, rows = ask("benched", [64, 200], "lava", 40)
     systems = ("chunks", "whole", "kvpass", "rot4 kvpass")
     assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in systems]
     number = 8 * 2 * 2 * 32 * 4  # bytes of a token: 8 layers, 2 heads, key and value of 32 numbers in fp32
@@ -195,7 +212,23 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
         for found in one["rounds"]:
             assert len(found["first_token_s"]) == len(found["token_s"]) == 4
             assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
-            assert sum(found["step_s"]) <= found["seconds"]
+            assert sum(found["step_s"]) <= found["seconds"] and found["cpu_s"] > 0
+
+
+def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(ask):
+    result, rows = ask("benched", [200], "keydiff", 0.25, 8)
+    assert [row[:2] for row in rows] == [["200 + 8", system] for system in ("chunks", "whole", "kvpass", "rot4 kvpass")]
+    number = 8 * 2 * 2 * 32 * 4  # bytes of a token, as above
+    stock, compressed = result["serve"][:2], result["serve"][2:]
+    # each has its part of the text and a block of room, one entry and one of window; or its part of a page, and its own
+    for one, entry in zip(compressed, (number, number * 40 // 256), strict=True):
+        assert one["document_bytes"] == 50 * entry and one["compress_s"] > 0
+        assert one["request_bytes"] / entry == pytest.approx(50 / 4 + 8 + 4 + 2, rel=0.01)
+    for one in result["serve"]:
+        assert one["running"] == 4
+        for found in one["rounds"]:
+            assert found["cached_tokens"] == [128 if one in stock else 200] * 4
+    assert [one["request_bytes"] / number for one in stock] == pytest.approx([128 / 4 + 128] * 2, rel=0.01)
 
 
 def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):

@@ -51,8 +51,12 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(5, 1344, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make_model(folder: Path, seed: int = 3) -> None:
-    """Save a tiny model whose answers depend on the whole prompt, and a tokenizer with a chat template."""
+def make_model(folder: Path, seed: int = 3, key_bias: float = 0.0) -> None:
+    """Save a tiny model whose answers depend on the whole prompt, and a tokenizer with a chat template.
+
+    Args:
+        key_bias: standard deviation of what is added to all keys of a head: the mean key of random weights is small.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=1344,
@@ -67,8 +71,12 @@ def make_model(folder: Path, seed: int = 3) -> None:
         initializer_range=0.12,
         bos_token_id=1,
         eos_token_id=4,
+        attention_bias=key_bias > 0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    for layer in model.model.layers if key_bias else ():
+        layer.self_attn.k_proj.bias.data.normal_(std=key_bias)
+    model.save_pretrained(folder)
     _, tokenizer = builtin.load()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
