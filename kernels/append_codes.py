@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.kernels.cached_attention import held_row
 from kvpass.kernels.launch import KernelConfig, launch, strides
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.kernels.slot_lines import first_empty
@@ -59,31 +60,33 @@ def _encode(  # type: ignore[no-untyped-def]
         tl.store(p_codes + o_d, b_code.to(p_codes.dtype.element_ty), mask=m_d)
 
 
-@triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width"])
+@triton.jit(
+    do_not_specialize=["stride_tl", "stride_tb", "stride_pb", "stride_ph", "layer", "entries", "slots", "width"]
+)
 def _append_codes(  # type: ignore[no-untyped-def]
     k, v, pool_k, pool_v, pool_k_scale, pool_v_scale, tail_k, tail_v, tail_k_scale, tail_v_scale, levels, tail_used,
-    position, offsets, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_pb, stride_ph, layer,
-    rows, entries, slots, width, segments, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BITS: tl.constexpr, BLOCK_L: tl.constexpr,
+    row_index, position, offsets, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_tl,
+    stride_tb, stride_pb, stride_ph, layer, entries, slots, width, segments, K: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BITS: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Store one new token of one KV head: behind ``tail_used``, or in the first empty slot if position is given."""
     i_t = tl.program_id(0)
     i_line = tl.program_id(1)
     i_b = i_line // K
     i_h = i_line % K
-    i_tail = ((layer.to(tl.int64) * rows + i_b) * K + i_h) * slots
     p_codes_k = tail_k
     p_codes_v = tail_v
     p_k_scale = tail_k_scale
     p_v_scale = tail_v_scale
     if position is None:
-        at = tl.load(tail_used).to(tl.int32) + i_t
+        i_held, used = held_row(row_index, tail_used, i_b)
+        at = used + i_t
         is_live = at < slots
-        i_row = i_tail + at
+        i_row = layer.to(tl.int64) * stride_tl + i_held * stride_tb + i_h * slots + at
     else:
         at = first_empty(position + i_b.to(tl.int64) * stride_pb + i_h.to(tl.int64) * stride_ph, width, BLOCK_L)
         is_live = at < width
-        i_row = i_tail + at - (width - slots)
+        i_row = layer.to(tl.int64) * stride_tl + i_b.to(tl.int64) * stride_tb + i_h * slots + at - (width - slots)
         if at < width - slots:
             i_row = i_b.to(tl.int64) * entries + tl.load(offsets + i_b.to(tl.int64) * segments + layer * K + i_h) + at
             p_codes_k = pool_k
@@ -113,12 +116,15 @@ def append_codes(
     buffers: dict[str, Tensor | None] = {name: getattr(held, name) for name in names}
     position = held.position if isinstance(held, SlotCache) else None
     row_stride, head_stride, width = (0, 0, 0) if position is None else (*position.stride()[:2], position.shape[2])
-    bits = 8 * held.tail_k.shape[-1] // key_dim
+    bits, row = 8 * held.tail_k.shape[-1] // key_dim, held.tail_k.shape[-1]
+    tail_used, row_index = (held.tail_used, held.row_index) if isinstance(held, AppendBuffers) else (None, None)
     arguments = {
         "k": k, "v": v, **buffers, "levels": levels(bits, k.device) if bits < 8 else None,
-        "tail_used": held.tail_used if isinstance(held, AppendBuffers) else None, "position": position,
-        "offsets": held.offsets, **strides("bht", k=k, v=v), "stride_pb": row_stride, "stride_ph": head_stride,
-        "layer": layer, "rows": rows, "entries": 0 if held.pool_k is None else held.pool_k.shape[1],
+        "tail_used": tail_used, "row_index": row_index, "position": position, "offsets": held.offsets,
+        **strides("bht", k=k, v=v),
+        "stride_tl": held.tail_k.stride(0) // row, "stride_tb": held.tail_k.stride(1) // row,
+        "stride_pb": row_stride, "stride_ph": head_stride, "layer": layer,
+        "entries": 0 if held.pool_k is None else held.pool_k.shape[1],
         "slots": held.tail_k.shape[3], "width": width,
         "segments": held.tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "D": key_dim, "DV": value_dim,
         "BD": block_dim(key_dim), "BDV": block_dim(value_dim), "BITS": bits,

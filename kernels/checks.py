@@ -139,17 +139,15 @@ def check_cache(
         expected["sinks"] = (sinks, (heads,), sinks.dtype)
     free = set(strided)
     if row_index is not None:
-        if held.get("tail_k_scale") is not None:
-            raise ValueError("row_index is given: kernels then read no codes")
         assert tail_used is not None
         expected["tail_used"] = (tail_used, (held_rows,), torch.int64)
-        free |= {"pool_k", "pool_v", "tail_k", "tail_v"}
+        free |= {f"{side}_{name}" for side in ("pool", "tail") for name in ("k", "v", "k_scale", "v_scale")}
         check_packed_rows(held)
     check_tensors(expected, q.device, free)
 
 
 def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
-    """Raise if a row of pool or tails is not packed, or keys and values lie apart by other strides.
+    """Raise if a row of pool or tails is not packed, or keys, values and scales lie apart by other strides.
 
     Raises:
         ValueError: says so.
@@ -160,6 +158,10 @@ def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
         steps = [step % keys.shape[-1] for step in keys.stride()[:-1]]
         if keys.stride() != values.stride() or any(steps) or not keys[at].is_contiguous():
             raise ValueError(f"{side}_k and {side}_v must be packed in each row, with the same strides")
+        apart = [step // keys.shape[-1] for step in keys.stride()[:-1]]
+        for scale in (held.get(f"{side}_k_scale"), held.get(f"{side}_v_scale")):
+            if scale is not None and list(scale.stride()) != apart:
+                raise ValueError(f"scales of {side}_k and {side}_v must lie as far apart as these, in entries: {apart}")
 
 
 def check_slots(call: Attention, lines: SlotCache, layer: int) -> None:

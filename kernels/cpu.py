@@ -24,11 +24,12 @@ from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
 _ENTRY_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_CODE_TYPES = {
+CODE_TYPES = {
     (torch.int8, 8): "int8_t",
     (torch.uint8, 8): "e4m3",
     **{(torch.uint8, bits): f"levels<{bits}>" for bits in (4, 3, 2)},
 }
+"""C++ type of the codes of each dtype and number of bits."""
 
 _ATTEND_CALL = struct.Struct("=53q2d")
 """Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
@@ -154,7 +155,7 @@ def call_attend(
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out)
     pointers = (*tensors, *line, *rows_held, *scales, *rotations)
     width = tail_k.shape[-1]
-    held = "" if scales[2] is None else _CODE_TYPES[tail_k.dtype, tail_k.shape[-1] * 8 // key_dim]
+    held = "" if scales[2] is None else CODE_TYPES[tail_k.dtype, tail_k.shape[-1] * 8 // key_dim]
     fault = attend_function(q.dtype, held)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
@@ -213,7 +214,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or pool and tail hold codes
     with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
     may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous. With a
-    row_index pool and tail hold no codes, and are packed in each row.
+    row_index pool and tail are packed in each row.
 
     Returns:
         [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
@@ -230,11 +231,11 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
+    _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
     if row_index is not None:
         check_packed_rows(held._asdict())
         if row_index.numel() and not 0 <= int(row_index.min()) <= int(row_index.max()) < held_rows:
             raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
-    _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
     rows_held = (None, None) if row_index is None else (row_index, tail_used)

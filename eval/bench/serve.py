@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -15,14 +15,15 @@ from unittest import mock
 import torch
 from rich.console import Console
 
+from kvpass.config import EntryFormat
 from kvpass.eval.bench.processes import Result, header_of, in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
+from kvpass.eval.policy_spec import with_format
 from kvpass.eval.tables import Tables
 from kvpass.progress import progress_bar
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
-SYSTEMS = (CHUNKED, WHOLE, KVPASS)
 """vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which needs those."""
 
 CHUNK_TOKENS = 2048
@@ -44,9 +45,11 @@ _ENVIRONMENT = {
 def _plugin_settings(settings: BenchSettings, question_tokens: int = 0, file: str = "") -> dict[str, Any]:
     """What vLLM takes as ``additional_config``; ``file`` is the document of questions of so many tokens."""
     if question_tokens:
-        return {"kvpass": {"room": question_tokens + settings.new_tokens, "documents": [f"text={file}"]}}
-    options = {"budget": settings.budget, "room": settings.new_tokens}
-    return {"kvpass": {"policy": settings.policy.name, **dict(settings.policy.options), **options}}
+        options = {"room": question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
+    else:
+        options = {"policy": settings.policy.name, **dict(settings.policy.options)}
+        options |= {"budget": settings.budget, "room": settings.new_tokens}
+    return {"kvpass": {**options, "entries": settings.entries[0]}}
 
 
 def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
@@ -56,7 +59,7 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
         bytes of the entries kept (``document_bytes``), and seconds with those to capture and compile (``compress_s``).
     """
     model = build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype)
-    fast = settings.system(model, settings.policies[0]).model
+    fast = settings.system(model, settings.policies[0], settings.entries[0]).model
     began = time.perf_counter()
     cache = fast.compress(settings.ids(1, tokens))
     seconds = time.perf_counter() - began
@@ -71,8 +74,9 @@ def measure_requests(
 
     Args:
         tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
-        system: one of :data:`SYSTEMS`. question_tokens: if not 0, each prompt is a question of so many tokens about
-            one text of ``tokens``. vLLM holds the text in its prefix cache; kvpass as a document, whose bytes count.
+        system: one of the three; kvpass with the first entry format. question_tokens: if not 0, each prompt is a
+            question of so many tokens about one text of ``tokens``. vLLM holds the text in its prefix cache; kvpass as
+            a document, whose bytes count.
     Returns:
         a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
         first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
@@ -155,7 +159,7 @@ class Serve:
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
-        settings: of them model, dtype, contexts, budget, window, the first policy, new tokens, repeats and seed.
+        settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed.
         requests: of each length. cache_mib: MiB of KV cache of an engine. question_tokens: if not 0, all requests of a
             length are questions of so many tokens about one text of that length, and the budget may be a share of it.
 
@@ -197,14 +201,17 @@ class Serve:
         asked = {"requests": self.requests, "cache_mib": self.cache_mib, "question_tokens": self.question_tokens}
         result = header_of(settings) | asked
         result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "complete": False, "serve": records}
-        cases = [(tokens, system) for tokens in settings.prompts for system in SYSTEMS]
+        systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
+        systems += [(KVPASS, entries) for entries in settings.entries]
+        cases = [(tokens, *system) for tokens in settings.prompts for system in systems]
         with progress_bar(console) as progress, mock.patch.dict(os.environ, _ENVIRONMENT):
             task = progress.add_task("", total=len(cases))
-            for tokens, system in cases:
-                progress.update(task, description=f"{tokens} tokens, {system}")
+            for tokens, system, entries in cases:
+                name = with_format(system, entries)
+                progress.update(task, description=f"{tokens} tokens, {name}")
                 engine = (tokens, self.requests, self.cache_mib, system, self.question_tokens)
-                found = in_new_process(measure_requests, settings, *engine)
-                records.append({"tokens": tokens, "system": system, **found})
+                found = in_new_process(measure_requests, replace(settings, entries=(entries,)), *engine)
+                records.append({"tokens": tokens, "system": name, **found})
                 progress.advance(task)
                 save(result)
         save(result := result | {"complete": True})

@@ -222,10 +222,10 @@ class FullAttentionLayers(CachePart):
         """Quantise the entries, one buffer after the other: then only one of them is held twice."""
         bits, dtype, g = BITS[self.entry_format], CODES[self.entry_format], self.geometry
         has_mean = "key_mean" in self.saved_names
-        is_centred = has_mean and self._plain
-        if is_centred:
+        mean = None
+        if has_mean and self._plain:
             held = self.tail_k[..., : self.used, :]
-            self.key_mean = entry_formats.key_mean(self.pool_k, self.offsets, held, self.tail_start)
+            mean = self.key_mean = entry_formats.key_mean(self.pool_k, self.offsets, held, self.tail_start)
         elif has_mean:
             sizes = {"L": g.layers, "B": self.rows, "K": g.kv_heads, "D": g.key_dim}
             self.key_mean = BUFFERS["key_mean"].new(sizes, self.offsets.device)
@@ -236,13 +236,8 @@ class FullAttentionLayers(CachePart):
             if shape[-1]:  # else values are stored in keys
                 scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
                 used = slice(self.used if name in self.tail_names else None)
-                if is_centred and name == "pool_k":
-                    entry_formats.quantise_pool_keys(floats, self.offsets, self.key_mean, codes, scale)
-                elif is_centred and name == "tail_k":
-                    less_mean = floats[..., used, :] - self.key_mean[:, :, :, None]
-                    entry_formats.quantise(less_mean, codes[..., used, :], scale[..., used])
-                else:
-                    entry_formats.quantise(floats[..., used, :], codes[..., used, :], scale[..., used])
+                into = codes[..., used, :], scale[..., used]
+                entry_formats.quantise_buffer(name, floats[..., used, :], *into, self.offsets, mean)
                 setattr(self, f"{name}_scale", scale)
             setattr(self, name, codes)
             del floats

@@ -245,7 +245,7 @@ def bench(
     with _interruptible(anew), _bad_values():
         if len(instead) > 1:
             raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
-        if instead and entries != "model":
+        if instead and not serve and entries != "model":
             raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
         settings = BenchSettings(**_read(BenchSettings, given))
         checked = others[instead[0]](settings) if instead else Bench(settings)

@@ -135,11 +135,23 @@ def quantise_pool_keys(pool_k: Tensor, offsets: Tensor, mean: Tensor, codes: Ten
         quantise(pool_k[:, at].float() - own, codes[:, at], scale[:, at])
 
 
-def centred(call: Attention, held: AppendBuffers, layer: int) -> Attention:
-    """Return an attention op of a layer whose new keys are less the mean of their heads, where the cache has one."""
-    if held.key_mean is None:
+def quantise_buffer(
+    name: str, floats: Tensor, codes: Tensor, scale: Tensor, offsets: Tensor, mean: Tensor | None
+) -> None:
+    """As :func:`quantise`, of the buffer of that name of a cache; keys less the mean of their heads, if it is given."""
+    if mean is not None and name == "pool_k":
+        quantise_pool_keys(floats, offsets, mean, codes, scale)
+    elif mean is not None and name == "tail_k":
+        quantise(floats - mean[:, :, :, None], codes, scale)
+    else:
+        quantise(floats, codes, scale)
+
+
+def centred(call: Attention, key_mean: Tensor | None, at: Any) -> Attention:
+    """Return an attention op whose new keys are less the mean of their heads ``key_mean[at]``, where there is one."""
+    if key_mean is None:
         return call
-    return call._replace(k=(call.k - held.key_mean[layer][:, :, None]).to(call.k.dtype))  # in fp32
+    return call._replace(k=(call.k - key_mean[at][:, :, None]).to(call.k.dtype))  # in fp32
 
 
 def side_at(held: AppendBuffers | SlotCache, side: Literal["pool", "tail"], at: Any) -> Side:

@@ -117,7 +117,8 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
-    return implementation(call.q, impl if few else "eager").attend_cache(centred(call, held, layer), held, layer)
+    call = centred(call, held.key_mean, layer)
+    return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 
 def _attend_evict(

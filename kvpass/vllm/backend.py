@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +20,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kvpass.config import Geometry
 from kvpass.kernels import cpu
-from kvpass.operands import BUFFERS, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
-from kvpass.ops import reference
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.ops import entry_formats, reference
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
 from kvpass.vllm.documents import Documents
@@ -32,8 +34,8 @@ from kvpass.vllm.settings import WITHOUT, Settings
 from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
 
-Entries = tuple[Tensor, Tensor]
-"""Keys and values of blocks, each ``[n, R, D]``."""
+Buffers = dict[str, Tensor]
+"""Pools and tails of blocks, by their names in :class:`kvpass.operands.AppendBuffers`."""
 
 
 class KVPassBackend(AttentionBackend):
@@ -64,14 +66,19 @@ class KVPassBackend(AttentionBackend):
         if type(spec) is not FullAttentionSpec:
             raise ValueError(f"kvpass does not support layers with {type(spec).__name__} in vLLM: {WITHOUT}")
         check_heads(spec.head_size, spec.head_size_v, versions.head_sizes())
-        _, layout = configured(cls.config, spec.num_kv_heads, spec.head_size)
+        settings, layout = configured(cls.config, spec.num_kv_heads, spec.head_size)
+        sizes = {"key_dim": spec.head_size, "value_dim": spec.head_size, "itemsize": spec.dtype.itemsize}
+        geometry = Geometry(layers=layout.layers, kv_heads=spec.num_kv_heads, **sizes)
+        geometry.check_format(settings.entry_format, torch.device(cls.config.device_config.device))
+        dtype = CODES.get(settings.entry_format, spec.dtype)
         return KVPassSpec(
             block_size=-(-cls.config.model_config.max_model_len // 128) * 128,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             head_size_v=spec.head_size_v,
-            dtype=spec.dtype,
-            slots=layout.slots,
+            dtype=dtype,
+            state_content_bytes=layout.width * dtype.itemsize,
+            layout=layout,
         )
 
 
@@ -113,7 +120,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _, self.layout = configured(vllm_config, kv_cache_spec.num_kv_heads, kv_cache_spec.head_size)
+        self.layout = kv_cache_spec.layout
         layers = self.layout.layers
         if len(layer_names) != layers:
             raise ValueError(
@@ -137,7 +144,11 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         blocks = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
         rows, kv_heads = len(self.block), self.layout.kv_heads
         device = devices.operators(self.device)(rows, kv_heads, self.device)
-        return Tables(blocks, self.layout.layers * kv_heads, 2 * rows, device, self.device)
+        found = Tables(blocks, self.layout.layers * kv_heads, 2 * rows, device, self.device)
+        if self.layout.coded:
+            sizes = {"L": self.layout.layers, "B": blocks, "K": kv_heads, "D": self.layout.head_dim}
+            found.means = BUFFERS["key_mean"].new(sizes, self.device)
+        return found
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         """Read a step; no value of the device is read on the host."""
@@ -145,14 +156,16 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         starts = common.query_start_loc_cpu[: rows + 1]
         lengths = common.seq_lens_cpu_upper_bound[:rows]  # exact without speculative decoding
         on_device = (common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows, 0])
-        step = read_step(starts, lengths, on_device, self.rows)
+        step = read_step(starts, lengths, on_device, self.rows, self.layout.shortest)
         if len(step.empty):
             tables.empty(step.empty)
         documents, going, first = self.rows.documents, [], 0
         for row in step.prompts:
             if row.prompt.document is not None:
                 assert documents is not None
-                tables.continue_document(row.block, row.prompt.document, documents.offsets[row.prompt.document.name])
+                name = row.prompt.document.name
+                known = documents.offsets[name], documents.means.get(name)
+                tables.continue_document(row.block, row.prompt.document, *known)
         for rows_on in step.going:
             block = self.block[first : first + len(rows_on.block)]
             block.copy_(rows_on.block)
@@ -193,7 +206,9 @@ class KVPassImpl(AttentionImpl):
         self.softcap, self.sinks = logits_soft_cap or None, sinks
         self.ranks = versions.ranks()
         if versions.is_cpu():
-            cpu.attend_function(config.model_config.dtype)  # without a compiler: refused at start
+            entries = settings.entry_format
+            codes = cpu.CODE_TYPES[CODES[entries], BITS[entries]] if self.layout.coded else ""
+            cpu.attend_function(config.model_config.dtype, codes)  # without a compiler: refused at start
 
     def forward(
         self,
@@ -212,18 +227,18 @@ class KVPassImpl(AttentionImpl):
             return output.zero_()
         meta = attn_metadata
         site = meta.order[layer.layer_name]
-        keys, values = self.layout.blocks(kv_cache, site)
+        buffers = self.layout.buffers(kv_cache, site)
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
             if row.prompt.document is not None:
-                out = self._append(call, row.place[None].long(), (keys, values), site, meta, of_documents=True)
+                out = self._append(call, row.place[None].long(), buffers, site, meta, of_documents=True)
                 output[row.tokens] = out[0].transpose(0, 1)
                 continue
-            block = slice(row.block, row.block + 1)
-            self._begin(call, output[row.tokens], (keys[block], values[block]), site, row, meta)
+            block = {name: x.narrow(BUFFERS[name].row_dim, row.block, 1) for name, x in buffers.items()}
+            self._begin(call, output[row.tokens], block, site, row, meta)
         for going in meta.step.going:
             call = self._call(*(x[going.tokens][:, :, None] for x in (query, key, value)))
-            out = self._append(call, going.block, (keys, values), site, meta, going.of_documents)
+            out = self._append(call, going.block, buffers, site, meta, going.of_documents)
             output[going.tokens] = out[:, :, 0]
         return output
 
@@ -231,47 +246,60 @@ class KVPassImpl(AttentionImpl):
         return Attention(q, k, v, self.scale, self.softcap, self.sinks)
 
     def _append(
-        self, call: Attention, block: Tensor, blocks: Entries, site: int, meta: KVPassMetadata, of_documents: bool
+        self, call: Attention, block: Tensor, buffers: Buffers, site: int, meta: KVPassMetadata, of_documents: bool
     ) -> Tensor:
         """New tokens of some rows, in one call of the kernel.
 
         Args:
-            block: of each row, int64. blocks: keys and values of all. of_documents: the tokens attend to what documents
-                hold, in place of the pool of their block.
+            block: of each row, int64. buffers: of all blocks. of_documents: the tokens attend to what documents hold,
+                in place of the pool of their block.
         """
-        ((pool_k, tail_k), (pool_v, tail_v)), tables = map(self.layout.parts, blocks), meta.tables
+        tables = meta.tables
         if of_documents:
             assert meta.documents is not None
-            pool_k, pool_v, _ = meta.documents
-        buffers = (pool_k, pool_v, tables.offsets, tail_k, tail_v, tables.start, tables.used)
-        held = AppendBuffers(*buffers, arrivals=tables.device.arrivals(len(block)), row_index=block)
-        return tables.device.attend_blocks(call, held, site)
+            buffers = buffers | meta.documents.pools
+        held = AppendBuffers(
+            **buffers,
+            offsets=tables.offsets,
+            tail_start=tables.start,
+            tail_used=tables.used,
+            arrivals=tables.device.arrivals(len(block)),
+            row_index=block,
+        )
+        return tables.device.attend_blocks(entry_formats.centred(call, tables.means, (site, block)), held, site)
 
     def _begin(
-        self, call: Attention, out: Tensor, block: Entries, site: int, row: PromptRow, meta: KVPassMetadata
+        self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> None:
         """A prompt; behind it, if the request was preempted, what it had generated. ``out``: ``[tokens, H, D]``."""
         n = row.prompt.length
         if call.q.shape[2] == n:
             self._prefill(call, out, block, site, row, meta)
             return
-        device = meta.tables.device
-        kept = meta.tables.kept[row.prompt.digest] if n > 1 else meta.tables.nothing
+        tables, device = meta.tables, meta.tables.device
+        kept = tables.kept[row.prompt.digest] if n >= self.layout.shortest else tables.nothing
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
-        buffers = self._restore(prompt, block, site, kept)
+        self._restore(prompt, block, row.block, site, kept, tables)
         if site == 0:
-            meta.tables.enter(row.block, self._before(n), row.prompt.digest, kept)
+            tables.enter(row.block, self._before(n), row.prompt.digest, kept)
         device.attend_prompt(prompt, out[:n])
-        held = AppendBuffers(*buffers)._replace(arrivals=device.arrivals(1))
-        out[n:] = device.ops.attend_cache(answer, held, site)[0].transpose(0, 1)
+        held = AppendBuffers(
+            **block,
+            offsets=kept.offsets[None],
+            tail_start=tables.start[:1],
+            tail_used=tables.start.new_tensor(n - self._before(n)),
+            arrivals=device.arrivals(1),
+        )
+        answer = entry_formats.centred(answer, tables.means, (site, slice(row.block, row.block + 1)))
+        out[n:] = device.attend_blocks(answer, held, site)[0].transpose(0, 1)
 
     def _prefill(
-        self, call: Attention, out: Tensor, block: Entries, site: int, row: PromptRow, meta: KVPassMetadata
+        self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> None:
         """Attend a prompt and keep what the policy chooses; after the last layer, note what was kept."""
         layers, ops = self.layout.layers, meta.tables.device.ops
         if row.buffers is None:
-            row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1])
+            row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1], call.k.dtype)
         buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
         first, asked = start.to(call.k.device), PolicyInputs(entries=buffers.entries)
@@ -283,42 +311,63 @@ class KVPassImpl(AttentionImpl):
         ops.cascade_step(buffers, candidates, site, self.policy, self.ranks)
         if site == layers - 1:
             ops.pack(buffers)
+            if self.layout.coded:
+                window = slice(row.prompt.length - self._before(row.prompt.length))
+                floats = {"pool_k": buffers.pool_k, "pool_v": buffers.pool_v}
+                floats |= {"tail_k": buffers.tail_k[..., window, :], "tail_v": buffers.tail_v[..., window, :]}
+                self._write(floats, buffers.offsets, block, row.block, slice(None), meta.tables)
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
             meta.tables.enter(row.block, self._before(row.prompt.length), row.prompt.digest, kept)
 
-    def _buffers(self, block: Entries, offsets: Tensor) -> PrefillBuffers:
-        """The buffers of a prompt: pool and tails in its block, the rest for this step only."""
+    def _buffers(self, block: Buffers, offsets: Tensor, dtype: torch.dtype) -> PrefillBuffers:
+        """The buffers of a prompt: pool and tails in its block, if that holds no codes; the rest for this step only."""
         sizes = {"B": 1, "E": self.layout.pool, "L": self.layout.layers, "K": self.layout.kv_heads}
-        sizes["W"] = max(self.policy.window, 1)
-        (pool_k, tail_k), (pool_v, tail_v) = map(self.layout.parts, block)
+        sizes["W"] = sizes["C"] = max(self.policy.window, 1)
+        sizes["D"] = sizes["V"] = self.layout.head_dim
         names = ("slots", "slot_stats", "layer_weights", "window_stats")
         made = {name: BUFFERS[name].new(sizes, offsets.device) for name in names}
         entries = torch.tensor([self.entries], device=offsets.device)
-        held = {"pool_k": pool_k, "pool_v": pool_v, "tail_k": tail_k, "tail_v": tail_v}
-        return PrefillBuffers(**held, **made, offsets=offsets, entries=entries)
+        if self.layout.coded:
+            block = {
+                name: torch.empty(BUFFERS[name].shape(sizes), dtype=dtype, device=offsets.device)
+                for name in ("pool_k", "pool_v", "tail_k", "tail_v")
+            }
+        return PrefillBuffers(**block, **made, offsets=offsets, entries=entries)
 
     def _before(self, n: int) -> int:
         """How many tokens of a prompt are not in the tails; one of one token is there, whatever the window is."""
-        return max(n - self.policy.window, 0) if n > 1 else 0
+        return max(n - self.policy.window, 0) if n >= self.layout.shortest else 0
 
-    def _restore(self, prompt: Attention, block: Entries, site: int, kept: Kept) -> tuple[Tensor, ...]:
-        """Put what this layer's prompt had kept back into its block; nothing is decided anew.
+    def _restore(self, prompt: Attention, block: Buffers, number: int, site: int, kept: Kept, tables: Tables) -> None:
+        """Put what this layer's prompt had kept back into its block; nothing is decided anew."""
+        kv_heads, before = self.layout.kv_heads, self._before(prompt.k.shape[2])
+        offsets = kept.offsets[None, site * kv_heads : (site + 1) * kv_heads + 1]
+        segments, floats = list(pairwise(offsets[0].tolist())), {}
+        for name, rows in (("k", prompt.k), ("v", prompt.v)):
+            of_heads = [rows[0, head, kept.positions[a:b].long()] for head, (a, b) in enumerate(segments)]
+            floats[f"pool_{name}"], floats[f"tail_{name}"] = torch.cat(of_heads)[None], rows[None, :, :, before:]
+        self._write(floats, offsets, block, number, slice(site, site + 1), tables)
 
-        Returns:
-            the first buffers of :class:`kvpass.operands.AppendBuffers`.
+    def _write(
+        self, floats: Buffers, offsets: Tensor, block: Buffers, number: int, layers: slice, tables: Tables
+    ) -> None:
+        """Write what a prompt kept in some layers into its block, as codes if it holds these.
+
+        Args:
+            floats: pool and used slots of the tails of these layers. offsets: bounds of their segments in the pool of
+                the block, int32 ``[1, P]``. number: of the block.
         """
-        kv_heads, n = self.layout.kv_heads, prompt.k.shape[2]
-        window = n - self._before(n)
-        bounds = kept.offsets[site * kv_heads : (site + 1) * kv_heads + 1].tolist()
-        sides = []
-        for entries, rows in zip(block, (prompt.k, prompt.v), strict=True):
-            pool, tail = self.layout.parts(entries)
-            for head in range(kv_heads):
-                segment = slice(bounds[head], bounds[head + 1])
-                pool[0, segment] = rows[0, head, kept.positions[segment].long()]
-            tail[site, 0, :, :window] = rows[0, :, n - window :]
-            sides.append((pool, tail))
-        (pool_k, tail_k), (pool_v, tail_v) = sides
-        start = torch.zeros(1, dtype=torch.int64, device=pool_k.device)
-        used = torch.tensor(window, device=pool_k.device)
-        return pool_k, pool_v, kept.offsets[None], tail_k, tail_v, start, used
+        first, mean = int(offsets[0, 0]), None
+        offsets = offsets - first
+        if tables.means is not None and self.softcap is None and self.sinks is None:
+            mean = entry_formats.key_mean(floats["pool_k"], offsets, floats["tail_k"], tables.start[:1])
+            tables.means[layers, number] = mean[:, 0]
+        for name, x in floats.items():
+            at: tuple[slice, ...] = (slice(None), slice(first, first + x.shape[1]))
+            if name.startswith("tail"):
+                at = (layers, slice(None), slice(None), slice(x.shape[3]))
+            if self.layout.coded:
+                into = block[name][at], block[f"{name}_scale"][at]
+                entry_formats.quantise_buffer(name, x, *into, offsets, mean)
+            else:
+                block[name][at] = x

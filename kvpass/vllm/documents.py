@@ -15,6 +15,7 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.metadata import CacheMetadata, check_tensors
 from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.cache.shared_heads import divided
+from kvpass.config import EntryFormat
 from kvpass.errors import CacheFileError
 from kvpass.policies import from_spec
 from kvpass.ranks import Ranks
@@ -33,17 +34,24 @@ class SavedDocument(NamedTuple):
         found: list[int] = self.tensors["ids"][0, int(self.tensors["start"]) :].tolist()
         return found
 
-    def segments(self, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values of each layer and KV head of this process, each ``[entries, D]``: of pool and tail."""
+    def of_rank(self, ranks: Ranks) -> dict[str, Tensor]:
+        """Return the buffers of the KV heads of this process, by their names in a cache."""
         tensors = self.tensors
         if ranks.several:
             tensors, _ = divided(tensors, self.metadata.layout, ranks)
-        held = {name.removeprefix("store0_"): tensor for name, tensor in tensors.items()}
+        return {name.removeprefix("store0_"): tensor for name, tensor in tensors.items()}
+
+    @staticmethod
+    def segments(held: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+        """Yield keys and values of each layer and KV head, each ``[entries, D]``: of pool and tail; and scales."""
         kv_heads, first = held["tail_k"].shape[2], int(held["tail_start"])
         for segment, (begin, end) in enumerate(pairwise(held["offsets"][0].tolist())):
             tail = (segment // kv_heads, 0, segment % kv_heads, slice(first, None))
-            keys, values = (torch.cat([held[f"pool_{x}"][0, begin:end], held[f"tail_{x}"][tail]]) for x in "kv")
-            yield keys, values
+            yield [
+                torch.cat([held[f"pool_{x}"][0, begin:end], held[f"tail_{x}"][tail]])
+                for x in ("k", "v", "k_scale", "v_scale")
+                if f"pool_{x}" in held
+            ]
 
 
 class Documents(NamedTuple):
@@ -51,23 +59,35 @@ class Documents(NamedTuple):
 
     Attributes:
         keys, values: ``[1, E, D]``, a pool of one row. offsets: by name of the document, bounds of its segments, int32
-            ``[P]``.
+            ``[P]``. scales: of keys and values, each ``[1, E]``, if they are codes. means: then of the keys of each
+            document, fp32 ``[L, K, D]``.
     """
 
     keys: Tensor
     values: Tensor
     offsets: dict[str, Tensor]
+    scales: tuple[Tensor, ...]
+    means: dict[str, Tensor]
+
+    @property
+    def pools(self) -> dict[str, Tensor]:
+        """Entries by their names in :class:`kvpass.operands.AppendBuffers`."""
+        names = ("pool_k", "pool_v", "pool_k_scale", "pool_v_scale")
+        return dict(zip(names, (self.keys, self.values, *self.scales), strict=False))
 
     @classmethod
     def of(cls, saved: Mapping[str, SavedDocument], ranks: Ranks, device: torch.device) -> Documents:
-        keys, values, offsets, end = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0
+        segments, offsets, means, end = list[list[Tensor]](), dict[str, Tensor](), dict[str, Tensor](), 0
         for name, document in saved.items():
-            own_keys, own_values = zip(*document.segments(ranks), strict=True)
-            counts = torch.tensor([end, *map(len, own_keys)], device="cpu")
+            held = document.of_rank(ranks)
+            own = list(document.segments(held))
+            counts = torch.tensor([end, *(len(each[0]) for each in own)], device="cpu")
             offsets[name], end = counts.cumsum(0).int().to(device), int(counts.sum())
-            keys += own_keys
-            values += own_values
-        return cls(torch.cat(keys)[None].to(device), torch.cat(values)[None].to(device), offsets)
+            segments += own
+            if "key_mean" in held:
+                means[name] = held["key_mean"][:, 0].to(device)
+        keys, values, *scales = (torch.cat(each)[None].to(device) for each in zip(*segments, strict=True))
+        return cls(keys, values, offsets, tuple(scales), means)
 
 
 def load(config: Any, settings: Settings, ranks: Ranks) -> Documents:
@@ -105,13 +125,13 @@ def read(config: Any, settings: Settings) -> dict[str, SavedDocument]:
     found = {}
     for name, path in settings.documents.items():
         try:
-            found[name] = _read(Path(path), config.model_config.max_model_len)
+            found[name] = _read(Path(path), config.model_config.max_model_len, settings.entry_format)
         except (ValueError, OSError) as error:
             raise ValueError(f"document {name!r}: {error}") from error
     return found
 
 
-def _read(path: Path, max_model_len: int) -> SavedDocument:
+def _read(path: Path, max_model_len: int, entry_format: EntryFormat) -> SavedDocument:
     plain, tensors = read_cache_file(path)
     metadata = typed(plain, CacheMetadata, path)
     try:
@@ -119,10 +139,10 @@ def _read(path: Path, max_model_len: int) -> SavedDocument:
         check_tensors(metadata, policy, tensors)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
-    texts, entries = len(metadata.entries), metadata.entry_format
+    texts, found = len(metadata.entries), metadata.entry_format
     faults = {
         f"holds {texts} texts: compress each alone": texts != 1,
-        f"has entries={entries!r}, but vLLM's are those of the model: compress without entries": entries != "model",
+        f"has entries={found!r}, but this engine {entry_format!r}: give both the same": found != entry_format,
         f"has policy {policy.name!r}, which evicts while decoding: compress with one that does not": (
             policy.decode_rule() is not None
         ),

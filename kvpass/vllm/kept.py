@@ -27,10 +27,14 @@ class Tables:
             them may be preempted together.
         offsets: int32 ``[blocks, P]``. before: tokens of the prompt that are not in the tails, int64 ``[blocks]``.
             start, used: slots of the tails in use, likewise.
+        means: subtracted from the keys of each head before they become codes, fp32 ``[L, blocks, K, D]``; None where
+            entries are no codes.
         kept: by digest of the prompt, so that a request that was preempted, and comes back with its answer so far, gets
             the cache back that it had. nothing: what a prompt of one token kept. digests: of the prompt that a block
             had last. device: its operators.
     """
+
+    means: Tensor | None = None
 
     def __init__(self, blocks: int, segments: int, most: int, device: OnCPU, where: torch.device) -> None:
         """Args: segments: layers times KV heads. where: the tables are."""
@@ -52,9 +56,15 @@ class Tables:
         for old in [known for known in self.kept if known not in held][: -self.most]:
             del self.kept[old]
 
-    def continue_document(self, block: int, document: Continued, offsets: Tensor) -> None:
-        """Note that a request continues a document: its tail is empty. ``offsets``: of the document's segments."""
+    def continue_document(self, block: int, document: Continued, offsets: Tensor, mean: Tensor | None = None) -> None:
+        """Note that a request continues a document: its tail is empty.
+
+        Args:
+            offsets: of the document's segments. mean: of its keys, ``[L, K, D]``, if entries are codes.
+        """
         self.offsets[block], self.before[block], self.used[block] = offsets, document.tokens, 0
+        if self.means is not None and mean is not None:
+            self.means[:, block] = mean
 
     def empty(self, blocks: Tensor) -> None:
         """Note that nothing is in some blocks, int64 on the device; the host reads nothing."""

@@ -96,6 +96,10 @@ REFUSALS = [
             lambda config, settings: bool(settings.documents) and (
                 getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"),
             "which rows continue a document differs from step to step: leave cudagraph_mode out"),
+    Refusal("entries in fewer bits in CUDA graphs of whole decode steps",
+            lambda config, settings: settings.entry_format != "model" and (
+                getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"),
+            "a prompt of one token is a part of them, and is attended before it is codes: leave cudagraph_mode out"),
 ]  # fmt: skip
 """One row for each combination of flags that would not be exact."""
 

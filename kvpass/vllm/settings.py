@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpass.config import ENTRY_FORMATS, EntryFormat, one_of
 from kvpass.policies import Policy, resolve, resolve_budget
 from kvpass.policies.head_splits import UniformHeads
 from kvpass.vllm.layout import BlockLayout
@@ -23,7 +24,8 @@ class Settings:
     Attributes:
         policy: decides what is kept. budget: entries per KV head per layer on average, window included. room: tokens
             that a request may append to its prompt. documents: file of each compressed document, by the name under
-            which requests ask for it. only_documents: no policy is given, so each request must name one.
+            which requests ask for it. only_documents: no policy is given, so each request must name one. entry_format:
+            of blocks and documents.
     """
 
     policy: Policy
@@ -31,6 +33,7 @@ class Settings:
     room: int
     documents: Mapping[str, str] = field(default_factory=dict)
     only_documents: bool = False
+    entry_format: EntryFormat = "model"
 
     @classmethod
     def read(cls, additional: object) -> Settings | None:
@@ -48,6 +51,7 @@ class Settings:
             )
         options: dict[str, Any] = dict(given)
         documents = _documents(options.pop("documents", []))
+        entry_format = one_of("entries", options.pop("entries", "model"), ENTRY_FORMATS)
         only_documents = bool(documents) and options.keys() == {"room"}
         if only_documents:
             options |= {"policy": "knorm", "budget": 1}  # the least of a block that no request fills
@@ -74,7 +78,7 @@ class Settings:
         resolve_budget(policy, budget)
         if type(room) is not int or room < 1:
             raise ValueError(f"room={room!r}: must be a positive number of tokens")
-        return cls(policy, budget, room, documents, only_documents)
+        return cls(policy, budget, room, documents, only_documents, entry_format)
 
     @property
     def entries(self) -> int:
@@ -92,7 +96,7 @@ class Settings:
         if processes > 1 and isinstance(self.policy.heads(), UniformHeads):
             pool = pool // processes + layers * kv_heads
         window = max(self.policy.window, 1)  # a prompt of one token is in the tail
-        return BlockLayout(layers, kv_heads, head_dim, pool, window + self.room)
+        return BlockLayout(layers, kv_heads, head_dim, pool, window + self.room, self.entry_format)
 
 
 def _documents(given: object) -> dict[str, str]:

@@ -11,6 +11,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
+from kvpass.vllm.layout import BlockLayout
+
 
 class OneBlockManager(SingleTypeKVCacheManager):
     """Gives each request one block, which it keeps until it ends or is preempted."""
@@ -46,20 +48,20 @@ class KVPassSpec(AttentionSpec):
     """Cache of one layer; ``block_size`` is at least max_model_len, so a request never needs a second block.
 
     Attributes:
-        slots: entries that are stored per KV head.
+        layout: of a block.
     """
 
-    slots: int
+    layout: BlockLayout
     dcp_sharded: bool = False
 
     @property
     def num_states(self) -> int:
-        return self.slots
+        return self.layout.slots
 
     def get_num_kernel_states(self, kernel_block_size: int) -> int:
         if kernel_block_size != self.block_size:
             raise ValueError(f"kernel_block_size={kernel_block_size}: a block of {self.block_size} is never split")
-        return self.slots
+        return self.layout.slots
 
     @property
     def block_table_token_alignment(self) -> None:

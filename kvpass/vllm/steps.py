@@ -49,8 +49,7 @@ class Going(NamedTuple):
 class Step(NamedTuple):
     """Rows of a step.
 
-    A prompt of one token is a token that is appended to an empty cache: vLLM replays its CUDA graph of a decode step
-    for it too.
+    A prompt of one token may be a token that is appended to an empty cache (:attr:`BlockLayout.shortest`).
 
     Attributes:
         prompts: rows that begin. going: rows that go on. empty: blocks of those that have no other token yet, int64 on
@@ -62,19 +61,22 @@ class Step(NamedTuple):
     empty: Tensor
 
 
-def read_step(starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, Tensor], prompts: Rows) -> Step:
+def read_step(
+    starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, Tensor], prompts: Rows, shortest: int = 2
+) -> Step:
     """Divide the rows of a step. Reads no value of the device on the host.
 
     Args:
         starts: first token of each row and the end, ``[rows + 1]`` on the host. lengths: of each row with the tokens of
             the step, ``[rows]`` on the host. on_device: starts, lengths and block of each row. prompts: of the rows.
+        shortest: tokens of the shortest prompt that begins.
     Raises:
         ValueError: a row has some of the tokens of a prompt.
     """
     device_starts, device_lengths, blocks = on_device
     new = starts[1:] - starts[:-1]
     before = prompts.document_tokens(len(new))
-    begins = (new == lengths - before) & ((new > 1) | (before > 0))
+    begins = (new == lengths - before) & ((new >= shortest) | (before > 0))
     if ((new > 1) & ~begins).any():
         raise ValueError(f"rows of {new.tolist()} new tokens and {lengths.tolist()} in all: a prompt must come whole")
     found = [
@@ -85,7 +87,7 @@ def read_step(starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, 
     def index(chosen: Tensor) -> Tensor | slice:
         return chosen.nonzero().flatten().to(blocks.device, non_blocking=True) if chosen.any() else slice(0)
 
-    empty = blocks[index((new == 1) & (lengths == 1))].long()
+    empty = blocks[index((new == 1) & (lengths == 1) & ~begins)].long()
     if not found and not before.any():
         # then row i has token i; rows that vLLM adds to fill a CUDA graph come last, in its block 0
         return Step(found, [Going(slice(len(new)), blocks, device_lengths)], empty)

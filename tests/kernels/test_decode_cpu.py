@@ -319,7 +319,7 @@ def test_narrower_instruction_sets(
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"
-    codes = "" if entry_format == "model" else cpu._CODE_TYPES[CODES[entry_format], BITS[entry_format]]
+    codes = "" if entry_format == "model" else cpu.CODE_TYPES[CODES[entry_format], BITS[entry_format]]
     source.write_text(cpu.attend_source(dtype, codes), encoding="utf-8")
     flags = ["-std=c++20", "-O3", f"-march={arch}", "-shared", "-fPIC", "-fopenmp"]
     subprocess.run([cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)], check=True)

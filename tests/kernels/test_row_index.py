@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.operands import AppendBuffers, Attention
+from kvpass.operands import CODES, AppendBuffers, Attention
 from kvpass.ops import cuda, reference
+from kvpass.ops.entry_formats import quantise
 from kvpass.vllm.layout import BlockLayout
 
 LAYERS, KV_HEADS, BLOCKS, TAIL = 3, 2, 5, 70
@@ -22,8 +25,8 @@ SMALL = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 USED = (3, 64, 0)
 """Tail slots in use: in the first of two tiles, at the begin of the second, none."""
-BUFFERS = (0, 1, 3, 4)
-"""Fields of pool and tail."""
+BUFFERS, TAILS = (0, 1, 3, 4, 8, 9, 10, 11), (3, 4, 10, 11)
+"""Fields of pool and tail, and those of the tail; nothing but new slots of these is written."""
 
 
 def reference_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
@@ -32,6 +35,10 @@ def reference_of(call: Attention, held: AppendBuffers, layer: int, config: objec
 
 def cpu_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
     return cpu.attend_cache(call, held, layer)
+
+
+def cuda_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
+    return cuda.attend_cache(call, held, layer)
 
 
 WAYS = (attend_ragged, cpu_of)
@@ -48,6 +55,7 @@ class Case:
         dtype: torch.dtype = torch.float32,
         *,
         options: bool = False,
+        entries: EntryFormat = "model",
     ) -> None:
         torch.manual_seed(0)
         self.layout = BlockLayout(LAYERS, KV_HEADS, dim, pool=200, tail=TAIL)
@@ -68,6 +76,16 @@ class Case:
         arrivals = torch.zeros(len(USED) * KV_HEADS, 64, dtype=torch.int32)
         buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, arrivals)
         self.held = AppendBuffers(*buffers, row_index=torch.tensor(ROWS))
+        if entries != "model":
+            self._quantise(replace(self.layout, entry_format=entries))
+
+    def _quantise(self, layout: BlockLayout) -> None:
+        """Hold codes of what is held, in one memory."""
+        size = (BLOCKS, LAYERS, KV_HEADS, layout.slots, layout.width)
+        codes = layout.buffers(torch.zeros(size, dtype=CODES[layout.entry_format])[:, 0], 0)
+        for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
+            quantise(getattr(self.held, name), codes[name], codes[f"{name}_scale"])
+        self.held = self.held._replace(**codes)
 
     def row(self, row: int) -> tuple[Attention, AppendBuffers]:
         """A row by itself, in memory of its own."""
@@ -76,24 +94,30 @@ class Case:
         tail_k, tail_v = (x[:, at].clone() for x in self.held[3:5])
         alone = (pool_k, pool_v, offsets, tail_k, tail_v, self.held.tail_start[at], self.held.tail_used[at][0])
         arrivals = torch.zeros(KV_HEADS, 64, dtype=torch.int32)
-        return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, arrivals)
+        pools, tails = self.held[8:10], self.held[10:12]
+        scales = [x if x is None else x[at].clone() for x in pools]
+        scales += [x if x is None else x[:, at].clone() for x in tails]
+        return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, arrivals, *scales)
 
     def check(
         self, layer: int, config: KernelConfig | None = SMALL, way: Callable[..., Tensor] = attend_ragged
     ) -> Tensor:
-        before = [self.held[i].clone() for i in BUFFERS]
+        buffers = [i for i in BUFFERS if self.held[i] is not None]
+        before = [self.held[i].clone() for i in buffers]
         expected = []
         for row, at in enumerate(ROWS):
             call, alone = self.row(row)
             expected.append(reference.attend_cache(call, alone, layer))
-            for tails, i in zip(before[2:], BUFFERS[2:], strict=True):
-                tails[:, at] = alone[i][:, 0]
+            for wanted, i in zip(before, buffers, strict=True):
+                if i in TAILS:
+                    wanted[:, at] = alone[i][:, 0]
         found = way(self.call, self.held, layer, config)
         tolerance = 1e-5 if self.call.q.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found, torch.cat(expected), atol=tolerance, rtol=tolerance)
         assert found.transpose(1, 2).is_contiguous()
-        for i, wanted in zip(BUFFERS, before, strict=True):
-            assert torch.equal(self.held[i].nan_to_num(77.0), wanted.nan_to_num(77.0)), "only new slots are written"
+        for i, wanted in zip(buffers, before, strict=True):
+            exactly = 0.0 if i in (0, 1, 3, 4) else 1e-6
+            torch.testing.assert_close(self.held[i], wanted, rtol=exactly, atol=0.0, equal_nan=True)
         assert not self.held.arrivals.any()
         return found
 
@@ -106,6 +130,13 @@ def test_rows_anywhere_attend_and_append_as_each_alone(layer):
 @pytest.mark.parametrize("way", [lambda *given: attend_extend(*given[:3], EXTEND), reference_of, cpu_of])
 def test_other_ways_address_rows_alike(way):
     Case(tokens=3, group=2).check(1, way=way)
+
+
+@pytest.mark.parametrize("entries", CODES)
+@pytest.mark.parametrize(("way", "split"), [(cpu_of, 0), (cuda_of, 8), (cuda_of, 0)], ids=["C++", "ragged", "extend"])
+def test_rows_of_codes_anywhere_attend_and_append_as_each_alone(way, split, entries, monkeypatch):
+    monkeypatch.setattr(cuda, "SPLIT_TOKENS", split)
+    Case(tokens=3, entries=entries).check(1, way=way)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,6 +162,14 @@ def test_a_row_is_rounded_as_it_is_alone():
     case = Case()
     alone = [cuda.attend_cache(call, held, 0) for call, held in map(case.row, range(len(USED)))]
     assert torch.equal(case.check(0, config=None), torch.cat(alone))
+
+
+@pytest.mark.parametrize("way", [cuda_of, cpu_of])
+def test_scales_that_do_not_lie_as_their_codes_are_refused(way):
+    case = Case(entries="int8")
+    change = {"tail_v_scale": case.held.tail_v_scale.clone(memory_format=torch.contiguous_format)}
+    with pytest.raises(ValueError, match="scales of tail_k and tail_v must lie as far apart as these"):
+        way(case.call, case.held._replace(**change), 0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files of documents, as an engine takes them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,26 @@ def test_each_process_has_the_entries_of_its_heads(folder, model, file):
             assert torch.equal(whole.keys[0, begin:end], parts[head].keys[0, first:last])
 
 
+@pytest.mark.parametrize("ranks", [ONE_PROCESS, Ranks("", 1, 2)], ids=["one process", "second of two"])
+def test_a_document_of_codes_keeps_them_with_scales_and_mean(folder, model, file, ranks):
+    _, cache = compressed(model, entries="rot4")
+    cache.save(file)
+    asked = settings(file)
+    with pytest.raises(ValueError, match="has entries='rot4', but this engine 'model'"):
+        documents.load(config(folder), asked, ranks)
+    found = documents.load(config(folder), replace(asked, entry_format="rot4"), ranks)
+    store, heads = cache.full_layers[0], [ranks.rank] if ranks.several else [0, 1]
+    assert torch.equal(found.means["a"], store.key_mean[:, 0, heads])
+    assert list(found.pools) == ["pool_k", "pool_v", "pool_k_scale", "pool_v_scale"]
+    for name, pool in found.pools.items():
+        of_pool, of_tail = getattr(store, name), getattr(store, name.replace("pool", "tail"))
+        for segment, (layer, head) in enumerate((layer, head) for layer in range(2) for head in heads):
+            begin, end = found.offsets["a"][segment : segment + 2].tolist()
+            first, last = store.offsets[0, 2 * layer + head :][:2].tolist()
+            newest = of_tail[layer, 0, head, int(store.tail_start) : store.used]
+            assert torch.equal(pool[0, begin:end], torch.cat([of_pool[0, first:last], newest]))
+
+
 def test_padding_is_no_part_of_a_document(folder, model, file):
     fast, _ = compressed(model)
     ids = torch.tensor([[0] * 5 + [*range(5, 50)]])
@@ -101,7 +122,7 @@ def test_padding_is_no_part_of_a_document(folder, model, file):
     ("options", "message"),
     [
         ({"rows": 2}, "holds 2 texts: compress each alone"),
-        ({"entries": "int8"}, "has entries='int8', but vLLM's are those of the model"),
+        ({"entries": "int8"}, "has entries='int8', but this engine 'model': give both the same"),
         ({"policy": "h2o"}, "has policy 'h2o', which evicts while decoding"),
         ({"tokens": 99}, "has 99 tokens: pass a --max-model-len above 100"),
     ],

@@ -54,6 +54,13 @@ def test_the_tail_behind_a_document_is_empty():
     assert b"before" in found.kept, "for the request that was preempted there"
 
 
+def test_the_mean_of_a_documents_keys_is_subtracted_in_the_block_that_continues_it():
+    found = tables()
+    found.means = torch.zeros(2, 4, 1, 8)
+    found.continue_document(2, Continued("a", 90), kept(3).offsets, torch.ones(2, 1, 8))
+    assert found.means[:, 2].eq(1).all() and found.means.sum() == 2 * 8
+
+
 def test_a_block_is_emptied():
     found = tables()
     found.enter(2, 7, b"before", kept(7))

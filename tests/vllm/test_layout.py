@@ -1,10 +1,14 @@
 """Addresses within a block of vLLM's memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpass.config import Geometry
+from kvpass.operands import CODES
 from kvpass.vllm.layout import BlockLayout
 
 LAYOUTS = st.builds(
@@ -52,6 +56,26 @@ def test_pool_and_tails_of_a_block_are_disjoint_views_of_it(layout, blocks):
 def test_a_block_wastes_less_than_one_entry_per_head(layout):
     heads = layout.layers * layout.kv_heads
     assert 0 <= layout.rows - layout.pool - heads * layout.tail < heads
+
+
+@pytest.mark.parametrize("entry_format", CODES)
+@given(LAYOUTS.filter(lambda layout: layout.head_dim == 8), st.integers(1, 3))
+def test_codes_and_scales_of_all_blocks_fill_the_memory_and_lie_equally_far_apart(entry_format, layout, blocks):
+    layout = replace(layout, entry_format=entry_format)
+    shape = (blocks, layout.layers, layout.kv_heads, layout.slots, layout.width)
+    every = torch.zeros(shape, dtype=CODES[entry_format])
+    keys, values, k_scale, v_scale = layout.blocks(every[:, 0], 0)
+    geometry = Geometry(layers=layout.layers, kv_heads=layout.kv_heads, key_dim=8, value_dim=8, itemsize=4)
+    assert every.nbytes == blocks * layout.rows * geometry.entry_bytes(entry_format)
+    for number, part in enumerate((keys, values, k_scale, v_scale), 1):
+        assert not part.view(CODES[entry_format]).any(), "nothing else wrote there"
+        part.view(CODES[entry_format]).fill_(number)
+    assert every.all()
+    for codes, scale in ((keys, k_scale), (values, v_scale)):
+        assert [step * codes.shape[-1] for step in scale.stride()] == list(codes.stride()[:-1])
+    held = layout.buffers(every[:, -1], layout.layers - 1)
+    assert held["tail_v_scale"].shape == (layout.layers, blocks, layout.kv_heads, layout.tail)
+    assert held["pool_k"].data_ptr() == keys.data_ptr()
 
 
 def test_another_memory_layout_is_refused():

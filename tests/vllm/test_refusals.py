@@ -32,6 +32,8 @@ OVERRIDDEN, IN_GRAPHS = (
     "documents of a model that --hf-overrides changes",
     "documents in CUDA graphs of whole decode steps",
 )
+CODES_IN_GRAPHS = "entries in fewer bits in CUDA graphs of whole decode steps"
+CODES = Settings.read({"kvpass": {"policy": "lava", "budget": 64, "room": 8, "entries": "rot4"}})
 OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
 
 OWN_DIVIDED = "tensor parallelism with a policy of your own"
@@ -43,6 +45,7 @@ WITH_POLICY = {
     OWN_DIVIDED: OWN,
     OVERRIDDEN: DOCUMENTS,
     IN_GRAPHS: DOCUMENTS,
+    CODES_IN_GRAPHS: CODES,
 }
 FAULTS = {
     OUTPUT_PROJECTION: {},
@@ -72,6 +75,7 @@ FAULTS = {
     "attention backends chosen by kind of layer": {"attention_config.backend_per_kind": {"full_attention": object()}},
     "a quantised cache": {"cache_config.cache_dtype": "fp8"},
     OVERRIDDEN: {"model_config.hf_overrides": {"rope_theta": 1.0}},
+    CODES_IN_GRAPHS: {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
     IN_GRAPHS: {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
 }
 LAYER = {
@@ -128,13 +132,13 @@ def config(**changes: object) -> SimpleNamespace:
     return found
 
 
-@pytest.mark.parametrize("settings", [LAVA, DOCUMENTS])
+@pytest.mark.parametrize("settings", [LAVA, DOCUMENTS, CODES])
 def test_what_is_supported_is_not_refused(settings):
     check_config(config(), settings)
 
 
-@pytest.mark.parametrize("fault", [OVERRIDDEN, IN_GRAPHS])
-def test_what_documents_cannot_have_works_without_them(fault):
+@pytest.mark.parametrize("fault", [OVERRIDDEN, IN_GRAPHS, CODES_IN_GRAPHS])
+def test_what_documents_and_codes_cannot_have_works_without_them(fault):
     check_config(config(**FAULTS[fault]), LAVA)
 
 

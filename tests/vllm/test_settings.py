@@ -36,6 +36,7 @@ def test_options_of_the_policy_stand_beside_its_name():
         ({"room": 0}, "room=0"),
         ({"room": "64"}, "room='64'"),
         ({"rooom": 1}, "rooom=1: not an option"),
+        ({"entries": "int4"}, "entries='int4': must be one of model, int8"),
         ({"documents": {"a": "a.kv"}}, "must be a list such as"),
         ({"documents": ["a.kv"]}, "of name=file"),
         ({"documents": ["a=a.kv", "b=b.kv", "a=c.kv"]}, "a name of its own"),
@@ -74,6 +75,25 @@ def test_settings_that_are_no_dict_are_refused():
 def test_a_block_holds_the_budget_and_the_room():
     layout = Settings.read({"kvpass": GIVEN | {"policy": "snapkv"}}).layout(layers=4, kv_heads=2, head_dim=8)
     assert (layout.pool, layout.tail, layout.slots) == (96 * 8, 32 + 64, 128 + 64)
+
+
+def test_an_entry_of_codes_takes_their_bytes_and_two_scales():
+    layouts = {
+        entries: Settings.read({"kvpass": GIVEN | {"entries": entries}}).layout(layers=4, kv_heads=2, head_dim=8)
+        for entries in ("model", "int8", "rot4", "rot3")
+    }
+    assert {entries: layout.width for entries, layout in layouts.items()} == {
+        "model": 16,
+        "int8": 24,
+        "rot4": 16,
+        "rot3": 14,
+    }
+    assert {entries: layout.shortest for entries, layout in layouts.items()} == {
+        "model": 2,
+        "int8": 1,
+        "rot4": 1,
+        "rot3": 1,
+    }
 
 
 def test_a_prompt_of_one_token_has_a_slot_where_there_is_no_window():

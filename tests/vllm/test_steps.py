@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvpass.vllm.admission import DOCUMENT, Rows
+from kvpass.vllm.settings import Settings
 from kvpass.vllm.steps import Going, Step, read_step
 
 
@@ -49,6 +50,13 @@ def test_a_question_begins_behind_its_document_also_if_it_is_one_token():
         (slice(1, 5), 3, ("a", 100)),
         (slice(5, 6), 2, ("a", 100)),
     ]
+    assert plain(step.going) == [([0], [7], [9], False)] and not len(step.empty)
+
+
+def test_where_entries_are_codes_a_prompt_of_one_token_begins_too():
+    starts, lengths, rows = given([1, 5, 1], [9, 5, 1])
+    step = read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor([7, 3, 2]).int()), rows, shortest=1)
+    assert [(row.block, row.prompt.length) for row in step.prompts] == [(3, 5), (2, 1)]
     assert plain(step.going) == [([0], [7], [9], False)] and not len(step.empty)
 
 
@@ -95,7 +103,8 @@ def test_the_builder_reads_no_value_of_the_device_on_the_host(new, lengths):
         compilation_config=SimpleNamespace(cudagraph_mode=None, static_forward_context=layers),
     )
     starts, lengths, Rows.latest = given(new, lengths)
-    builder = KVPassBuilder(SimpleNamespace(num_kv_heads=2, head_size=8), list(layers), config, device)
+    layout = Settings.read(config.additional_config).layout(len(layers), kv_heads=2, head_dim=8)
+    builder = KVPassBuilder(SimpleNamespace(layout=layout), list(layers), config, device)
     common = SimpleNamespace(
         num_reqs=2,
         query_start_loc_cpu=starts,

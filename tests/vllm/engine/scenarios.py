@@ -60,6 +60,13 @@ def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[
         return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
 
 
+def blocks(folder: str, settings: dict[str, Any]) -> int:
+    """Blocks in 64 MiB."""
+    with engine(folder, settings, kv_cache_memory_bytes=64 * 2**20) as llm:
+        blocks: int = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+        return blocks
+
+
 def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> dict[str, Any]:
     """Tokens of questions about documents and of prompts, in four ways, and what is held.
 
@@ -102,7 +109,7 @@ def benched(
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """What ``kvpass bench --serve`` finds for four requests of each length, and the rows that it shows."""
     measured = {"model": "small", "contexts": tuple(contexts), "policies": (PolicySpec(policy),), "budget": budget}
-    settings = BenchSettings(**measured, new_tokens=4, repeats=2, backend="eager")
+    settings = BenchSettings(**measured, entries=("model", "rot4"), new_tokens=4, repeats=2, backend="eager")
     with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
         result = serve.Serve(settings, 4, 16, question_tokens).run(Console(quiet=True))
     [(_, _, rows)] = serve.Serve.shown(result).tables

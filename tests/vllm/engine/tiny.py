@@ -16,6 +16,7 @@ from transformers import (
 
 import kvpass
 from kvpass import builtin
+from kvpass.config import EntryFormat
 
 CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
 """Seed and length of each prompt; each length occurs once."""
@@ -50,8 +51,12 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(5, 1344, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make_model(folder: Path, seed: int = 3) -> None:
-    """Save a tiny model whose answers depend on the whole prompt, and a tokenizer with a chat template."""
+def make_model(folder: Path, seed: int = 3, key_bias: float = 0.0) -> None:
+    """Save a tiny model whose answers depend on the whole prompt, and a tokenizer with a chat template.
+
+    Args:
+        key_bias: standard deviation of what is added to all keys of a head: the mean key of random weights is small.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=1344,
@@ -66,8 +71,12 @@ def make_model(folder: Path, seed: int = 3) -> None:
         initializer_range=0.12,
         bos_token_id=1,
         eos_token_id=4,
+        attention_bias=key_bias > 0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    for layer in model.model.layers if key_bias else ():
+        layer.self_attn.k_proj.bias.data.normal_(std=key_bias)
+    model.save_pretrained(folder)
     _, tokenizer = builtin.load()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -96,35 +105,55 @@ def make_latent_model(folder: Path) -> None:
 Cases = list[tuple[int, int] | tuple[int, int, str]]
 
 
-def compress_documents(folder: Path, into: Path, cases: Cases, new: int) -> tuple[list[str], dict[str, list[int]], int]:
+class Answer(list[int]):
+    """Tokens, and how much more likely each was than the next one: the difference of their logits."""
+
+    margins: list[float]
+
+
+def answer(model: Any, ids: list[int], new: int, **options: Any) -> Answer:
+    """Greedy tokens of a model."""
+    options |= {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(torch.tensor([ids]), max_new_tokens=new, **options)
+    found = Answer(out.sequences[0, len(ids) :].tolist())
+    best = torch.cat(out.logits).topk(2).values
+    found.margins = (best[:, 0] - best[:, 1]).tolist()
+    return found
+
+
+def compress_documents(
+    folder: Path, into: Path, cases: Cases, new: int, entries: EntryFormat = "model"
+) -> tuple[list[str], dict[str, Answer], int]:
     """Save the documents that questions are about.
 
     Returns:
         name and file of each, the tokens of ``kvpass`` for each question by its length, and the entries of all.
     """
-    named, found, entries = [], {}, 0
+    named, found, held = [], {}, 0
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     for name in dict.fromkeys(case[2] for case in cases if len(case) == 3):
         length, options = DOCUMENTS[name]
-        fast = kvpass.compile(model, **options, backend="eager")
+        fast = kvpass.compile(model, **options, entries=entries, backend="eager")
         cache = fast.compress(torch.tensor([prompt(length, length)]))
         cache.save(into / f"{name}.kv")
         named.append(f"{name}={into / name}.kv")
-        entries += int(cache.lengths.sum())
+        held += int(cache.lengths.sum())
         for seed, asked, *about in cases:
             if about == [name]:
-                ids, options = torch.tensor([prompt(seed, asked)]), {"do_sample": False, "eos_token_id": None}
-                out = fast.generate(ids, past_key_values=cache, max_new_tokens=new, **options)
-                found[str(asked)] = out[0, asked:].tolist()
-    return named, found, entries
+                found[str(asked)] = answer(fast, prompt(seed, asked), new, past_key_values=cache)
+    return named, found, held
 
 
 def answers(
-    folder: Path, prompts: list[list[int]], new: int, policy: str | None = None, budget: int | None = None
-) -> list[list[int]]:
+    folder: Path,
+    prompts: list[list[int]],
+    new: int,
+    policy: str | None = None,
+    budget: int | None = None,
+    entries: EntryFormat = "model",
+) -> list[Answer]:
     """Tokens of ``kvpass.compile``, each prompt alone; without a policy, of the model itself."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     if policy is not None:
-        model = kvpass.compile(model, policy=policy, budget=budget, backend="eager")
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
-    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts]
+        model = kvpass.compile(model, policy=policy, budget=budget, entries=entries, backend="eager")
+    return [answer(model, ids, new) for ids in prompts]
