@@ -120,7 +120,7 @@ class FullAttentionLayers(CachePart):
     @property
     def _leaves_slots(self) -> bool:
         """Whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size."""
-        return self.ranks.several or self.policy.layers().leaves_room
+        return self.ranks.several or self.policy.leaves_room
 
     # -- prefill ----------------------------------------------------------------------------------------------------
 

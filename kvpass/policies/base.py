@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
-from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
+from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, LossLayers, UniformLayers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay, repetitions
@@ -140,6 +140,11 @@ class Policy(ABC):
         """Lowest score that is kept where scores of all layers compete; ``-inf``: the budget alone decides."""
         layers = self.layers()
         return layers.least if isinstance(layers, GlobalLayers) else -math.inf
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether less may be kept than the budget allows, since the size follows from the text."""
+        return self.least_score > -math.inf or isinstance(self.layers(), LossLayers)
 
     @property
     def replays_prompt(self) -> bool:

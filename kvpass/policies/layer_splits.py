@@ -24,11 +24,6 @@ class LayerSplit(ABC):
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
 
-    @property
-    def leaves_room(self) -> bool:
-        """Whether layers may hold less than the budget allows, so that the size follows from the text."""
-        return False
-
     @abstractmethod
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor: ...
 
@@ -119,10 +114,6 @@ class GlobalLayers(LayerSplit):
 
     least: float = -math.inf
 
-    @property
-    def leaves_room(self) -> bool:
-        return self.least > -math.inf
-
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         return zero_unseen_layers(seen, weights.long())
 
@@ -150,10 +141,6 @@ class LossLayers(LayerSplit):
         entering.scatter_(1, place, bound[..., : obs.evictable].flatten(1))
         dropped = entering.flip(1).cumsum(1).flip(1)
         return (dropped > self.loss * bound.sum((1, 2))[:, None]).sum(1).double()
-
-    @property
-    def leaves_room(self) -> bool:
-        return True
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         needed = weights[:, :seen].sum(1).long()
