@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_cache, check_eviction, check_order, check_packed_rows, check_slots
+from kvpass.kernels.checks import check_cache, check_eviction, check_order, check_slots
 from kvpass.operands import AppendBuffers, Attention, SlotCache
 from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
@@ -186,7 +186,7 @@ def call_attend(
 
 def _check_once(kind: str, tensors: Sequence[Tensor | None], check: Callable[[], None]) -> None:
     """Check arguments of a layout that was not seen yet: a check takes longer than a small step."""
-    layout = (kind, *[None if x is None else (x.shape, x.dtype, x.is_contiguous(), x.is_cpu) for x in tensors])
+    layout = (kind, *[None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu) for x in tensors])
     if layout not in _CHECKED:
         for x in tensors:
             if x is not None and not x.is_cpu:
@@ -232,10 +232,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
-    if row_index is not None:
-        check_packed_rows(held._asdict())
-        if row_index.numel() and not 0 <= int(row_index.min()) <= int(row_index.max()) < held_rows:
-            raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
+    if row_index is not None and any(not 0 <= row < held_rows for row in row_index.tolist()):
+        raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
     pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
     sizes = (entries, layers * kv_heads + 1, slots, used, layer)
     rows_held = (None, None) if row_index is None else (row_index, tail_used)

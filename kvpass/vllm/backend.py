@@ -144,11 +144,9 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         blocks = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
         rows, kv_heads = len(self.block), self.layout.kv_heads
         device = devices.operators(self.device)(rows, kv_heads, self.device)
-        found = Tables(blocks, self.layout.layers * kv_heads, 2 * rows, device, self.device)
-        if self.layout.coded:
-            sizes = {"L": self.layout.layers, "B": blocks, "K": kv_heads, "D": self.layout.head_dim}
-            found.means = BUFFERS["key_mean"].new(sizes, self.device)
-        return found
+        sizes = {"L": self.layout.layers, "B": blocks, "K": kv_heads, "D": self.layout.head_dim}
+        means = BUFFERS["key_mean"].new(sizes, self.device) if self.layout.coded else None
+        return Tables(blocks, self.layout.layers * kv_heads, 2 * rows, device, self.device, means)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         """Read a step; no value of the device is read on the host."""

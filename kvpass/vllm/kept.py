@@ -34,11 +34,11 @@ class Tables:
             had last. device: its operators.
     """
 
-    means: Tensor | None = None
-
-    def __init__(self, blocks: int, segments: int, most: int, device: OnCPU, where: torch.device) -> None:
+    def __init__(
+        self, blocks: int, segments: int, most: int, device: OnCPU, where: torch.device, means: Tensor | None = None
+    ) -> None:
         """Args: segments: layers times KV heads. where: the tables are."""
-        self.most, self.device = most, device
+        self.most, self.device, self.means = most, device, means
         self.offsets = torch.zeros(blocks, segments + 1, dtype=torch.int32, device=where)
         self.before, self.start, self.used = torch.zeros(3, blocks, dtype=torch.int64, device=where)
         self.kept = OrderedDict[bytes, Kept]()

@@ -19,6 +19,11 @@ class Refusal(NamedTuple):
     advice: str
 
 
+def _captures_steps(config: Any) -> bool:
+    """Whether whole decode steps are CUDA graphs."""
+    return getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"
+
+
 REFUSALS = [
     Refusal("the second model runner", lambda config, _: config.use_v2_model_runner,
             "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0"),
@@ -93,12 +98,10 @@ REFUSALS = [
             lambda config, settings: bool(settings.documents and config.model_config.hf_overrides),
             "they are compared with the model as its folder says: leave --hf-overrides or documents out"),
     Refusal("documents in CUDA graphs of whole decode steps",
-            lambda config, settings: bool(settings.documents) and (
-                getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"),
+            lambda config, settings: bool(settings.documents) and _captures_steps(config),
             "which rows continue a document differs from step to step: leave cudagraph_mode out"),
     Refusal("entries in fewer bits in CUDA graphs of whole decode steps",
-            lambda config, settings: settings.entry_format != "model" and (
-                getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"),
+            lambda config, settings: settings.entry_format != "model" and _captures_steps(config),
             "a prompt of one token is a part of them, and is attended before it is codes: leave cudagraph_mode out"),
 ]  # fmt: skip
 """One row for each combination of flags that would not be exact."""

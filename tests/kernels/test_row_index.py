@@ -172,6 +172,14 @@ def test_scales_that_do_not_lie_as_their_codes_are_refused(way):
         way(case.call, case.held._replace(**change), 0)
 
 
+def test_other_strides_of_a_known_shape_are_refused():
+    case = Case()
+    cpu_of(case.call, case.held, 0)
+    *sizes, dim = case.held.tail_v.shape
+    with pytest.raises(ValueError, match="must be packed in each row, with the same strides"):
+        cpu_of(case.call, case.held._replace(tail_v=torch.zeros(*sizes, 2 * dim)[..., :dim]), 0)
+
+
 @pytest.mark.parametrize(
     ("way", "change", "layer", "message"),
     [
