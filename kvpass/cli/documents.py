@@ -16,6 +16,7 @@ from kvpass.api import read_saved, restore_cache
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.compiler.backend import Compiler
+from kvpass.config import EntryFormat
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
 from kvpass.loading import is_gguf, load_model
@@ -44,6 +45,7 @@ class Document:
         policy: str,
         budget: int | float | str | None,
         options: Mapping[str, Any] | None = None,
+        entries: EntryFormat = "model",
         dtype: str = "auto",
         device: str = "cpu",
         backend: Compiler = "inductor",
@@ -52,8 +54,8 @@ class Document:
         """Compress a text before any question is known.
 
         Args:
-            model: as in :func:`load_model`. options: of the policy. dtype: as in ``kvpass eval``. keep_full: keep the
-                full cache too, for exact answers.
+            model: as in :func:`load_model`. options: of the policy. entries: how kept entries are held. dtype: as in
+                ``kvpass eval``. keep_full: keep the full cache too, for exact answers.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
@@ -61,7 +63,9 @@ class Document:
             raise ValueError("the document is empty")
         made, tokenizer = load_model(model, dtype=dtype, device=device)
         chosen: Any = policy  # its name and options are checked when it is compiled
-        fast = kvpass.compile(made, policy=chosen, budget=budget, backend=backend, **(options or {}))
+        fast = kvpass.compile(
+            made, policy=chosen, budget=budget, backend=backend, entries=entries, **(options or {})
+        )
         ids = tokenizer(text, return_tensors="pt").input_ids
         cache = fast.compress(ids.to(device), keep_full=keep_full)
         return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})
@@ -82,7 +86,7 @@ class Document:
         backend: Compiler = "inductor",
         with_full: bool = False,
     ) -> Document:
-        """Load what :meth:`save` wrote; policy, options and budget come from the file.
+        """Load what :meth:`save` wrote; policy, options, budget and format of entries come from the file.
 
         Args:
             model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
@@ -100,7 +104,9 @@ class Document:
             raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
         policy = _policy_of(path, metadata)
         made, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
-        fast = kvpass.compile(made, policy=policy, budget=metadata.budget, backend=backend)
+        fast = kvpass.compile(
+            made, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format
+        )
         cache = restore_cache(path, metadata, tensors, fast)
         if with_full:
             cache.full = kvpass.load_cache(full_path(path), fast, mapped=True)

@@ -419,6 +419,9 @@ def compress(
         str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
     ] = "0.25",
     window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
+    entries: Annotated[
+        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")
+    ] = "model",
     keep_full: Annotated[
         bool, typer.Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
     ] = False,
@@ -429,6 +432,7 @@ def compress(
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     _import_libraries()
     from kvpass.cli.documents import Document
+    from kvpass.config import ENTRY_FORMATS, one_of
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
@@ -444,6 +448,7 @@ def compress(
             policy=chosen[0].name,
             budget=typed(budget) if chosen[0].resolve().needs_budget else None,
             options=({} if window is None else {"window": window}) | dict(chosen[0].options),
+            entries=one_of("entries", entries, ENTRY_FORMATS),
             dtype=dtype,
             device=device,
             backend=_compiler(backend),

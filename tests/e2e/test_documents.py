@@ -32,10 +32,10 @@ def captured_once():
     """The built-in model, captured once for every document and command of this process."""
     original, made = kvpass.compile, {}
 
-    def compiled(model, *, policy, backend, budget=None, **options):
-        key = backend, model.dtype, model.config.num_hidden_layers
+    def compiled(model, *, policy, backend, budget=None, entries="model", **options):
+        key = backend, model.dtype, model.config.num_hidden_layers, entries
         if key not in made:
-            made[key] = original(model, policy="full", backend=backend)
+            made[key] = original(model, policy="full", backend=backend, entries=entries)
         made[key].set_policy(policy, budget, **options)
         return made[key]
 
@@ -81,6 +81,19 @@ def test_a_document_with_its_full_cache_is_asked_exactly(text, tmp_path):
     Path(f"{path}.full").unlink()
     result = invoke(*asked, "--exact")
     assert result.exit_code == 2 and "which 'kvpass compress --keep-full' writes" in result.output
+
+
+def test_a_document_in_fewer_bits_is_smaller_and_asked_as_it_was_held(text, tmp_path):
+    sizes = {}
+    for entries in ("model", "rot4"):
+        path = tmp_path / f"{entries}.kv"
+        result = invoke("compress", text, "-o", path, "--budget", "0.9", "--entries", entries, "--backend", "eager")
+        assert result.exit_code == 0, result.output
+        sizes[entries] = path.stat().st_size
+        answer = invoke("ask", path, QUESTIONS[1], "--new-tokens", "6", "--backend", "eager")
+        assert answer.output.strip() == "482 913 .", (entries, answer.output)
+    assert sizes["rot4"] < sizes["model"] / 4
+    assert Document.load(path, backend="eager").cache.entry_format == "rot4"
 
 
 def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatch):
@@ -156,6 +169,7 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", binary, "-o", path), "document="),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
+        (("compress", text, "-o", path, "--entries", "int4"), "entries='int4'"),
         (("compress", text, "-o", path, "--budget", "0.01", "--backend", "eager"), "window + 1"),
     ]:
         before = path.read_bytes()
