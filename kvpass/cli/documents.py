@@ -63,9 +63,7 @@ class Document:
             raise ValueError("the document is empty")
         made, tokenizer = load_model(model, dtype=dtype, device=device)
         chosen: Any = policy  # its name and options are checked when it is compiled
-        fast = kvpass.compile(
-            made, policy=chosen, budget=budget, backend=backend, entries=entries, **(options or {})
-        )
+        fast = kvpass.compile(made, policy=chosen, budget=budget, backend=backend, entries=entries, **(options or {}))
         ids = tokenizer(text, return_tensors="pt").input_ids
         cache = fast.compress(ids.to(device), keep_full=keep_full)
         return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})
