@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -117,7 +118,8 @@ class Row:
     Attributes:
         samples: their number. score, low, high: mean and its 95 % Wilson interval (which takes samples as independent,
             those that share a context included).
-        budget_entries and what follows: as in :class:`~kvpass.eval.runner.Kept`, means over the samples.
+        budget_entries and what follows: as in :class:`~kvpass.eval.runner.Kept`, means over the samples;
+            None if it is None of one.
     """
 
     task: str
@@ -134,6 +136,7 @@ class Row:
     kept_fraction: float
     kept_bytes: float
     cache_bytes: float
+    attention_mass: float | None
 
 
 _MEANS = [field.name for field in fields(Row) if field.name in {field.name for field in fields(Kept)}]
@@ -150,10 +153,16 @@ def summarize(records: Iterable[Record]) -> list[Row]:
         count = len(group)
         score = sum(record.score for record in group) / count
         low, high = wilson_interval(min(score, 1.0), count)
-        means = {name: sum(getattr(record.kept, name) for record in group) / count for name in _MEANS}
+        means = {name: _mean([getattr(record.kept, name) for record in group]) for name in _MEANS}
         condition = (task, policy, budget, scope)
         rows.append(Row(*condition, samples=count, score=score, low=low, high=high, **means))
     return rows
+
+
+def _mean(values: Sequence[float | None]) -> Any:
+    """Their mean; None if one is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -167,9 +176,9 @@ def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, fl
     return max(0.0, min(mean, (middle - spread) / scale)), min(1.0, max(mean, (middle + spread) / scale))
 
 
-_COLUMNS = "task,scope,policy,budget,n,score %,95 % interval,entries,kept,kept KiB,cache KiB".split(",")
+_COLUMNS = "task,scope,policy,budget,n,score %,95 % interval,attention mass,entries,kept,kept KiB,cache KiB".split(",")
 _LEFT = 4
-_SPARE = ("cache KiB", "kept KiB", "entries", "kept", "95 % interval")
+_SPARE = ("cache KiB", "kept KiB", "entries", "attention mass", "kept", "95 % interval")
 
 
 def _cells(row: Row) -> list[str]:
@@ -181,11 +190,17 @@ def _cells(row: Row) -> list[str]:
         str(row.samples),
         f"{100 * row.score:.2f}",
         f"{100 * row.low:.1f}-{100 * row.high:.1f}",
+        mass_text(row),
         f"{row.kept_entries:.1f}",
         f"{row.kept_fraction:.1%}",
         f"{row.kept_bytes / 1024:.1f}",
         f"{row.cache_bytes / 1024:.1f}",
     ]
+
+
+def mass_text(row: Row) -> str:
+    """Share of the window's attention in the kept entries, in percent; a dash where it is not known."""
+    return "-" if row.attention_mass is None else f"{row.attention_mass:.1%}"
 
 
 def results_table(rows: Sequence[Row]) -> FirstThatFits:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvpass.eval.records import Question, Record, RecordFile, results_table, summarize
+from kvpass.eval.records import Question, Record, RecordFile, results_markdown, results_table, summarize
 from kvpass.eval.runner import Kept
 
 ANSWERED = Question(
@@ -58,6 +58,17 @@ def test_a_row_is_the_mean_of_its_condition_alone():
         ("context", "1", 1, 1.0),
         ("prompt", "2", 1, 1.0),
     ]
+
+
+def test_an_attention_mass_that_one_sample_lacks_has_no_mean():
+    def held(mass):
+        return msgspec.structs.replace(record("a"), kept=dataclasses.replace(KEPT, attention_mass=mass))
+
+    rows = [summarize([held(0.5), held(second)])[0] for second in (0.75, None)]
+    assert [row.attention_mass for row in rows] == [0.625, None]
+    lines = results_markdown(rows).splitlines()
+    column = lines[0].split(" | ").index("attention mass")
+    assert [line.split(" | ")[column] for line in lines[2:]] == ["62.5%", "-"]
 
 
 @pytest.mark.parametrize("policy", ["lava", "cake:window=8,tau1=1.6,tau2=0.4"])
