@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from kvpass.eval.runner import Kept
-from kvpass.eval.tables import FirstThatFits, fitting_table, markdown_table
+from kvpass.eval.tables import Cells, Tables
+from kvpass.eval.tasks.longbench import CATEGORIES
 
 
 class Question(msgspec.Struct, kw_only=True, frozen=True):
@@ -203,11 +204,22 @@ def mass_text(row: Row) -> str:
     return "-" if row.attention_mass is None else f"{row.attention_mass:.1%}"
 
 
-def results_table(rows: Sequence[Row]) -> FirstThatFits:
-    """The rows for a terminal; on a narrow one without bytes and entries."""
-    return fitting_table(_COLUMNS, map(_cells, rows), spare=_SPARE, left=_LEFT)
-
-
-def results_markdown(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    return markdown_table(_COLUMNS, map(_cells, rows), left=_LEFT)
+def results_tables(rows: Sequence[Row]) -> Tables:
+    """A line for each row; of LongBench's tasks a second table, by category. A narrow terminal has no bytes."""
+    tables: list[tuple[str, Sequence[str], Cells]] = [("", _COLUMNS, [*map(_cells, rows)])]
+    scores: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.task.startswith("longbench_"):
+            own = scores.setdefault((row.scope, row.policy, row.budget), {})
+            own[row.task.removeprefix("longbench_")] = row.score
+    lines = []
+    for category, names in CATEGORIES.items():
+        for condition, own in scores.items():
+            found = [100 * own[name] for name in names if name in own]
+            if found:
+                said = f"{category} ({len(found)} of {len(names)})"
+                lines.append([said, *condition, f"{sum(found) / len(found):.2f}"])
+    if lines:
+        title = "LongBench by category: means of the tasks that were run"
+        tables.append((title, ["category (tasks)", *_COLUMNS[1:_LEFT], "score %"], lines))
+    return Tables(tables, left=_LEFT, spare=_SPARE)
