@@ -32,6 +32,8 @@ def without_shared_window(policies: Sequence[str]) -> tuple[dict[str, str], str]
 def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Plot score against kept share: a line of panels per scope, a panel per policy, the others in grey.
 
+    A dotted line is the share of the window's attention that the kept entries hold, where it is known.
+
     Args:
         rows: of one task; those whose budget is ``all`` become a dashed line. Of more than four policies, the first of
             ``HIGHLIGHTED`` that are among them have panels; a band goes from the least to the most of the others.
@@ -108,6 +110,11 @@ def _plot_policy(panel: Axes, chosen: Sequence[Row], others: Sequence[Sequence[R
         panel.fill_between(at, least, most, color="0.93", label=f"{len(others)} other policies")
     if chosen:
         _with_intervals(panel, [100 * row.kept_fraction for row in chosen], chosen, color=color)
+        masses = [
+            (100 * row.kept_fraction, 100 * row.attention_mass) for row in chosen if row.attention_mass is not None
+        ]
+        if masses:
+            panel.plot(*zip(*masses, strict=True), linestyle=":", color=color, label="window's attention kept")
 
 
 def _with_intervals(panel: Axes, x: Sequence[float], line: Sequence[Row], **style: Any) -> None:

@@ -8,11 +8,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvpass.eval.runner import Kept
-from kvpass.eval.tables import FirstThatFits, fitting_table, markdown_table
+from kvpass.eval.tables import Cells, Tables
+from kvpass.eval.tasks.longbench import CATEGORIES
 
 
 class Question(msgspec.Struct, kw_only=True, frozen=True):
@@ -117,7 +119,8 @@ class Row:
     Attributes:
         samples: their number. score, low, high: mean and its 95 % Wilson interval (which takes samples as independent,
             those that share a context included).
-        budget_entries and what follows: as in :class:`~kvpass.eval.runner.Kept`, means over the samples.
+        budget_entries and what follows: as in :class:`~kvpass.eval.runner.Kept`, means over the samples;
+            None if it is None of one.
     """
 
     task: str
@@ -134,6 +137,7 @@ class Row:
     kept_fraction: float
     kept_bytes: float
     cache_bytes: float
+    attention_mass: float | None
 
 
 _MEANS = [field.name for field in fields(Row) if field.name in {field.name for field in fields(Kept)}]
@@ -150,10 +154,16 @@ def summarize(records: Iterable[Record]) -> list[Row]:
         count = len(group)
         score = sum(record.score for record in group) / count
         low, high = wilson_interval(min(score, 1.0), count)
-        means = {name: sum(getattr(record.kept, name) for record in group) / count for name in _MEANS}
+        means = {name: _mean([getattr(record.kept, name) for record in group]) for name in _MEANS}
         condition = (task, policy, budget, scope)
         rows.append(Row(*condition, samples=count, score=score, low=low, high=high, **means))
     return rows
+
+
+def _mean(values: Sequence[float | None]) -> Any:
+    """Their mean; None if one is missing."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -167,9 +177,9 @@ def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, fl
     return max(0.0, min(mean, (middle - spread) / scale)), min(1.0, max(mean, (middle + spread) / scale))
 
 
-_COLUMNS = "task,scope,policy,budget,n,score %,95 % interval,entries,kept,kept KiB,cache KiB".split(",")
+_COLUMNS = "task,scope,policy,budget,n,score %,95 % interval,attention mass,entries,kept,kept KiB,cache KiB".split(",")
 _LEFT = 4
-_SPARE = ("cache KiB", "kept KiB", "entries", "kept", "95 % interval")
+_SPARE = ("cache KiB", "kept KiB", "entries", "attention mass", "kept", "95 % interval")
 
 
 def _cells(row: Row) -> list[str]:
@@ -181,6 +191,7 @@ def _cells(row: Row) -> list[str]:
         str(row.samples),
         f"{100 * row.score:.2f}",
         f"{100 * row.low:.1f}-{100 * row.high:.1f}",
+        mass_text(row),
         f"{row.kept_entries:.1f}",
         f"{row.kept_fraction:.1%}",
         f"{row.kept_bytes / 1024:.1f}",
@@ -188,11 +199,27 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def results_table(rows: Sequence[Row]) -> FirstThatFits:
-    """The rows for a terminal; on a narrow one without bytes and entries."""
-    return fitting_table(_COLUMNS, map(_cells, rows), spare=_SPARE, left=_LEFT)
+def mass_text(row: Row) -> str:
+    """Share of the window's attention in the kept entries, in percent; a dash where it is not known."""
+    return "-" if row.attention_mass is None else f"{row.attention_mass:.1%}"
 
 
-def results_markdown(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
-    return markdown_table(_COLUMNS, map(_cells, rows), left=_LEFT)
+def results_tables(rows: Sequence[Row]) -> Tables:
+    """A line for each row; of LongBench's tasks a second table, by category. A narrow terminal has no bytes."""
+    tables: list[tuple[str, Sequence[str], Cells]] = [("", _COLUMNS, [*map(_cells, rows)])]
+    scores: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.task.startswith("longbench_"):
+            own = scores.setdefault((row.scope, row.policy, row.budget), {})
+            own[row.task.removeprefix("longbench_")] = row.score
+    lines = []
+    for category, names in CATEGORIES.items():
+        for condition, own in scores.items():
+            found = [100 * own[name] for name in names if name in own]
+            if found:
+                said = f"{category} ({len(found)} of {len(names)})"
+                lines.append([said, *condition, f"{sum(found) / len(found):.2f}"])
+    if lines:
+        title = "LongBench by category: means of the tasks that were run"
+        tables.append((title, ["category (tasks)", *_COLUMNS[1:_LEFT], "score %"], lines))
+    return Tables(tables, left=_LEFT, spare=_SPARE)

@@ -27,7 +27,7 @@ from kvpass.eval.environment import answering_digest, fingerprint, machine, poli
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.eval.prompt import Prompt, Scope
-from kvpass.eval.records import Question, Record, RecordFile, Row, results_markdown, summarize
+from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
 from kvpass.eval.runner import Runner, chunks
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
@@ -193,7 +193,7 @@ class Evaluation:
         rows = summarize(records)
         if not self.writes:
             return rows
-        (output / "results.md").write_text(results_markdown(rows), encoding="utf-8")
+        (output / "results.md").write_text(results_tables(rows).markdown(), encoding="utf-8")
         if grid := [record for record in records if record.question.task == _DRAWN]:
             plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
         self._write_manifest(rows, time.perf_counter() - begin)

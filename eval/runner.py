@@ -37,6 +37,8 @@ class Kept:
         full_bytes: of a full cache of the same layers; kept_fraction: the share that is kept. Where all layers slide
             nothing is under the budget, so that nothing is evicted: no bytes, every entry kept, fraction 1.
         cache_bytes: what the storages of the batch occupy, spare slots and tail included, divided by its rows.
+        attention_mass: share of the attention of the policy's window (of the last token if it has none) that the kept
+            entries hold, window included: mean over layers and heads. None where all layers slide.
     """
 
     compressed_tokens: int
@@ -47,6 +49,7 @@ class Kept:
     kept_bytes: int
     full_bytes: int
     cache_bytes: float
+    attention_mass: float | None
 
 
 @dataclass
@@ -240,6 +243,7 @@ class Runner:
         tokens = report.prompt_lengths.tolist()
         token_bytes = report.bytes_full // sum(tokens)
         kept_bytes = report.bytes_kept.sum((1, 2)).tolist()
+        masses = report.attention_mass.flatten(1).nanmean(1).tolist() if report.layer_ids else [None] * len(tokens)
         return [
             Kept(
                 compressed_tokens=length,
@@ -250,8 +254,11 @@ class Runner:
                 kept_bytes=size,
                 full_bytes=token_bytes * length,
                 cache_bytes=report.prompt.nbytes / len(tokens),
+                attention_mass=mass,
             )
-            for length, budget, size in zip(tokens, report.prompt.entries.tolist(), kept_bytes, strict=True)
+            for length, budget, size, mass in zip(
+                tokens, report.prompt.entries.tolist(), kept_bytes, masses, strict=True
+            )
         ]
 
     @property

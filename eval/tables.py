@@ -41,7 +41,7 @@ class FirstThatFits:
 
 def fitting_table(header: Sequence[str], rows: Cells, *, spare: Sequence[str], **style: Any) -> FirstThatFits:
     """A table for a terminal that leaves out columns of ``spare``, the first ones first, until it fits."""
-    cells = list(rows)
+    cells, spare = list(rows), [name for name in spare if name in header]
     tables = []
     for count in range(len(spare) + 1):
         shown = [index for index, name in enumerate(header) if name not in spare[:count]]
@@ -80,7 +80,7 @@ class Tables:
             cells = [[cell.replace("\n", " (") + ")" * ("\n" in cell) for cell in row] for row in rows]
             names = [" ".join(name.split()) for name in header]
             parts.append(f"**{title}**\n\n" * bool(title) + markdown_table(names, cells, left=self.left))
-        return "\n".join([*parts, "\n\n".join(self.notes), ""])
+        return "\n".join([*parts, *(f"{note}\n" for note in self.notes)])
 
 
 def markdown_table(header: Sequence[str], rows: Cells, *, left: int = 1) -> str:

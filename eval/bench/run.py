@@ -105,16 +105,18 @@ class Measurement:
 def record(
     measurement: Measurement,
     measured: Iterable[Measurement],
-    batch: int,
+    wanted: Comparison,
     weights: int | None,
     bandwidth: float,
     room: int | None,
+    held: int,
 ) -> dict[str, Any]:
     """The figures of a system, beside those of the others.
 
     Args:
         measured: all systems with this context and batch. weights: bytes of them that a step reads; None: not known.
-        bandwidth: of copies, bytes per second. room: bytes beside the weights; None: not known.
+        bandwidth: of copies, bytes per second. room: bytes beside the weights; None: not known. held: bytes that were
+            allocated before the first system, the weights.
     """
     name, scoring = measurement.system.name, measurement.scoring
     if measurement.failure is not None:
@@ -123,9 +125,10 @@ def record(
     prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
     bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / bandwidth
     eager = others.get("hf-eager")
-    largest = None
-    if room is not None and measurement.step_bytes is not None:
-        largest = room * batch // (measurement.cache_bytes + measurement.step_bytes)
+    largest = longest = None
+    if room is not None and measurement.step_bytes is not None and measurement.peak_bytes is not None:
+        largest = room * wanted.batch // (measurement.cache_bytes + measurement.step_bytes)
+        longest = room * wanted.context // (measurement.peak_bytes - held)
     return {
         "name": name,
         "failure": None,
@@ -133,13 +136,14 @@ def record(
         "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
         "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
         "generate_ms": None if measurement.generate is None else 1e3 * measurement.generate,
-        "tokens_per_s": 1e3 * batch / decode["median"],
+        "tokens_per_s": 1e3 * wanted.batch / decode["median"],
         **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes", "step_bytes")},
         "compile_s": measurement.compile_seconds,
         "scoring": None if scoring is None else scoring.brief(),
         "bound_ms": bound,
         "share_of_bound": None if bound is None else bound / decode["median"],
         "largest_batch": largest,
+        "longest_prompt": longest,
         "decode_speedup": {
             other: spread(others[other].decode_ms)["median"] / decode["median"]
             for other in ("hf-eager", "hf-static", "full")
@@ -168,7 +172,7 @@ class Bench:
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
         self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
-        self.room = self.meter.room()
+        self.room, self.held = self.meter.room(), self.meter.allocated()
         budget = Budget.parse(settings.budget)
         self.comparisons = [
             Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
@@ -252,7 +256,7 @@ class Bench:
             "batch": wanted.batch,
             "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()},
             "systems": [
-                record(measurement, measured, wanted.batch, self.step_weight_bytes, bandwidth, self.room)
+                record(measurement, measured, wanted, self.step_weight_bytes, bandwidth, self.room, self.held)
                 for measurement in measured
                 if measurement.steps or measurement.failure is not None
             ],

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 
 from kvpass.eval.plots import plot_curve, plot_formats, without_shared_window
 from kvpass.eval.policy_spec import PolicySpec
-from kvpass.eval.records import Record, Row
+from kvpass.eval.records import Record, Row, mass_text
 from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
 from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
 from kvpass.eval.tasks import find_tasks
@@ -77,11 +77,12 @@ def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
 
 
 def curve_table(rows: Sequence[Row]) -> str:
-    """One Markdown table per scope: policies down, budgets across, percent and 95 % interval."""
+    """Markdown tables per scope, policies down, budgets across: percent and 95 % interval, then attention mass."""
     return "\n".join(
-        f"Scope `{scope}`, {own[0].samples} questions a point:\n\n"
+        f"Scope `{scope}`, {said.format(own[0].samples)}:\n\n"
         + markdown_table(header, [[f"`{policy}`", *cells] for policy, *cells in lines])
-        for scope, own, header, lines in _blocks(rows, _cell)
+        for said, cell in (("{} questions a point", _cell), ("window's attention in the kept entries", mass_text))
+        for scope, own, header, lines in _blocks(rows, cell)
     )
 
 

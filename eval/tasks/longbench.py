@@ -25,12 +25,17 @@ from kvpass.eval.tasks.base import Sample, check_count, library
 HUB = "Xnhyacinth/LongBench"
 """A copy of THUDM/LongBench without a loading script; its field ``question`` is the official ``input``."""
 
-NAMES = tuple(
-    "2wikimqa dureader gov_report hotpotqa lcc lsht multi_news multifieldqa_en multifieldqa_zh musique narrativeqa "
-    "passage_count passage_retrieval_en passage_retrieval_zh qasper qmsum repobench-p samsum trec triviaqa "
-    "vcsum".split()
-)
-NO_CHAT = frozenset("trec triviaqa samsum lsht lcc repobench-p".split())
+CATEGORIES: dict[str, tuple[str, ...]] = {
+    "single-doc QA": ("narrativeqa", "qasper", "multifieldqa_en", "multifieldqa_zh"),
+    "multi-doc QA": ("hotpotqa", "2wikimqa", "musique", "dureader"),
+    "summarization": ("gov_report", "qmsum", "multi_news", "vcsum"),
+    "few-shot": ("trec", "triviaqa", "samsum", "lsht"),
+    "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
+    "code": ("lcc", "repobench-p"),
+}
+"""The benchmark's own (its table 1): data sets of each."""
+NAMES = tuple(sorted(name for names in CATEGORIES.values() for name in names))
+NO_CHAT = {*CATEGORIES["few-shot"], *CATEGORIES["code"]}
 """Completed as they are: examples of the task stand in the prompt, or it is code."""
 
 _RECURSION = 50_000

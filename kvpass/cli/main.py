@@ -296,7 +296,7 @@ def evaluate(
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     given = locals()
     _import_libraries()
-    from kvpass.eval.records import results_table
+    from kvpass.eval.records import results_tables
     from kvpass.eval.run import EvalSettings, Evaluation
     from kvpass.progress import progress_console
 
@@ -308,7 +308,7 @@ def evaluate(
     if not checked.writes:
         return
     console = Console()
-    console.print(results_table(rows))
+    console.print(results_tables(rows))
     console.print(f"written: {output}", highlight=False)
 
 

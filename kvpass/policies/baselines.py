@@ -12,6 +12,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.layer_splits import zero_unseen_layers
 from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import check_int, option
+from kvpass.policies.scores import hashed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,7 @@ class Full(Policy):
 class Random(Policy):
     """Keep a random set of entries, the same for the same seed.
 
-    Scores are the top 24 bits of a multiply-xorshift hash of (seed, layer, head, position), in [0, 1). There is no
-    generator and no state, and every batch row gets the same scores.
+    Scores are a hash of (seed, layer, head, position), in [0, 1). Every batch row gets the same scores.
 
     Args:
         seed: int from 0 to 2**64.
@@ -53,17 +53,5 @@ class Random(Policy):
     def score(self, obs: Observation) -> Tensor:
         position = obs.positions[..., : obs.evictable]
         head = obs.first_head + torch.arange(obs.kv_heads, device=obs.keys.device)[:, None]
-        bits = torch.full_like(head, self.seed & _MASK)
-        for number in (torch.full_like(head, obs.layer), head, position):
-            bits = _mix(bits ^ _mix(number + 1))
-        return ((bits >> 8).float() / 2**24).expand(obs.keys.shape[0], -1, -1)
-
-
-_MASK = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Bijection on 32-bit numbers held in int64; every input bit affects every output bit."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ (x >> shift)) * factor) & _MASK
-    return x ^ (x >> 16)
+        layer = torch.full_like(head, obs.layer)
+        return hashed(self.seed, layer, head, position).expand(obs.keys.shape[0], -1, -1)

@@ -15,6 +15,7 @@ from kvpass.policies.observation import Observation, takes_padding
 from kvpass.policies.options import Parity
 from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_budgets
 from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets, shares_of_seen
+from kvpass.policies.scores import hashed
 
 
 class LayerSplit(ABC):
@@ -42,6 +43,22 @@ class UniformLayers(LayerSplit):
         if self.parity == "code":
             return zero_unseen_layers(seen, (entries * kv_heads)[:, None].expand(weights.shape))
         return fixed_budgets(torch.ones_like(weights), entries, available, kv_heads, seen)
+
+
+@dataclass(frozen=True)
+class RandomLayers(LayerSplit):
+    """Baseline of CAKE (arXiv 2503.12491, table 2): shares in proportion to a random weight of each layer, in [0, 1).
+
+    The weights are a hash of (seed, layer). The total is that of :class:`UniformLayers`: a share is at most all
+    evictable entries of the layer, and the other layers get what is above.
+    """
+
+    seed: int
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        layer = torch.arange(weights.shape[1], device=weights.device)
+        drawn = hashed(self.seed, layer).double().expand(weights.shape)
+        return fixed_budgets(drawn, entries, available, kv_heads, seen)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Parts of scores: pooling over positions, and reduction over a KV head's query heads."""
+"""Parts of scores: pooling over positions, reduction over a KV head's query heads, and hashed numbers."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
@@ -31,3 +32,27 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
             return grouped.amax(2)
         case "sum":
             return grouped.sum(2)
+
+
+def hashed(seed: int, *numbers: Tensor) -> Tensor:
+    """Return numbers in [0, 1), fp32: the top 24 bits of a multiply-xorshift hash of the low 32 bits of all arguments.
+
+    There is no generator and no state: every device and every process gets the same.
+
+    Args:
+        numbers: int64, whose shapes broadcast; the result has their common shape.
+    """
+    bits = torch.full_like(numbers[0], seed & _MASK)
+    for number in numbers:
+        bits = _mix(bits ^ _mix(number + 1))
+    return (bits >> 8).float() / 2**24
+
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Bijection on 32-bit numbers held in int64; every input bit affects every output bit."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 16)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.cake import cake_layers
-from kvpass.policies.layer_splits import LayerSplit
+from kvpass.policies.layer_splits import LayerSplit, RandomLayers
 from kvpass.policies.observation import Observation, takes_padding
-from kvpass.policies.options import check_choice, check_float, check_literal, check_odd, option
+from kvpass.policies.options import check_choice, check_float, check_int, check_literal, check_odd, option
 from kvpass.policies.refinement import Refinable
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
@@ -45,7 +45,8 @@ class SnapKV(Refinable, WindowAttention):
 
     Score of :class:`WindowAttention`, per KV head as in Ada-KV's released code; every head of every layer keeps the
     same number of its own best. With ``layer_split="cake"`` layers share as in CAKE (its table "SnapKV + P2A"), which
-    needs ``tau1`` and ``tau2``.
+    needs ``tau1`` and ``tau2``. With ``layer_split="random"`` each layer's share is random, the same for the same
+    ``seed``: the baseline of CAKE's table 2, by which other splits can be judged.
 
     Departures: the paper sums over window rows and stores one cache per query head; the mean over rows and over the
     group ranks a head the same way and stores G times less. Max pooling with kernel 7, as in all published comparisons
@@ -54,9 +55,10 @@ class SnapKV(Refinable, WindowAttention):
 
     name: ClassVar[str] = "snapkv"
 
-    layer_split: Literal["uniform", "cake"] = option("uniform", check_choice, ("uniform", "cake"))
+    layer_split: Literal["uniform", "cake", "random"] = option("uniform", check_choice, ("uniform", "cake", "random"))
     tau1: float | None = option(None, check_float, 0.0, open_low=True)
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
+    seed: int = option(0, check_int, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,4 +67,6 @@ class SnapKV(Refinable, WindowAttention):
     def layers(self) -> LayerSplit:
         if self.layer_split == "cake":
             return cake_layers(self.tau1, self.tau2, self.parity)
+        if self.layer_split == "random":
+            return RandomLayers(self.seed)
         return super().layers()

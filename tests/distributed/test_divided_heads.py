@@ -203,6 +203,17 @@ def test_threads_keep_together_what_is_above_a_threshold():
     assert (above > LAYERS * KV_HEADS * 6).all() and (above < LAYERS * KV_HEADS * BUDGET).all()
 
 
+def test_threads_agree_on_random_shares_of_layers():
+    policy, start = resolve("snapkv", window=6, layer_split="random", seed=5), torch.tensor([0, 9])
+    prompt = text(TOKENS, 3)
+    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
+    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
+    assert (
+        found.sum((2, 3))[:, 0].unique().numel() == LAYERS
+        and (found.sum((0, 2, 3)) == LAYERS * KV_HEADS * BUDGET).all()
+    )
+
+
 def test_the_record_of_threads_is_that_of_one():
     """Also of layers beside others with a sliding window."""
     policy, start, layers = resolve("lava", window=6), torch.tensor([0, 9]), (1, 3, 4)

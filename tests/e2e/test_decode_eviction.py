@@ -173,6 +173,24 @@ def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     assert torch.equal(cache.lengths.transpose(0, 1), expected.lengths)
 
 
+def test_random_layers_keep_what_plan_says_and_in_a_padded_row_what_it_keeps_alone(monkeypatch):
+    calls, options = recorded_calls(monkeypatch), {"layer_split": "random", "seed": 2, "window": 4}
+    fast = compiled(layers=3, policy="snapkv", **options)
+    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25)]
+    alone = []
+    for prompt in prompts:
+        calls.clear()
+        cache = fast(prompt[None], logits_to_keep=1).past_key_values
+        alone.append(kept_columns(cache, len(prompt)).transpose(0, 1))
+        q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
+        assert torch.equal(alone[-1], plan("snapkv", q, k, v, budget=BUDGET, **options).keep)
+        assert len(set(cache.lengths.sum(2)[0].tolist())) == 3 and int(cache.lengths.sum()) == BUDGET * 3 * 2
+    ids, mask = left_pad(prompts)
+    together = kept_columns(fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values, 40).transpose(0, 1)
+    assert torch.equal(together[:, :1], alone[0])
+    assert torch.equal(together[:, 1:, :, 15:], alone[1]) and not together[:, 1:, :, :15].any()
+
+
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["inductor"]))
 def test_all_but_the_ids_keeps_its_size_for_any_output_length(backend):
     fast = kvpass.compile(tiny_model("llama", layers=1), policy="h2o", budget=BUDGET, window=6, backend=backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import weakref
@@ -165,11 +166,13 @@ def test_models_whose_layers_share_no_budget_are_refused(micro_sizes, tmp_path):
         Bench(settings(str(path)))
 
 
-def test_the_largest_batch_is_as_many_rows_as_the_room_beside_the_weights_has():
+def test_largest_batch_and_longest_prompt_are_what_the_room_beside_the_weights_has():
     system = SimpleNamespace(name="hf-eager", compiled=False)
-    found = bench.Measurement(system, prefill=[1.0], steps=[[0.5]], cache_bytes=90, step_bytes=11)
-    assert bench.record(found, [found], 2, None, 1.0, 1000)["largest_batch"] == 19
-    assert bench.record(found, [found], 2, None, 1.0, None)["largest_batch"] is None
+    found = bench.Measurement(system, prefill=[1.0], steps=[[0.5]], cache_bytes=90, step_bytes=11, peak_bytes=700)
+    record = functools.partial(bench.record, found, [found], bench.Comparison(100, 2, 9), None, 1.0)
+    assert record(1000, 500)["largest_batch"] == 19
+    assert record(1000, 500)["longest_prompt"] == 500  # 100 tokens take 200 bytes beside the 500 of the weights
+    assert record(None, 0)["largest_batch"] is record(None, 0)["longest_prompt"] is None
 
 
 HYBRID = {

@@ -35,7 +35,7 @@ def row(policy: str, budget: str, scope: str, score: float) -> Row:
     low, high = max(0.0, score - 0.1), min(1.0, score + 0.1)
     return Row(
         task="t", policy=policy, budget=budget, scope=scope, samples=10, score=score, low=low, high=high,
-        kept_fraction=fraction, **sizes,
+        kept_fraction=fraction, attention_mass=None if budget == "0.03" else 0.625, **sizes,
     )  # fmt: skip
 
 
@@ -84,6 +84,8 @@ def test_the_table_has_a_block_a_scope_a_line_a_policy_and_a_column_a_budget():
     assert "| `lava` | 50.0 (40-60) | 87.5 (78-98) |" in lines
     assert "| `full` | 100.0 (90-100) | 100.0 (90-100) |" in lines
     assert "| `lava` | 25.0 (15-35) |" in lines
+    assert "Scope `context`, window's attention in the kept entries:" in lines
+    assert "| `lava` | - | 62.5% |" in lines and "| `full` | 62.5% |" in lines
     for line in lines:
         assert line.count("|") in (0, 3, 4)
 
@@ -109,6 +111,8 @@ def test_the_picture_has_a_panel_a_scope_and_policy_with_its_line_and_interval(t
         assert line[0].get_ydata() == pytest.approx(values)
         ends = [segment[:, 1].tolist() for segment in line[2][0].get_segments()]
         assert [pytest.approx(end) for end in ends] == [[value - 10, value + 10] for value in values]
+    dotted = [[one.get_ydata().tolist() for one in panel.lines if one.get_linestyle() == ":"] for panel in figure.axes]
+    assert dotted == [[[62.5]], []]  # not known at 3 %
 
 
 def test_of_many_policies_four_have_panels_and_the_others_a_band(tmp_path, figures):

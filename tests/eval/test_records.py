@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvpass.eval.records import Question, Record, RecordFile, results_table, summarize
+from kvpass.eval.records import Question, Record, RecordFile, results_tables, summarize
 from kvpass.eval.runner import Kept
 
 ANSWERED = Question(
@@ -60,12 +60,55 @@ def test_a_row_is_the_mean_of_its_condition_alone():
     ]
 
 
+def test_an_attention_mass_that_one_sample_lacks_has_no_mean():
+    def held(mass):
+        return msgspec.structs.replace(record("a"), kept=dataclasses.replace(KEPT, attention_mass=mass))
+
+    rows = [summarize([held(0.5), held(second)])[0] for second in (0.75, None)]
+    assert [row.attention_mass for row in rows] == [0.625, None]
+    lines = results_tables(rows).markdown().splitlines()
+    column = lines[0].split(" | ").index("attention mass")
+    assert [line.split(" | ")[column] for line in lines[2:]] == ["62.5%", "-"]
+
+
+def test_longbench_has_a_mean_of_each_category_with_every_task_counted_once(capsys):
+    def answered(task: str, *scores: float, budget="0.5"):
+        question = msgspec.structs.replace(ANSWERED, task=task, budget=budget)
+        return [msgspec.structs.replace(record("a", score=score), question=question) for score in scores]
+
+    plain = answered("niah_single_1", 0.0)
+    rows = summarize(
+        [
+            *plain,
+            *answered("longbench_qasper", 0.25),
+            *answered("longbench_narrativeqa", 1.0, 1.0, 0.25),  # more samples, no more weight
+            *answered("longbench_lcc", 0.125),
+            *answered("longbench_qasper", 0.5, budget="0.25"),
+            *answered("longbench_narrativeqa", 0.25, budget="0.25"),
+        ]
+    )
+    text = results_tables(rows).markdown()
+    _, table = text.split("**LongBench by category: means of the tasks that were run**\n\n")
+    assert table.splitlines() == [
+        "| category (tasks) | scope | policy | budget | score % |",
+        "| --- | --- | --- | --- | ---: |",
+        "| single-doc QA (2 of 4) | prompt | p | 0.5 | 50.00 |",
+        "| single-doc QA (2 of 4) | prompt | p | 0.25 | 37.50 |",
+        "| code (1 of 2) | prompt | p | 0.5 | 12.50 |",
+    ]
+    for width in (80, 40):
+        Console(width=width).print(results_tables(rows))
+        out = capsys.readouterr().out.partition("LongBench by category")[2]
+        assert "37.50" in out and "no room" not in out, "it has no column that is left out"
+    assert "LongBench" not in results_tables(summarize(plain)).markdown()
+
+
 @pytest.mark.parametrize("policy", ["lava", "cake:window=8,tau1=1.6,tau2=0.4"])
 def test_a_narrow_terminal_shows_what_was_asked_and_the_score_and_leaves_out_bytes_first(policy, capsys):
     (row,) = summarize([record("a")])
     row = dataclasses.replace(row, task="niah_multikey_1", scope="context", policy=policy, budget="0.125")
     for width in (200, 80):
-        Console(width=width).print(results_table([row]))
+        Console(width=width).print(results_tables([row]))
         out = capsys.readouterr().out
         said = out.partition("no room for")[0]
         words = ("niah_multikey_1", "context", policy, "0.125", "100.00")

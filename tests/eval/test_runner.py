@@ -90,7 +90,7 @@ def test_without_a_budget_answers_are_those_of_transformers(loaded, requests, ge
         tokens = len(request.prompt.head) if scope == "context" else len(request.prompt) - left
         kept = answer.kept
         assert kept.compressed_tokens == kept.kept_entries == kept.budget_entries == tokens
-        assert kept.kept_fraction == 1.0
+        assert kept.kept_fraction == 1.0 and kept.attention_mass == pytest.approx(1, abs=1e-5)
         assert len(request.prompt.scoped(scope, left).head) == tokens
 
 
@@ -106,6 +106,17 @@ def test_a_row_of_a_compressed_batch_answers_what_it_does_alone(loaded, requests
         assert kept.kept_bytes == kept.budget_bytes == kept.kept_entries * 6 * 4 * (64 + 64) * 4
         assert kept.kept_fraction == pytest.approx(kept.kept_entries / kept.compressed_tokens)
         assert kept.cache_bytes >= kept.kept_bytes
+        assert kept.attention_mass == pytest.approx(other.kept.attention_mass, abs=1e-5)
+
+
+def test_the_attention_mass_of_a_row_is_that_of_the_report_on_its_prompt_alone(loaded, requests):
+    given = runner(loaded, "lava:window=8", 0.3)
+    masses = [answer.kept.attention_mass for answer in all_answers(loaded, given, requests, "prompt")]
+    for request, mass in zip(requests, masses, strict=True):
+        given.model.compress(torch.tensor([request.prompt.scoped("prompt", 1).head]))
+        reported = given.model.report().attention_mass
+        assert mass == pytest.approx(float(reported.mean()), abs=1e-5) and float(reported.std()) > 0.001
+    assert len(set(masses)) > 1 and all(0.1 < mass < 0.999 for mass in masses)
 
 
 def test_with_an_uncompressed_token_the_first_generated_one_sees_the_compressed_cache(loaded, requests, generated):
@@ -190,5 +201,5 @@ def test_where_all_layers_slide_nothing_is_evicted(loaded, scope):
     (answer,) = all_answers(loaded, given, [Request(Prompt(tuple(range(45)), 5), 2)], scope)
     tokens, kept = 40 if scope == "context" else 44, answer.kept
     assert (kept.compressed_tokens, kept.kept_entries, kept.kept_fraction) == (tokens, tokens, 1.0)
-    assert kept.kept_bytes == kept.budget_bytes == 0
+    assert kept.kept_bytes == kept.budget_bytes == 0 and kept.attention_mass is None
     assert given.totals.to_dict()["kept_fraction"] == 1.0 and given.totals.cache_bytes_peak >= kept.cache_bytes

@@ -289,6 +289,17 @@ def test_every_data_set_of_the_harness_has_one_border_between_context_and_questi
         assert set(re.findall(r"{{(\w+)}}", config["doc_to_text"])) <= {"context", "question"}
 
 
+def test_longbench_categories_are_the_groups_of_the_harness():
+    import lm_eval
+    import yaml
+
+    groups = {}
+    for path in (Path(lm_eval.__file__).parent / "tasks" / "longbench").glob("_longbench_*.yaml"):
+        if "group_alias" in (group := yaml.safe_load(path.read_text())) and not group["group"].endswith("_e"):
+            groups[group["group"]] = {name.removeprefix("longbench_") for name in group["task"]}
+    assert sorted(map(sorted, groups.values())) == sorted(map(sorted, longbench.CATEGORIES.values()))
+
+
 def test_longbench_classes_reach_the_metric_and_few_shot_prompts_are_not_chats(words, folder):
     task = registry(folder)["longbench_trec"]
     (sample,) = task.samples(words, 512, 9, 0)

@@ -37,6 +37,7 @@ VARIANTS = [
     ("cake", TAUS),
     *(("cake", TAUS | {"indicator": indicator}) for indicator in ("mean", "var", "product")),
     ("snapkv", TAUS | {"layer_split": "cake"}),
+    ("snapkv", {"layer_split": "random", "seed": 3}),
     ("h2o", TAUS | {"layer_split": "cake"}),
     *(("pyramidkv", {"shape": shape}) for shape in ("geometric", "exponential", "entropy", "gini")),
     ("ada_snapkv", {"normalize": True, "alpha": 0.5}),

@@ -367,6 +367,44 @@ def test_random_depends_on_seed_layer_head_and_position_alone(obs):
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**30), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=3))
+def test_random_layers_share_by_a_hash_and_total_what_uniform_ones_do(seed, rows):
+    """The hash in Python's integers; rows of several lengths, as padding gives them; no cascade stage differs."""
+
+    def mix(x: int) -> int:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ (x >> shift)) * factor % 2**32
+        return x ^ (x >> 16)
+
+    layers = 5
+    drawn = [(mix(seed ^ mix(layer + 1)) >> 8) / 2**24 for layer in range(layers)]
+    split, none = resolve("snapkv", layer_split="random", seed=seed).layers(), torch.zeros(len(rows), layers).double()
+    entries, available = torch.tensor(rows).T
+    found = split.budgets(none, entries, available, K, layers)
+    uniform = resolve("snapkv").layers().budgets(none, entries, available, K, layers)
+    assert torch.equal(found.sum(1), uniform.sum(1))
+    for own, n, m in zip(found.tolist(), *zip(*rows, strict=True), strict=True):
+        assert max(own) <= m * K
+        if max(own) < m * K:
+            assert own == pytest.approx([n * layers * K * w / sum(drawn) for w in drawn], abs=1)
+    for seen in range(1, layers):
+        stage = split.budgets(none, entries, available, K, seen)
+        assert torch.equal(stage[:, :seen], found[:, :seen]) and not stage[:, seen:].any()
+
+
+def test_random_layers_need_no_random_generator():
+    """So processes that share the heads agree. Weights differ between layers and between seeds."""
+    given = torch.zeros(1, 6).double(), torch.tensor([20]), torch.tensor([1000]), K, 6
+    found = []
+    for seed in (0, 0, 1):
+        before = torch.get_rng_state()
+        found.append(resolve("snapkv", layer_split="random", seed=seed).layers().budgets(*given))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(found[0], found[1]) and found[0].unique().numel() > 3
+    assert not torch.equal(found[0], found[2])
+
+
 def budgets(policy: Policy, entries: int, available: int, layers: int, kv_heads: int = 1, weights=None) -> list[int]:
     w = torch.zeros(1, layers).double() if weights is None else torch.tensor([weights]).double()
     return policy.layer_budgets(w, torch.tensor([entries]), torch.tensor([available]), kv_heads, layers)[0].tolist()
@@ -524,6 +562,7 @@ def test_criticalkv_is_snapkv_refined():
     ("name", "options", "said"),
     [
         ("snapkv", {"layer_split": "cake", **TAUS}, "CakeLayers divides the budget among layers later"),
+        ("snapkv", {"layer_split": "random"}, "RandomLayers divides the budget among layers later"),
         ("expected_attention", {}, "by the norm of the value already; give value_norm=False"),
         ("lava", {}, "not an option of policy 'lava'"),
     ],

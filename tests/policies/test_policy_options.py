@@ -94,7 +94,7 @@ BAD_OPTIONS = [
     ("short_uniform", 1, ["pyramidkv"]),
     ("indicator", "std", ["cake", "vatp"]),
     ("evict_during_decode", "no", ["cake", "h2o", "tova", "streaming_llm", "vatp", "kvzap"]),
-    ("seed", -1, ["random"]),
+    ("seed", -1, ["random", "snapkv"]),
     *((option, bad, ["r_kv"]) for option in ("importance", "threshold") for bad in (-0.1, 1.1, math.nan)),
     *(("buffer", bad, ["r_kv", "triattention"]) for bad in (0, 2.0, True)),
     *(("head_map", bad, ["duo_attention"]) for bad in ((), [[]], [[1.0], [1.0, 0.5]], 3, None)),
