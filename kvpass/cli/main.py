@@ -226,7 +226,7 @@ def bench(
         with _interruptible("nothing is written before the end"), _bad_values():
             Console().print(f"written: {tune_kernels(Console())}", highlight=False)
         return
-    from kvpass.eval.bench.processes import PrefillMemory, Start
+    from kvpass.eval.bench.processes import PrefillMemory, ProcessBench, Start
     from kvpass.eval.bench.report import show
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
@@ -235,7 +235,7 @@ def bench(
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    others: dict[str, Callable[[BenchSettings], Start | PrefillMemory | SharedModel | Serve]] = {
+    others: dict[str, Callable[[BenchSettings], ProcessBench]] = {
         "start": lambda settings: Start(settings, _numbers("start", start)),
         "prefill_memory": PrefillMemory,
         "serve": lambda settings: Serve(settings, requests, cache_mib, question_tokens),
