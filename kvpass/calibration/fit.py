@@ -123,12 +123,14 @@ def calibrate(
         task = progress.add_task("calibrate", total=len(pieces), completed=seen.pieces)
         try:
             for piece in fitted[seen.pieces :]:
-                with _counted_whole(run(piece)) as layers:
+                layers = run(piece)
+                with _counted_whole():
                     seen.fit(layers)
                 progress.advance(task)
             maps = [of_layer.solve(ridge) for of_layer in seen.sums]
             for piece in held_out[seen.pieces - len(fitted) :]:
-                with _counted_whole(run(piece)) as layers:
+                layers = run(piece)
+                with _counted_whole():
                     seen.tell(layers, maps)
                 progress.advance(task)
         except KeyboardInterrupt:
@@ -144,7 +146,7 @@ def calibrate(
         r2=torch.stack([found.r2 for found in seen.told]),
         model=digests[MODEL],
         texts=digests[_TEXTS],
-        fitted=int(seen.sums[0].count),
+        fitted=int(seen.sums[0].xx[-1, -1]),
     )
 
 
@@ -199,58 +201,48 @@ class _Layer(NamedTuple):
 
 @dataclass
 class _Sums:
-    """Sums over tokens, of one layer."""
+    """Sums over tokens, of one layer: of ``x x'`` and ``x y'``, where x ends with a 1."""
 
-    count: int
-    x: Tensor
-    y: Tensor
     xx: Tensor
     xy: Tensor
 
     @classmethod
     def of(cls, layer: _Layer) -> _Sums:
-        hidden, heads = layer.x.shape[1], layer.y.shape[1]
-        zeros = layer.x.new_zeros
-        return cls(0, zeros(hidden), zeros(heads), zeros(hidden, hidden), zeros(hidden, heads))
+        columns = layer.x.shape[1] + 1
+        return cls(layer.x.new_zeros(columns, columns), layer.x.new_zeros(columns, layer.y.shape[1]))
 
     def add(self, layer: _Layer) -> None:
-        self.count += len(layer.x)
-        self.x += layer.x.sum(0)
-        self.y += layer.y.sum(0)
-        self.xx.addmm_(layer.x.T, layer.x)
-        self.xy.addmm_(layer.x.T, layer.y)
+        x = nn.functional.pad(layer.x, (0, 1), value=1.0)
+        self.xx.addmm_(x.T, x)
+        self.xy.addmm_(x.T, layer.y)
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
         """Return weight ``[K, hidden]`` and bias ``[K]``; the bias is not penalised."""
-        x, y = self.x / self.count, self.y / self.count
-        centred = self.xx - self.count * torch.outer(x, x)
-        centred.diagonal().add_(ridge)
-        weight = torch.linalg.solve(centred, self.xy - self.count * torch.outer(x, y)).T
-        return weight, y - weight @ x
+        system = self.xx.clone()
+        system.diagonal()[:-1].add_(ridge)
+        solved = torch.linalg.solve(system, self.xy).T
+        return solved[:, :-1], solved[:, -1]
 
 
 @dataclass
 class _Told:
-    """Squared errors and variance in held-out texts, of one layer."""
+    """Sums over tokens of held-out texts, of one layer: squared errors, y, and squares of y, ``[3, K]``."""
 
     count: int
-    error: Tensor
-    y: Tensor
-    yy: Tensor
+    sums: Tensor
 
     @classmethod
     def of(cls, layer: _Layer) -> _Told:
-        return cls(0, *layer.y.new_zeros(3, layer.y.shape[1]))
+        return cls(0, layer.y.new_zeros(3, layer.y.shape[1]))
 
     def add(self, y: Tensor, predicted: Tensor) -> None:
         self.count += len(y)
-        self.error += (y - predicted).square().sum(0)
-        self.y += y.sum(0)
-        self.yy += y.square().sum(0)
+        self.sums += torch.stack([(y - predicted).square(), y, y.square()]).sum(1)
 
     @property
     def r2(self) -> Tensor:
-        return 1 - self.error / (self.yy - self.y.square() / self.count).clamp(min=1e-12)
+        error, y, yy = self.sums
+        return 1 - error / (yy - y.square() / self.count).clamp(min=1e-12)
 
 
 @dataclass
@@ -293,15 +285,15 @@ class _Seen:
 
 
 @contextmanager
-def _counted_whole(layers: list[_Layer]) -> Iterator[list[_Layer]]:
+def _counted_whole() -> Iterator[None]:
     """Put off Ctrl-C until the block has ended, so that no sum lacks a part of a piece."""
     if threading.current_thread() is not threading.main_thread():
-        yield layers
+        yield
         return
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
-        yield layers
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
     if asked:
