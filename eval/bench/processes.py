@@ -161,6 +161,7 @@ def _most_resident() -> int:
 # -- in the process of the command ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class ProcessBench(ABC):
     """A checked measurement whose figures are taken in processes of their own."""
 
@@ -204,7 +205,6 @@ class Start(ProcessBench):
         ValueError: a depth below 1, or a model whose config does not take it.
     """
 
-    settings: BenchSettings
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -269,8 +269,6 @@ class PrefillMemory(ProcessBench):
     Raises:
         ValueError: the model's config names no size of an MLP, or the CPU's memory cannot be read here.
     """
-
-    settings: BenchSettings
 
     def __post_init__(self) -> None:
         config: Any = self.settings.bench_model.config.get_text_config()

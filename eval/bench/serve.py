@@ -166,7 +166,6 @@ class Serve(ProcessBench):
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
     """
 
-    settings: BenchSettings
     requests: int
     cache_mib: int
     question_tokens: int = 0

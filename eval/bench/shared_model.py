@@ -104,7 +104,6 @@ class SharedModel(ProcessBench):
         ValueError: less than two processes, more than there are devices, or heads that they cannot share alike.
     """
 
-    settings: BenchSettings
     processes: int
 
     def __post_init__(self) -> None:

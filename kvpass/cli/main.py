@@ -534,7 +534,6 @@ def _goes_on(folder: Path) -> str:
 
 def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a command that are fields of its settings and not None, their texts parsed."""
-    from kvpass.config import ENTRY_FORMATS, one_of
     from kvpass.eval.policy_spec import parse_policies, typed
 
     parsers: dict[str, Callable[[str], Any]] = {
@@ -543,9 +542,8 @@ def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
         "budget": typed,
         "budgets": lambda text: tuple(map(typed, _names(text))),
         "contexts": partial(_numbers, "contexts"),
-        "entries": lambda text: tuple(one_of("entries", name, ENTRY_FORMATS) for name in _names(text)),
         "policies": parse_policies,
-        **dict.fromkeys(("scopes", "systems", "tasks"), _names),
+        **dict.fromkeys(("entries", "scopes", "systems", "tasks"), _names),
     }
     names = [field.name for field in dataclasses.fields(settings) if given.get(field.name) is not None]
     return {name: parsers[name](given[name]) if name in parsers else given[name] for name in names}
