@@ -447,12 +447,12 @@ def compress(
             model=model,
             policy=chosen[0].name,
             budget=typed(budget) if chosen[0].resolve().needs_budget else None,
-            options=({} if window is None else {"window": window}) | dict(chosen[0].options),
             entries=one_of("entries", entries, ENTRY_FORMATS),
             dtype=dtype,
             device=device,
             backend=_compiler(backend),
             keep_full=keep_full,
+            **({} if window is None else {"window": window}) | dict(chosen[0].options),
         )
         made.save(output)
     if launched()[0] > 0:
