@@ -100,16 +100,10 @@ class RecordFile:
     def add(self, record: Record) -> None:
         """Append a record; it is on disk when this returns."""
         if self.writes:
-            self._append(record)
+            with self.path.open("ab", buffering=0) as file:
+                file.write(msgspec.json.encode(record) + b"\n")
+                os.fsync(file)
         self.records[record.key] = record
-
-    def _append(self, record: Record) -> None:
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, msgspec.json.encode(record) + b"\n")
-            os.fsync(file)
-        finally:
-            os.close(file)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -153,6 +153,7 @@ class Evaluation:
         self.code = answering_digest("prompt.py", "runner.py", "run.py")
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
+        self._runners: dict[EntryFormat, Runner] = {}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
         self.file = RecordFile(settings.output / "samples.jsonl", writes=self.writes)
         self.conditions = [
@@ -253,10 +254,6 @@ class Evaluation:
             for numbers, indices in samples.items()
             for part in chunks(indices, SHARE_BATCHES * self.settings.batch if several else len(indices))
         ]
-
-    @cached_property
-    def _runners(self) -> dict[EntryFormat, Runner]:
-        return {}
 
     def _runner(self, entry_format: EntryFormat) -> Runner:
         """With one compiled model for each entry format: the decoder is captured once for all policies."""

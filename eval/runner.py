@@ -107,19 +107,12 @@ class Runner:
 
     Args:
         model: from ``kvpass.compile``. batch: rows at once.
-
-    Raises:
-        ValueError: batch below 1.
     """
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
     batch: int = 1
     totals: Totals = field(default_factory=Totals)
-
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch={self.batch}: must be >= 1")
 
     def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions = ()) -> Iterator[Batch]:
         """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,18 +187,20 @@ class Report:
             table.add_column(name, justify="right")
         if self.ranks.several:
             table.add_column("fullest process", justify="right")
+        geometries = {layer: store.group.geometry for store in self.prompt.full_layers for layer in store.group.layers}
+        kept, masses, sizes = self.lengths, self.attention_mass, self.bytes_kept.sum((0, 2)).tolist()
         worst = self.imbalance.amax(0).tolist() if self.imbalance.numel() else []
-        fullest = {layer: f"{x:.2f} x" for layer, x in zip(self.layer_ids, worst, strict=True)}
-        for layer, lengths, size, mass in self._layers():
+        for i, layer in enumerate(self.layer_ids):
+            lengths, mass = (x[:, i, : geometries[layer].kv_heads].double() for x in (kept, masses))
             table.add_row(
                 self._name(layer),
-                f"{float(lengths.double().mean()):.1f}",
-                str(int(lengths.min())),
-                str(int(lengths.max())),
-                f"{size / 1024:.1f}",
-                f"{float(mass.double().mean()):.4f}",
-                f"{float(mass.min()):.4f}",
-                *([fullest[layer]] if self.ranks.several else []),
+                f"{lengths.mean():.1f}",
+                f"{lengths.min():.0f}",
+                f"{lengths.max():.0f}",
+                f"{sizes[i] / 1024:.1f}",
+                f"{mass.mean():.4f}",
+                f"{mass.min():.4f}",
+                *([f"{worst[i]:.2f} x"] if self.ranks.several else []),
             )
         for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
@@ -208,12 +209,10 @@ class Report:
         rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
         lines = [f"rows: {rows}, prompt tokens: {tokens}"]
         if self.prompt.full_layers:
-            heads = sum(
-                store.group.geometry.layers * store.group.geometry.kv_heads for store in self.prompt.full_layers
-            )
-            kept, full = int(self.lengths.sum()), int(self.prompt_lengths.sum()) * heads
+            heads = sum(geometry.kv_heads for geometry in geometries.values())
+            total, full = int(kept.sum()), int(self.prompt_lengths.sum()) * heads
             lines.append(
-                f"entries kept: {kept} of {full} ({kept / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
+                f"entries kept: {total} of {full} ({total / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
                 f"a full one would hold {self.bytes_full}"
             )
         if self.prompt.entry_format != "model":
@@ -268,16 +267,6 @@ class Report:
             for record in self.compiled
         ]
         return Group(table, *lines)
-
-    def _layers(self) -> Iterator[tuple[int, Tensor, int, Tensor]]:
-        """Layer index, entries ``[B, K]``, bytes and mass ``[B, K]`` of each layer that shares the budget."""
-        found = []
-        for store in self.prompt.full_layers:
-            lengths = self.prompt.lengths(store)
-            for index, layer in enumerate(store.group.layers):
-                size = int(self.prompt.bytes_kept(store)[:, index].sum())
-                found.append((layer, lengths[:, index], size, store.mass[:, index]))
-        return iter(sorted(found, key=operator.itemgetter(0)))
 
     def __str__(self) -> str:
         console = Console(width=100, file=io.StringIO())

@@ -7,11 +7,13 @@ memory it ever had hides what came later, so every figure is taken in a process 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import resource
 import statistics
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -36,6 +38,18 @@ START_TOKENS = 256
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RECORDED = "device window budget backend seed".split()
 _MIB = 2**20
+
+START_LEGEND = (
+    f"First prompt of {START_TOKENS} tokens and first decode step, from after kvpass.compile to the logits. cold: "
+    "Inductor's cache empty; warm: a second process with what the first one left. compile: the report's seconds of "
+    "passes and Inductor. capture: the first calls less compile and less the same calls again. parts: compiled for "
+    "prefill + decode. Batches: in one process, one after another, first cache empty."
+)
+MEMORY_LEGEND = (
+    "peak: most bytes held at once beyond those before the prompt, in a process of its own that a short prompt has "
+    "warmed up: resident on the CPU, allocated on CUDA. needed: residual stream, K and V of one layer, cache, and what "
+    "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one graph, compile_regions=False."
+)
 
 Result = dict[str, Any]
 _R = TypeVar("_R")
@@ -148,7 +162,39 @@ def _most_resident() -> int:
 
 
 @dataclass(frozen=True)
-class Start:
+class ProcessBench(ABC):
+    """A checked measurement whose figures are taken in processes of their own."""
+
+    settings: BenchSettings
+
+    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
+        """Measure, showing progress on the console; ``save`` is handed what is there after every step.
+
+        Returns:
+            what ``--json`` writes.
+        """
+        result = header_of(self.settings) | {"complete": False}
+        with progress_bar(console) as progress:
+            task = progress.add_task("", total=self.steps)
+            for number, description in enumerate(self.measure(result)):
+                if number:
+                    save(result)
+                progress.update(task, completed=number, description=description)
+        save(result := result | {"complete": True})
+        return result
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """How many steps there are."""
+
+    @abstractmethod
+    def measure(self, result: Result) -> Iterator[str]:
+        """Add to a result what is measured; yields the description of each step before it is done."""
+
+
+@dataclass(frozen=True)
+class Start(ProcessBench):
     """Seconds of a start by depth, with Inductor's cache empty and filled, and of the first call of each batch size.
 
     Args:
@@ -159,7 +205,6 @@ class Start:
         ValueError: a depth below 1, or a model whose config does not take it.
     """
 
-    settings: BenchSettings
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -168,41 +213,53 @@ class Start:
         for depth in self.layers:
             find_model(self.settings.model, depth)
 
-    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
-        """Measure, showing progress on the console; ``save`` is handed what is there after every process.
+    @property
+    def steps(self) -> int:
+        return 2 * self.settings.repeats * len(self.layers) + 1
 
-        Returns:
-            what ``--json`` writes; in ``start`` for each depth one record a repeat, cold and warm.
-        """
+    def measure(self, result: Result) -> Iterator[str]:
+        """Add to ``start`` one record a repeat for each depth, cold and warm; then ``batches``."""
         settings, batches = self.settings, self.settings.batches
         starts: list[Result] = [{"layers": depth, "cold": [], "warm": []} for depth in self.layers]
-        result = {**header_of(settings), "repeats": settings.repeats, "complete": False}
-        result |= {"start": starts, "batches": {"layers": self.layers[0], "runs": []}}
-        with progress_bar(console) as progress:
-            task = progress.add_task("", total=2 * settings.repeats * len(starts) + 1)
-            for _ in range(settings.repeats):
-                for start in starts:
-                    with fresh_cache():
-                        for state in ("cold", "warm"):
-                            progress.update(task, description=f"{start['layers']} layers, {state}")
-                            start[state] += in_new_process(measure_batches, settings, start["layers"], (1,))
-                            progress.advance(task)
-                            save(result)
-            progress.update(task, description=f"rows {', '.join(map(str, batches))}")
-            with fresh_cache():
-                result["batches"]["runs"] = in_new_process(measure_batches, settings, self.layers[0], batches)
-        save(result := result | {"complete": True})
-        return result
+        result |= {"repeats": settings.repeats, "start": starts, "batches": {"layers": self.layers[0], "runs": []}}
+        for _ in range(settings.repeats):
+            for start in starts:
+                with fresh_cache():
+                    for state in ("cold", "warm"):
+                        yield f"{start['layers']} layers, {state}"
+                        start[state] += in_new_process(measure_batches, settings, start["layers"], (1,))
+        yield f"rows {', '.join(map(str, batches))}"
+        with fresh_cache():
+            result["batches"]["runs"] = in_new_process(measure_batches, settings, self.layers[0], batches)
 
     @staticmethod
     def shown(result: Result) -> Tables:
         """A result, with what its columns mean."""
-        repeated = f" {result['repeats']} starts of each, medians."
-        return Tables(_start_tables(result), (conditions(result) + repeated, START_LEGEND))
+        header = ["layers", "parts", "cold s", "capture", "compile", "warm s", "capture", "compile"]
+        rows = []
+        for start in result["start"]:
+            if start["warm"]:
+                parts = " + ".join(str(record["parts"]) for record in start["cold"][0]["compiled"])
+                rows.append([str(start["layers"]), parts, *_seconds(start["cold"]), *_seconds(start["warm"])])
+        named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
+        tables = [(f"{named}: seconds of a start", header, rows)]
+        if runs := result["batches"]["runs"]:
+            cells = [
+                [
+                    str(run["rows"]),
+                    *(f"{sum(run[name]):.2f}" for name in ("first_s", "again_s")),
+                    str(sum(record["parts"] for record in run["compiled"])),
+                ]
+                for run in runs
+            ]
+            title = f"{named}, {result['batches']['layers']} layers: batch sizes in one process"
+            tables.append((title, ["rows", "first calls s", "again s", "parts so far"], cells))
+        said = f"{conditions(result)} {result['repeats']} starts of each, medians."
+        return Tables(tables, (said, START_LEGEND))
 
 
 @dataclass(frozen=True)
-class PrefillMemory:
+class PrefillMemory(ProcessBench):
     """The most memory that prompts of several lengths take beside the model, in blocks and as a whole.
 
     Args:
@@ -212,8 +269,6 @@ class PrefillMemory:
     Raises:
         ValueError: the model's config names no size of an MLP, or the CPU's memory cannot be read here.
     """
-
-    settings: BenchSettings
 
     def __post_init__(self) -> None:
         config: Any = self.settings.bench_model.config.get_text_config()
@@ -227,35 +282,41 @@ class PrefillMemory:
                 f"device='cpu': the peak of resident memory is reset through {_CLEAR_REFS}, which Linux has"
             )
 
-    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
-        """Measure, showing progress on the console; ``save`` is handed what is there after every process.
+    @property
+    def steps(self) -> int:
+        return 2 * len(self.settings.batches) * len(self.settings.prompts)
 
-        Returns:
-            what ``--json`` writes; in ``prefill_memory`` a record for every length and batch, in blocks and whole.
-        """
+    def measure(self, result: Result) -> Iterator[str]:
+        """Add to ``prefill_memory`` a record for every length and batch, in blocks and whole."""
         settings = self.settings
-        cases = [(n, rows, whole) for rows in settings.batches for n in settings.prompts for whole in (False, True)]
-        result: Result = {**header_of(settings), "complete": False, "prefill_memory": []}
-        with progress_bar(console) as progress:
-            task = progress.add_task("", total=len(cases))
-            for tokens, rows, whole in cases:
-                progress.update(task, description=f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}")
-                try:
-                    found = in_new_process(measure_memory, settings, tokens, rows, whole)
-                except (BrokenProcessPool, torch.OutOfMemoryError) as error:
-                    killed = "its process was killed, mostly for want of memory"
-                    said = killed if isinstance(error, BrokenProcessPool) else first_line(error)
-                    found = {"tokens": tokens, "rows": rows, "whole": whole, "failure": said}
-                result["prefill_memory"].append({"failure": None, "whole": whole, **found})
-                progress.advance(task)
-                save(result)
-        save(result := result | {"complete": True})
-        return result
+        result["prefill_memory"] = records = []
+        for rows, tokens, whole in itertools.product(settings.batches, settings.prompts, (False, True)):
+            yield f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}"
+            try:
+                found = in_new_process(measure_memory, settings, tokens, rows, whole)
+            except (BrokenProcessPool, torch.OutOfMemoryError) as error:
+                killed = "its process was killed, mostly for want of memory"
+                said = killed if isinstance(error, BrokenProcessPool) else first_line(error)
+                found = {"tokens": tokens, "rows": rows, "failure": said}
+            records.append({"failure": None, "whole": whole, **found})
 
     @staticmethod
     def shown(result: Result) -> Tables:
         """A result, with what its columns mean."""
-        return Tables([_memory_table(result)], (conditions(result), MEMORY_LEGEND))
+        header = ["prompt", "rows", "way", "peak MiB", "needed MiB", "peak / needed", "prefill s"]
+        rows = []
+        for found in result["prefill_memory"]:
+            cells, way = [str(found["tokens"]), str(found["rows"])], "whole" if found["whole"] else "blocks"
+            if found["failure"]:
+                rows.append([*cells, way, "failed", "-", "-", "-"])
+                continue
+            way = way if found["whole"] else f"blocks of {found['block']}"
+            peak, needed = found["peak_bytes"] / _MIB, sum(found["needed_bytes"].values()) / _MIB
+            figures = [f"{peak:.0f}", f"{needed:.0f}", f"{peak / needed:.2f}", f"{found['prefill_s']:.2f}"]
+            rows.append([*cells, way, *figures])
+        named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
+        title = f"{named}: memory of a prompt beside the model"
+        return Tables([(title, header, rows)], (conditions(result), MEMORY_LEGEND))
 
 
 def header_of(settings: BenchSettings) -> Result:
@@ -280,65 +341,9 @@ def header_of(settings: BenchSettings) -> Result:
     }
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-_Table = tuple[str, Sequence[str], list[list[str]]]
-
-START_LEGEND = (
-    f"First prompt of {START_TOKENS} tokens and first decode step, from after kvpass.compile to the logits. cold: "
-    "Inductor's cache empty; warm: a second process with what the first one left. compile: the report's seconds of "
-    "passes and Inductor. capture: the first calls less compile and less the same calls again. parts: compiled for "
-    "prefill + decode. Batches: in one process, one after another, first cache empty."
-)
-MEMORY_LEGEND = (
-    "peak: most bytes held at once beyond those before the prompt, in a process of its own that a short prompt has "
-    "warmed up: resident on the CPU, allocated on CUDA. needed: residual stream, K and V of one layer, cache, and what "
-    "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one graph, compile_regions=False."
-)
-
-
-def _start_tables(result: Result) -> list[_Table]:
-    header = ["layers", "parts", "cold s", "capture", "compile", "warm s", "capture", "compile"]
-    rows = []
-    for start in result["start"]:
-        if start["warm"]:
-            parts = " + ".join(str(record["parts"]) for record in start["cold"][0]["compiled"])
-            rows.append([str(start["layers"]), parts, *_seconds(start["cold"]), *_seconds(start["warm"])])
-    named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
-    tables: list[_Table] = [(f"{named}: seconds of a start", header, rows)]
-    if runs := result["batches"]["runs"]:
-        cells = [
-            [
-                str(run["rows"]),
-                f"{sum(run['first_s']):.2f}",
-                f"{sum(run['again_s']):.2f}",
-                str(sum(record["parts"] for record in run["compiled"])),
-            ]
-            for run in runs
-        ]
-        title = f"{named}, {result['batches']['layers']} layers: batch sizes in one process"
-        tables.append((title, ["rows", "first calls s", "again s", "parts so far"], cells))
-    return tables
-
-
 def _seconds(starts: Sequence[Result]) -> list[str]:
     """Medians: of all, of capturing, of compiling."""
     totals = [sum(start["first_s"]) for start in starts]
     compiling = [sum(record["seconds"] for record in start["compiled"]) for start in starts]
     capturing = [t - c - sum(start["again_s"]) for t, c, start in zip(totals, compiling, starts, strict=True)]
     return [f"{statistics.median(values):.1f}" for values in (totals, capturing, compiling)]
-
-
-def _memory_table(result: Result) -> _Table:
-    header = ["prompt", "rows", "way", "peak MiB", "needed MiB", "peak / needed", "prefill s"]
-    rows = []
-    for found in result["prefill_memory"]:
-        cells = [str(found["tokens"]), str(found["rows"]), "whole" if found["whole"] else f"blocks of {found['block']}"]
-        if found["failure"]:
-            rows.append([*cells[:2], "whole" if found["whole"] else "blocks", "failed", "-", "-", "-"])
-            continue
-        peak, needed = found["peak_bytes"], sum(found["needed_bytes"].values())
-        figures = [f"{peak / _MIB:.0f}", f"{needed / _MIB:.0f}", f"{peak / needed:.2f}", f"{found['prefill_s']:.2f}"]
-        rows.append([*cells, *figures])
-    named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
-    return f"{named}: memory of a prompt beside the model", header, rows

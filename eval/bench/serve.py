@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
 
 from kvpass.config import EntryFormat
-from kvpass.eval.bench.processes import Result, header_of, in_new_process
+from kvpass.eval.bench.processes import ProcessBench, Result, in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
 from kvpass.eval.tables import Tables
-from kvpass.progress import progress_bar
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
 """vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which needs those."""
@@ -155,7 +154,7 @@ def measure_requests(
 
 
 @dataclass(frozen=True)
-class Serve:
+class Serve(ProcessBench):
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
@@ -167,7 +166,6 @@ class Serve:
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
     """
 
-    settings: BenchSettings
     requests: int
     cache_mib: int
     question_tokens: int = 0
@@ -191,31 +189,24 @@ class Serve:
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
-    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
-        """Measure, showing progress on the console; ``save`` is handed what is there after every engine.
+    @property
+    def steps(self) -> int:
+        return len(self.settings.prompts) * (2 + len(self.settings.entries))
 
-        Returns:
-            what ``--json`` writes; in ``serve`` a record for every length and system.
-        """
+    def measure(self, result: Result) -> Iterator[str]:
+        """Add to ``serve`` a record for every length and system."""
         settings, records = self.settings, list[Result]()
-        asked = {"requests": self.requests, "cache_mib": self.cache_mib, "question_tokens": self.question_tokens}
-        result = header_of(settings) | asked
-        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "complete": False, "serve": records}
+        result |= {"requests": self.requests, "cache_mib": self.cache_mib, "question_tokens": self.question_tokens}
+        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "serve": records}
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
         systems += [(KVPASS, entries) for entries in settings.entries]
-        cases = [(tokens, *system) for tokens in settings.prompts for system in systems]
-        with progress_bar(console) as progress, mock.patch.dict(os.environ, _ENVIRONMENT):
-            task = progress.add_task("", total=len(cases))
-            for tokens, system, entries in cases:
+        with mock.patch.dict(os.environ, _ENVIRONMENT):
+            for tokens, (system, entries) in itertools.product(settings.prompts, systems):
                 name = with_format(system, entries)
-                progress.update(task, description=f"{tokens} tokens, {name}")
+                yield f"{tokens} tokens, {name}"
                 engine = (tokens, self.requests, self.cache_mib, system, self.question_tokens)
                 found = in_new_process(measure_requests, replace(settings, entries=(entries,)), *engine)
                 records.append({"tokens": tokens, "system": name, **found})
-                progress.advance(task)
-                save(result)
-        save(result := result | {"complete": True})
-        return result
 
     @staticmethod
     def shown(result: Result) -> Tables:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +15,17 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvpass.adapt.tensor_parallel import check_heads
 from kvpass.eval.bench.measure import Meter, spread
-from kvpass.eval.bench.processes import Result, header_of
+from kvpass.eval.bench.processes import ProcessBench, Result
 from kvpass.eval.bench.settings import WARM_UP_STEPS, BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.eval.tables import Tables
-from kvpass.progress import progress_bar
 from kvpass.ranks import Ranks
 
 SHARED_LEGEND = (
@@ -78,7 +77,7 @@ def measure_one(
         if repeat > 0:
             prefill, *steps = meter.seconds(marks)
             found["prefill_s"].append(prefill)
-            found["steps_s"].append(steps[settling:])
+            found["steps_s"] += steps[settling:]
     report = system.model.report()
     found |= {"cache_bytes": cache.nbytes, "tokens": torch.cat(answer, 1).tolist()}
     found |= {"imbalance": report.imbalance.amax(0).tolist(), "kept_bytes": int(report.bytes_kept.sum())}
@@ -91,7 +90,7 @@ def measure_one(
 
 
 @dataclass(frozen=True)
-class SharedModel:
+class SharedModel(ProcessBench):
     """Prefill and decode of a model that several processes share, beside one process.
 
     The processes are started here, anew for every measurement; the weights, which are random, are written to a
@@ -105,7 +104,6 @@ class SharedModel:
         ValueError: less than two processes, more than there are devices, or heads that they cannot share alike.
     """
 
-    settings: BenchSettings
     processes: int
 
     def __post_init__(self) -> None:
@@ -115,40 +113,34 @@ class SharedModel:
             raise ValueError(f"tensor_parallel={self.processes}: this machine has {torch.cuda.device_count()} devices")
         check_heads(build(self.settings.bench_model, 0, "meta"), Ranks("", 0, self.processes))
 
-    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
-        """Measure, showing progress on the console; ``save`` is handed what is there after every measurement.
+    @property
+    def specs(self) -> tuple[PolicySpec, ...]:
+        full = (PolicySpec("full"),) if "full" in self.settings.baselines else ()
+        return tuple(dict.fromkeys((*self.settings.policies, *full)))
 
-        Returns:
-            what ``--json`` writes; in ``tensor_parallel`` a record for every length, batch, policy and number of
-            processes.
+    @property
+    def steps(self) -> int:
+        return 2 * len(self.settings.batches) * len(self.settings.prompts) * len(self.specs)
+
+    def measure(self, result: Result) -> Iterator[str]:
+        """Add to ``tensor_parallel`` a record for every length, batch, policy and number of processes.
 
         Raises:
             torch.multiprocessing.ProcessRaisedException: a process raised; the others were ended.
         """
         settings = self.settings
-        full = (PolicySpec("full"),) if "full" in settings.baselines else ()
-        specs = tuple(dict.fromkeys((*settings.policies, *full)))
-        cases = [(tokens, rows) for rows in settings.batches for tokens in settings.prompts]
-        records: list[Result] = []
-        asked = {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "processes": self.processes}
-        result: Result = {**header_of(settings), **asked, "complete": False, "tensor_parallel": records}
+        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "processes": self.processes}
+        result["tensor_parallel"] = records = []
         logging.disable_progress_bar()
-        with progress_bar(console) as progress, TemporaryDirectory() as folder:
+        with TemporaryDirectory() as folder:
             build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(f"{folder}/model")
-            task = progress.add_task("", total=2 * len(cases) * len(specs))
-            for case in cases:
-                for spec in specs:
-                    alone: list[Result] = []
-                    for processes in (1, self.processes):
-                        described = f"{case[0]} x {case[1]}, {spec}, processes: {processes}"
-                        progress.update(task, description=described)
-                        found = _measured(processes, settings, spec, case, folder)
-                        alone = alone or found
-                        records.append(_record(spec, case, found, alone[0]["tokens"]))
-                        progress.advance(task)
-                        save(result)
-        save(result := result | {"complete": True})
-        return result
+            for rows, tokens, spec in itertools.product(settings.batches, settings.prompts, self.specs):
+                alone: list[Result] = []
+                for processes in (1, self.processes):
+                    yield f"{tokens} x {rows}, {spec}, processes: {processes}"
+                    found = _measured(processes, settings, spec, (tokens, rows), folder)
+                    alone = alone or found
+                    records.append(_record(spec, (tokens, rows), found, alone[0]["tokens"]))
 
     @staticmethod
     def shown(result: Result) -> Tables:
@@ -191,16 +183,17 @@ def _record(spec: PolicySpec, case: tuple[int, int], found: list[Result], tokens
     Args:
         tokens: the continuation of one process.
     """
-    steps = [
-        max(step) for repeat in zip(*(x["steps_s"] for x in found), strict=True) for step in zip(*repeat, strict=True)
-    ]
+
+    def slowest(name: str) -> list[float]:
+        return [max(times) for times in zip(*(x[name] for x in found), strict=True)]
+
     return {
         "policy": str(spec),
         "processes": len(found),
         "tokens": case[0],
         "rows": case[1],
-        "prefill_s": spread([max(times) for times in zip(*(x["prefill_s"] for x in found), strict=True)]),
-        "decode_ms": spread([1e3 * seconds for seconds in steps]),
+        "prefill_s": spread(slowest("prefill_s")),
+        "decode_ms": spread([1e3 * seconds for seconds in slowest("steps_s")]),
         "cache_bytes": [x["cache_bytes"] for x in found],
         "kept_bytes": found[0]["kept_bytes"],
         "imbalance": found[0]["imbalance"],

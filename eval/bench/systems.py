@@ -244,19 +244,10 @@ class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none, ``options`` are of kvpass.compile."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        name: str,
-        *,
-        policy: Policy,
-        budget: int | float | str,
-        backend: Compiler,
-        **options: Any,
+        self, model: PreTrainedModel, name: str, *, policy: Policy, budget: int | float | str, **options: Any
     ) -> None:
         self.name = name
-        self.model = kvpass.compile(
-            model, policy=policy, budget=budget if policy.needs_budget else None, backend=backend, **options
-        )
+        self.model = kvpass.compile(model, policy=policy, budget=budget if policy.needs_budget else None, **options)
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)

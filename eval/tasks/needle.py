@@ -57,11 +57,10 @@ class Needle:
 
 
 @dataclass(frozen=True)
-class NeedleGrid:
+class NeedleGrid(Needle):
     """One fact, at each of :data:`DEPTHS` in texts of each of :data:`LENGTHS`."""
 
     name: str = "needle_grid"
-    chat: bool = False
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
         check_count(count)
@@ -73,9 +72,6 @@ class NeedleGrid:
             context = move_fact(sample.context, sample.question.removeprefix(" question "), depth)
             made.append(replace(sample, context=context, labels={"length": length, "depth": depth}))
         return made
-
-    def metric(self, prediction: str, sample: Sample) -> float:
-        return code_match(prediction, sample.answers)
 
 
 def hidden_facts(

@@ -123,13 +123,15 @@ def calibrate(
         task = progress.add_task("calibrate", total=len(pieces), completed=seen.pieces)
         try:
             for piece in fitted[seen.pieces :]:
-                with _counted_whole(run(piece)) as layers:
+                layers = run(piece)
+                with _counted_whole():
                     seen.fit(layers)
                 progress.advance(task)
-            maps = [of_layer.solve(ridge) for of_layer in seen.sums]
+            maps = seen.solve(ridge)
             for piece in held_out[seen.pieces - len(fitted) :]:
-                with _counted_whole(run(piece)) as layers:
-                    seen.tell(layers, maps)
+                layers = run(piece)
+                with _counted_whole():
+                    seen.tell(layers, *maps)
                 progress.advance(task)
         except KeyboardInterrupt:
             if resume is not None and seen.pieces:
@@ -138,13 +140,13 @@ def calibrate(
     if resume is not None:
         Path(resume).unlink(missing_ok=True)
     return Calibration(
-        weight=torch.stack([weight for weight, _ in maps]),
-        bias=torch.stack([bias for _, bias in maps]),
+        weight=maps[0],
+        bias=maps[1],
         head_shares=torch.stack(seen.shares).mean(0),
-        r2=torch.stack([found.r2 for found in seen.told]),
+        r2=seen.r2,
         model=digests[MODEL],
         texts=digests[_TEXTS],
-        fitted=int(seen.sums[0].count),
+        fitted=int(seen.sums[0][0, -1, -1]),
     )
 
 
@@ -198,110 +200,75 @@ class _Layer(NamedTuple):
 
 
 @dataclass
-class _Sums:
-    """Sums over tokens, of one layer."""
-
-    count: int
-    x: Tensor
-    y: Tensor
-    xx: Tensor
-    xy: Tensor
-
-    @classmethod
-    def of(cls, layer: _Layer) -> _Sums:
-        hidden, heads = layer.x.shape[1], layer.y.shape[1]
-        zeros = layer.x.new_zeros
-        return cls(0, zeros(hidden), zeros(heads), zeros(hidden, hidden), zeros(hidden, heads))
-
-    def add(self, layer: _Layer) -> None:
-        self.count += len(layer.x)
-        self.x += layer.x.sum(0)
-        self.y += layer.y.sum(0)
-        self.xx.addmm_(layer.x.T, layer.x)
-        self.xy.addmm_(layer.x.T, layer.y)
-
-    def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
-        """Return weight ``[K, hidden]`` and bias ``[K]``; the bias is not penalised."""
-        x, y = self.x / self.count, self.y / self.count
-        centred = self.xx - self.count * torch.outer(x, x)
-        centred.diagonal().add_(ridge)
-        weight = torch.linalg.solve(centred, self.xy - self.count * torch.outer(x, y)).T
-        return weight, y - weight @ x
-
-
-@dataclass
-class _Told:
-    """Squared errors and variance in held-out texts, of one layer."""
-
-    count: int
-    error: Tensor
-    y: Tensor
-    yy: Tensor
-
-    @classmethod
-    def of(cls, layer: _Layer) -> _Told:
-        return cls(0, *layer.y.new_zeros(3, layer.y.shape[1]))
-
-    def add(self, y: Tensor, predicted: Tensor) -> None:
-        self.count += len(y)
-        self.error += (y - predicted).square().sum(0)
-        self.y += y.sum(0)
-        self.yy += y.square().sum(0)
-
-    @property
-    def r2(self) -> Tensor:
-        return 1 - self.error / (self.yy - self.y.square() / self.count).clamp(min=1e-12)
-
-
-@dataclass
 class _Seen:
-    """What the pieces so far gave: sums of each layer, shares of heads in each fitted piece; ``pieces``: how many."""
+    """What the pieces so far gave, with sums over tokens in each layer.
 
-    sums: list[_Sums] = field(default_factory=list)
-    told: list[_Told] = field(default_factory=list)
-    shares: list[Tensor] = field(default_factory=list)
+    Attributes:
+        pieces: how many there were. shares: of heads, in each fitted piece. sums: over fitted pieces, of ``x x'`` and
+            ``x y'`` where x ends with a 1, ``[L, hidden + 1, hidden + 1]`` and ``[L, hidden + 1, K]``. told: over
+            held-out pieces, of ones, y, squares of y and squared errors, each ``[L, K]``.
+    """
+
     pieces: int = 0
+    shares: list[Tensor] = field(default_factory=list)
+    sums: tuple[Tensor, ...] = ()
+    told: tuple[Tensor, ...] = ()
 
     def fit(self, layers: Sequence[_Layer]) -> None:
-        self.sums = self.sums or [_Sums.of(layer) for layer in layers]
-        for layer, of_layer in zip(layers, self.sums, strict=True):
-            of_layer.add(layer)
+        x, y = layers[0]
+        columns, heads, zeros = x.shape[1] + 1, y.shape[1], x.new_zeros
+        self.sums = self.sums or tuple(zeros(len(layers), columns, n) for n in (columns, heads))
+        for layer, xx, xy in zip(layers, *self.sums, strict=True):
+            x = nn.functional.pad(layer.x, (0, 1), value=1.0)
+            xx.addmm_(x.T, x)
+            xy.addmm_(x.T, layer.y)
         self.shares.append(_shares(torch.stack([layer.y for layer in layers])))
         self.pieces += 1
 
-    def tell(self, layers: Sequence[_Layer], maps: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.told = self.told or [_Told.of(layer) for layer in layers]
-        for layer, found, fit in zip(layers, self.told, maps, strict=True):
-            found.add(layer.y, layer.x @ fit[0].T + fit[1])
+    def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
+        """Return weights ``[L, K, hidden]`` and biases ``[L, K]``; the biases are not penalised."""
+        xx, _ = self.sums
+        penalty = xx.new_full(xx.shape[1:2], ridge)
+        penalty[-1] = 0
+        solved = torch.stack([torch.linalg.solve(x + penalty.diag(), xy).T for x, xy in zip(*self.sums, strict=True)])
+        return solved[..., :-1], solved[..., -1]
+
+    def tell(self, layers: Sequence[_Layer], weights: Tensor, biases: Tensor) -> None:
+        found = []
+        for (x, y), weight, bias in zip(layers, weights, biases, strict=True):
+            errors = y - (x @ weight.T + bias)
+            found.append(torch.stack([torch.ones_like(y), y, y.square(), errors.square()]).sum(1))
+        parts = torch.stack(found, 1).unbind()
+        self.told = tuple(map(torch.add, self.told, parts)) if self.told else parts
         self.pieces += 1
 
+    @property
+    def r2(self) -> Tensor:
+        """Share of the variance that is explained, ``[L, K]``."""
+        count, y, yy, error = self.told
+        return 1 - error / (yy - y.square() / count).clamp(min=1e-12)
+
     def save(self, path: Path, of: Mapping[str, str]) -> None:
-        parts = {"sums": list(map(vars, self.sums)), "told": list(map(vars, self.told))}
         with replacing(path) as file:
-            torch.save({"of": dict(of), **vars(self), **parts}, file)
+            torch.save({"of": dict(of), **vars(self)}, file)
 
     @classmethod
     def resumed(cls, path: Path, of: Mapping[str, str], device: torch.device) -> _Seen:
         """Return what a file of :meth:`save` holds, or nothing if it is of another model, other texts or options."""
-        if not path.is_file():
-            return cls()
-        held = torch.load(path, map_location=device, weights_only=True)
-        if held.pop("of") != of:
-            return cls()
-        held["sums"], held["told"] = [_Sums(**x) for x in held["sums"]], [_Told(**x) for x in held["told"]]
-        return cls(**held)
+        held = torch.load(path, map_location=device, weights_only=True) if path.is_file() else {"of": None}
+        return cls(**held) if held.pop("of") == of else cls()
 
 
 @contextmanager
-def _counted_whole(layers: list[_Layer]) -> Iterator[list[_Layer]]:
+def _counted_whole() -> Iterator[None]:
     """Put off Ctrl-C until the block has ended, so that no sum lacks a part of a piece."""
     if threading.current_thread() is not threading.main_thread():
-        yield layers
+        yield
         return
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
-        yield layers
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
     if asked:

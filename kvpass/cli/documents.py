@@ -16,7 +16,6 @@ from kvpass.api import read_saved, restore_cache
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.metadata import CacheMetadata
 from kvpass.compiler.backend import Compiler
-from kvpass.config import EntryFormat
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
 from kvpass.loading import is_gguf, load_model
@@ -42,28 +41,23 @@ class Document:
         text: str,
         *,
         model: str,
-        policy: str,
-        budget: int | float | str | None,
-        options: Mapping[str, Any] | None = None,
-        entries: EntryFormat = "model",
         dtype: str = "auto",
         device: str = "cpu",
-        backend: Compiler = "inductor",
         keep_full: bool = False,
+        **options: Any,
     ) -> Document:
         """Compress a text before any question is known.
 
         Args:
-            model: as in :func:`load_model`. options: of the policy. entries: how kept entries are held. dtype: as in
-                ``kvpass eval``. keep_full: keep the full cache too, for exact answers.
+            model, dtype, device: as in :func:`load_model`. keep_full: keep the full cache too, for exact answers.
+                options: of :func:`kvpass.compile`.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
         if not text.strip():
             raise ValueError("the document is empty")
         made, tokenizer = load_model(model, dtype=dtype, device=device)
-        chosen: Any = policy  # its name and options are checked when it is compiled
-        fast = kvpass.compile(made, policy=chosen, budget=budget, backend=backend, entries=entries, **(options or {}))
+        fast = kvpass.compile(made, **options)
         ids = tokenizer(text, return_tensors="pt").input_ids
         cache = fast.compress(ids.to(device), keep_full=keep_full)
         return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})

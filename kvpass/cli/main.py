@@ -226,7 +226,7 @@ def bench(
         with _interruptible("nothing is written before the end"), _bad_values():
             Console().print(f"written: {tune_kernels(Console())}", highlight=False)
         return
-    from kvpass.eval.bench.processes import PrefillMemory, Start
+    from kvpass.eval.bench.processes import PrefillMemory, ProcessBench, Start
     from kvpass.eval.bench.report import show
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
@@ -235,7 +235,7 @@ def bench(
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    others: dict[str, Callable[[BenchSettings], Start | PrefillMemory | SharedModel | Serve]] = {
+    others: dict[str, Callable[[BenchSettings], ProcessBench]] = {
         "start": lambda settings: Start(settings, _numbers("start", start)),
         "prefill_memory": PrefillMemory,
         "serve": lambda settings: Serve(settings, requests, cache_mib, question_tokens),
@@ -447,12 +447,12 @@ def compress(
             model=model,
             policy=chosen[0].name,
             budget=typed(budget) if chosen[0].resolve().needs_budget else None,
-            options=({} if window is None else {"window": window}) | dict(chosen[0].options),
             entries=one_of("entries", entries, ENTRY_FORMATS),
             dtype=dtype,
             device=device,
             backend=_compiler(backend),
             keep_full=keep_full,
+            **({} if window is None else {"window": window}) | dict(chosen[0].options),
         )
         made.save(output)
     if launched()[0] > 0:
@@ -534,7 +534,6 @@ def _goes_on(folder: Path) -> str:
 
 def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a command that are fields of its settings and not None, their texts parsed."""
-    from kvpass.config import ENTRY_FORMATS, one_of
     from kvpass.eval.policy_spec import parse_policies, typed
 
     parsers: dict[str, Callable[[str], Any]] = {
@@ -543,9 +542,8 @@ def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
         "budget": typed,
         "budgets": lambda text: tuple(map(typed, _names(text))),
         "contexts": partial(_numbers, "contexts"),
-        "entries": lambda text: tuple(one_of("entries", name, ENTRY_FORMATS) for name in _names(text)),
         "policies": parse_policies,
-        **dict.fromkeys(("scopes", "systems", "tasks"), _names),
+        **dict.fromkeys(("entries", "scopes", "systems", "tasks"), _names),
     }
     names = [field.name for field in dataclasses.fields(settings) if given.get(field.name) is not None]
     return {name: parsers[name](given[name]) if name in parsers else given[name] for name in names}

@@ -232,8 +232,7 @@ class KVPassImpl(AttentionImpl):
                 out = self._append(call, row.place[None].long(), buffers, site, meta, of_documents=True)
                 output[row.tokens] = out[0].transpose(0, 1)
                 continue
-            block = {name: x.narrow(BUFFERS[name].row_dim, row.block, 1) for name, x in buffers.items()}
-            self._begin(call, output[row.tokens], block, site, row, meta)
+            self._begin(call, output[row.tokens], buffers, site, row, meta)
         for going in meta.step.going:
             call = self._call(*(x[going.tokens][:, :, None] for x in (query, key, value)))
             out = self._append(call, going.block, buffers, site, meta, going.of_documents)
@@ -267,29 +266,23 @@ class KVPassImpl(AttentionImpl):
         return tables.device.attend_blocks(entry_formats.centred(call, tables.means, (site, block)), held, site)
 
     def _begin(
-        self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
+        self, call: Attention, out: Tensor, buffers: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> None:
         """A prompt; behind it, if the request was preempted, what it had generated. ``out``: ``[tokens, H, D]``."""
-        n = row.prompt.length
+        n, tables = row.prompt.length, meta.tables
+        block = {name: x.narrow(BUFFERS[name].row_dim, row.block, 1) for name, x in buffers.items()}
         if call.q.shape[2] == n:
             self._prefill(call, out, block, site, row, meta)
             return
-        tables, device = meta.tables, meta.tables.device
         kept = tables.kept[row.prompt.digest] if n >= self.layout.shortest else tables.nothing
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
         self._restore(prompt, block, row.block, site, kept, tables)
         if site == 0:
             tables.enter(row.block, self._before(n), row.prompt.digest, kept)
-        device.attend_prompt(prompt, out[:n])
-        held = AppendBuffers(
-            **block,
-            offsets=kept.offsets[None],
-            tail_start=tables.start[:1],
-            tail_used=tables.start.new_tensor(n - self._before(n)),
-            arrivals=device.arrivals(1),
-        )
-        answer = entry_formats.centred(answer, tables.means, (site, slice(row.block, row.block + 1)))
-        out[n:] = device.attend_blocks(answer, held, site)[0].transpose(0, 1)
+            tables.used[row.block] = n - self._before(n)
+        tables.device.attend_prompt(prompt, out[:n])
+        after = self._append(answer, row.place[None].long(), buffers, site, meta, of_documents=False)
+        out[n:] = after[0].transpose(0, 1)
 
     def _prefill(
         self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata

@@ -32,7 +32,7 @@ class OnCPU:
         return None
 
     def attend_blocks(self, call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-        """Attend blocks, all with a row_index or one without, as :func:`kvpass.kernels.cpu.attend_cache`."""
+        """Attend blocks, which have a row_index, as :func:`kvpass.kernels.cpu.attend_cache`."""
         return cpu.attend_cache(call, held, layer)
 
 

@@ -42,52 +42,44 @@ class SavedDocument(NamedTuple):
         return {name.removeprefix("store0_"): tensor for name, tensor in tensors.items()}
 
     @staticmethod
-    def segments(held: Mapping[str, Tensor]) -> Iterator[list[Tensor]]:
+    def segments(held: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield keys and values of each layer and KV head, each ``[entries, D]``: of pool and tail; and scales."""
         kv_heads, first = held["tail_k"].shape[2], int(held["tail_start"])
         for segment, (begin, end) in enumerate(pairwise(held["offsets"][0].tolist())):
             tail = (segment // kv_heads, 0, segment % kv_heads, slice(first, None))
-            yield [
-                torch.cat([held[f"pool_{x}"][0, begin:end], held[f"tail_{x}"][tail]])
+            yield {
+                f"pool_{x}": torch.cat([held[f"pool_{x}"][0, begin:end], held[f"tail_{x}"][tail]])
                 for x in ("k", "v", "k_scale", "v_scale")
                 if f"pool_{x}" in held
-            ]
+            }
 
 
 class Documents(NamedTuple):
     """Entries of all documents of an engine, of the KV heads of this process.
 
     Attributes:
-        keys, values: ``[1, E, D]``, a pool of one row. offsets: by name of the document, bounds of its segments, int32
-            ``[P]``. scales: of keys and values, each ``[1, E]``, if they are codes. means: then of the keys of each
-            document, fp32 ``[L, K, D]``.
+        pools: keys and values, ``[1, E, D]``, and if they are codes their scales, ``[1, E]``; by their names in
+            :class:`kvpass.operands.AppendBuffers`. offsets: by name of the document, bounds of its segments, int32
+            ``[P]``. means: of codes, those of the keys of each document, fp32 ``[L, K, D]``.
     """
 
-    keys: Tensor
-    values: Tensor
+    pools: dict[str, Tensor]
     offsets: dict[str, Tensor]
-    scales: tuple[Tensor, ...]
     means: dict[str, Tensor]
-
-    @property
-    def pools(self) -> dict[str, Tensor]:
-        """Entries by their names in :class:`kvpass.operands.AppendBuffers`."""
-        names = ("pool_k", "pool_v", "pool_k_scale", "pool_v_scale")
-        return dict(zip(names, (self.keys, self.values, *self.scales), strict=False))
 
     @classmethod
     def of(cls, saved: Mapping[str, SavedDocument], ranks: Ranks, device: torch.device) -> Documents:
-        segments, offsets, means, end = list[list[Tensor]](), dict[str, Tensor](), dict[str, Tensor](), 0
+        segments, offsets, means, end = list[dict[str, Tensor]](), dict[str, Tensor](), dict[str, Tensor](), 0
         for name, document in saved.items():
             held = document.of_rank(ranks)
             own = list(document.segments(held))
-            counts = torch.tensor([end, *(len(each[0]) for each in own)], device="cpu")
+            counts = torch.tensor([end, *(len(each["pool_k"]) for each in own)], device="cpu")
             offsets[name], end = counts.cumsum(0).int().to(device), int(counts.sum())
             segments += own
             if "key_mean" in held:
                 means[name] = held["key_mean"][:, 0].to(device)
-        keys, values, *scales = (torch.cat(each)[None].to(device) for each in zip(*segments, strict=True))
-        return cls(keys, values, offsets, tuple(scales), means)
+        pools = {name: torch.cat([each[name] for each in segments])[None].to(device) for name in segments[0]}
+        return cls(pools, offsets, means)
 
 
 def load(config: Any, settings: Settings, ranks: Ranks) -> Documents:

@@ -132,7 +132,7 @@ def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
     expected = kvpass.calibrate(model, Letters(), **given)
     pieces, left, calls = len(fit._pieces(Letters(), texts, 90)), tmp_path / "left", []
     last = {"a piece": 3, "its sums": 3, "a piece held out": pieces - 1}[where]
-    run, add = fit._run, fit._Sums.add
+    run, shares = fit._run, fit._shares
 
     def interrupted(*args):
         calls.append(args)
@@ -140,14 +140,14 @@ def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return run(*args)
 
-    def added(self, layer):
+    def counted(y):
         if len(calls) == last and where == "its sums":
             os.kill(os.getpid(), signal.SIGINT)
-        add(self, layer)
+        return shares(y)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(fit, "_run", interrupted)
-        patch.setattr(fit._Sums, "add", added)
+        patch.setattr(fit, "_shares", counted)
         kvpass.calibrate(model, Letters(), **given, resume=left)
     assert left.is_file()
     other = kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}, resume=shutil.copy(left, tmp_path / "other"))

@@ -46,9 +46,7 @@ def captured_once():
 
 @pytest.fixture(scope="module")
 def document():
-    return Document.compress(
-        TEXT, model="builtin", policy="snapkv", budget=0.6, options={"window": 6, "pool": "avg"}, backend="eager"
-    )
+    return Document.compress(TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
 
 
 @pytest.fixture
@@ -60,9 +58,8 @@ def text(tmp_path):
 
 def test_a_fresh_process_answers_as_the_live_cache_does(tmp_path):
     """With a model of two layers, which is captured sooner."""
-    output, options = tmp_path / "doc.kv", {"window": 6, "pool": "avg"}
-    given = {"model": str(small_builtin(tmp_path / "model")), "policy": "snapkv", "budget": 0.6, "options": options}
-    document = Document.compress(TEXT, **given, backend="eager")
+    output, model = tmp_path / "doc.kv", str(small_builtin(tmp_path / "model"))
+    document = Document.compress(TEXT, model=model, policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
     document.save(output)
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
     asked = [sys.executable, "-c", FRESH, "ask", str(output), QUESTIONS[1], "--backend", "eager", "--new-tokens", "6"]

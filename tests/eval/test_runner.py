@@ -186,11 +186,6 @@ def test_a_budget_changes_without_compiling_anything_again(loaded, requests):
         given.model.set_budget(8)
 
 
-def test_a_batch_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="batch=0"):
-        Runner(model=None, tokenizer=None, batch=0)
-
-
 @pytest.mark.parametrize("scope", ["prompt", "context"])
 def test_where_all_layers_slide_nothing_is_evicted(loaded, scope):
     fast = kvpass.compile(

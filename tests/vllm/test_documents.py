@@ -67,17 +67,17 @@ def test_all_entries_of_a_document_lie_in_one_pool(folder, model, file, policy):
     cache.save(file)
     found = load(folder, file, file)
     entries = int(cache.lengths.sum())
-    assert found.keys.shape == found.values.shape == (1, 2 * entries, 8)
+    assert found.pools["pool_k"].shape == found.pools["pool_v"].shape == (1, 2 * entries, 8)
     assert found.offsets["a"].diff().tolist() == cache.lengths.flatten().tolist()
     assert torch.equal(found.offsets["b"], found.offsets["a"] + entries) and found.offsets["b"].dtype == torch.int32
     store = cache.full_layers[0]
-    for held, pool, tail in ((found.keys, store.pool_k, store.tail_k), (found.values, store.pool_v, store.tail_v)):
+    for side, pool, tail in (("k", store.pool_k, store.tail_k), ("v", store.pool_v, store.tail_v)):
         for segment in range(4):
             begin, end = found.offsets["a"][segment : segment + 2].tolist()
             first, last = store.offsets[0, segment : segment + 2].tolist()
             newest = tail[segment // 2, 0, segment % 2, int(store.tail_start) : store.used]
             expected = torch.cat([pool[0, first:last], newest])
-            assert torch.equal(held[0, begin:end], expected)
+            assert torch.equal(found.pools[f"pool_{side}"][0, begin:end], expected)
 
 
 def test_each_process_has_the_entries_of_its_heads(folder, model, file):
@@ -88,7 +88,8 @@ def test_each_process_has_the_entries_of_its_heads(folder, model, file):
         for head in range(2):
             begin, end = whole.offsets["a"][2 * layer + head :][:2].tolist()
             first, last = parts[head].offsets["a"][layer:][:2].tolist()
-            assert torch.equal(whole.keys[0, begin:end], parts[head].keys[0, first:last])
+            keys, own = whole.pools["pool_k"], parts[head].pools["pool_k"]
+            assert torch.equal(keys[0, begin:end], own[0, first:last])
 
 
 @pytest.mark.parametrize("ranks", [ONE_PROCESS, Ranks("", 1, 2)], ids=["one process", "second of two"])

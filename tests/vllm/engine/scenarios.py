@@ -92,7 +92,7 @@ def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> 
             "joined": joined(llm, every=2, cases=cases, new=new)[0],
             "resumed": resumed,
             "preempted": preempted,
-            "numbers": found.keys.numel() + found.values.numel(),
+            "numbers": found.pools["pool_k"].numel() + found.pools["pool_v"].numel(),
             "blocks": max(taken),
             "left": free - pool.get_num_free_blocks(),
         }
