@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvpass.graphs.find.operands import Product, insert_heads, insert_result, product_of
+from kvpass.graphs.find.sdpa import check_heads
 from kvpass.graphs.fx_utils import (
     MATMULS,
     SOFTMAX,
@@ -77,6 +78,7 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
                 continue
             with gm.graph.inserting_before(match.out.node):
                 heads = insert_heads(gm, flow, match.scores, match.out)
+            check_heads(softmax, *heads, enable_gqa=True)
             rule = _prove(gm, flow, match, int(recorded(heads[0]).shape[1]), proofs)
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
