@@ -31,7 +31,7 @@ from itertools import permutations
 
 from torch.fx import Node
 
-from kvpass.graphs.fx_utils import is_integral, is_module_tensor, is_scalar, shape_of, target_name
+from kvpass.graphs.fx_utils import is_integral, is_module_tensor, is_scalar, reached, shape_of, target_name
 
 _RESHAPES = ("view", "reshape", "flatten", "_unsafe_view", "unflatten")
 _COPIES = ("contiguous", "clone")
@@ -133,16 +133,11 @@ def attention_input(q: Node, k: Node, v: Node) -> Node | None:
 
 def _read_by_linear_layers(node: Node) -> set[Node]:
     """Return what the last linear layers before a node read."""
-    found, seen, left = set[Node](), set[Node](), [node]
-    while left:
-        node = left.pop()
-        product = _product_with_weight(node)
-        if product is not None:
-            found.add(product[0])
-        elif node not in seen:
-            seen.add(node)
-            left += node.all_input_nodes
-    return found
+
+    def reads(node: Node) -> list[Node]:
+        return node.all_input_nodes if _product_with_weight(node) is None else []
+
+    return {product[0] for made in reached([node], reads) if (product := _product_with_weight(made)) is not None}
 
 
 def rotary_frequencies(q: Node) -> Node | None:

@@ -34,6 +34,7 @@ from kvpass.graphs.fx_utils import (
     Dim,
     erase_dead_nodes,
     is_module_tensor,
+    reached,
     recorded,
     refuse,
     shape_of,
@@ -126,19 +127,12 @@ def _match(flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
 
 def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
     """Return the product that the logits are computed from, if there is exactly one."""
-    seen: set[Node] = set()
-    products: list[Node] = []
-    stack = [logits]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if target_name(node) in MATMULS:
-            products.append(node)
-        else:
-            stack.extend(value_inputs(node))
-        stack.extend(flow.writes_to(node, before=softmax))
+
+    def reads(node: Node) -> list[Node]:
+        inputs = [] if target_name(node) in MATMULS else value_inputs(node)
+        return [*inputs, *flow.writes_to(node, before=softmax)]
+
+    products = [node for node in reached([logits], reads) if target_name(node) in MATMULS]
     return products[0] if len(products) == 1 else None
 
 
@@ -147,16 +141,12 @@ def _product_after(softmax: Node) -> tuple[Node, Node] | None:
 
     Between softmax and product only operations of one operand are allowed.
     """
-    products: list[tuple[Node, Node]] = []
-    stack, seen = [softmax], {softmax}
-    while stack:
-        weights = stack.pop()
-        for user in weights.users:
-            if target_name(user) in MATMULS:
-                products.append((user, weights))
-            elif user not in seen and len(value_inputs(user)) == 1:
-                seen.add(user)
-                stack.append(user)
+
+    def unary(node: Node) -> list[Node]:
+        return [user for user in node.users if target_name(user) not in MATMULS and len(value_inputs(user)) == 1]
+
+    passed = reached([softmax], unary)
+    products = [(user, weights) for weights in passed for user in weights.users if target_name(user) in MATMULS]
     return products[0] if len(products) == 1 else None
 
 

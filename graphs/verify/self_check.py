@@ -43,6 +43,7 @@ from kvpass.graphs.fx_utils import (
     is_scalar,
     mutated_inputs,
     numbers_given,
+    reached,
     refuse,
     shape_of,
     symbols_in,
@@ -522,17 +523,13 @@ class _Lockstep:
 
     def _origin(self, node: Node) -> Node:
         """The first mismatched call that what is wrong here is made of, through calls that did not match."""
-        order = self.offsets.flow.order
-        found, stack, visited = node, [node], {node}
-        while stack:
-            current = stack.pop()
-            for operand in (*current.all_input_nodes, *self.offsets.flow.writes_to(current, before=current)):
-                if operand not in visited and operand in self.offsets.input_dependent and operand not in self.matched:
-                    visited.add(operand)
-                    stack.append(operand)
-                    if operand in self.mismatched and order[operand] < order[found]:
-                        found = operand
-        return found
+        flow = self.offsets.flow
+
+        def unmatched(node: Node) -> list[Node]:
+            operands = (*node.all_input_nodes, *flow.writes_to(node, before=node))
+            return [x for x in operands if x in self.offsets.input_dependent and x not in self.matched]
+
+        return min(reached([node], unmatched) & {node, *self.mismatched}, key=flow.order.__getitem__)
 
 
 def _agree(views: tuple[Tensor, Tensor] | None) -> bool:
