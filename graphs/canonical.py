@@ -169,6 +169,8 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
         )
     first = recorded(sites[0].k)
     for site in sites:
+        if site.node.meta.get(SLOPES) is not None:
+            raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
         q, k, v = (recorded(node) for node in (site.q, site.k, site.v))
         if not q.dtype == k.dtype == v.dtype:
             raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")

@@ -17,9 +17,9 @@ prompt that is not split: of one token, with ``compile_regions=False``, or of a 
 ``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``
 ``find_eager_attention``    matmul, softmax, matmul proved to be causal attention -> ``kvpass::site``
 ``strip_repeat_kv``         repeated K and V of an attention op -> K and V before the repeat
-``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_no_raw_attention``  raise: attention or other token mixing outside of ``kvpass::site``
 ``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
+``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
 ``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
@@ -77,9 +77,9 @@ CANONICAL_PASSES = (
     find_flash_attention_pass,
     find_eager_attention_pass,
     strip_repeat_kv_pass,
-    fold_alibi_pass,
     check_no_raw_attention_pass,
     self_check_pass,
+    fold_alibi_pass,
 )
 """After these passes every attention call is a ``kvpass::site``."""
 

@@ -34,7 +34,6 @@ from kvpass.graphs.fx_utils import (
     target_name,
     value_inputs,
 )
-from kvpass.graphs.verify.offset_positions import RELATIVE
 from kvpass.ranks import ALONE
 from kvpass.torch_compat import TorchDispatchMode
 
@@ -425,7 +424,7 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
     """Calls that make something by token of token ids, positions and numbers alone, and those that reduce such to less.
 
     What is made of the latter is in neither list, nor what meets a weight: a float of a module that is more than one.
-    Nor are positions that ``fold_alibi`` counts, which is right at any number, and memory that is yet to be written.
+    Nor is memory that is yet to be written.
 
     Args:
         live: nodes in execution order.
@@ -440,7 +439,7 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
             value = recorded(node)
             if shape is not None and (not value.is_floating_point() or shape in ((), (1,))):
                 counting.add(node)
-        elif shape is None or RELATIVE in node.meta or target_name(node).startswith(("empty", "new_empty")):
+        elif shape is None or target_name(node).startswith(("empty", "new_empty")):
             continue
         elif all(operand in counting for operand in value_inputs(node)):
             if any(symbols_of(shape_of(operand) or ()) & symbols for operand in value_inputs(node)):

@@ -67,7 +67,7 @@ from kvpass.graphs.verify.examples import (
     token_wise_site,
 )
 from kvpass.graphs.verify.graph_text import NoTextError, graph_text
-from kvpass.graphs.verify.offset_positions import COUNTED, MARK, RELATIVE, shift
+from kvpass.graphs.verify.offset_positions import COUNTED, MARK, shift
 from kvpass.remembered import remembered
 from kvpass.torch_compat import tree_leaves
 
@@ -86,9 +86,8 @@ _TOLERANCE = 2e-5
 def self_check_pass(gm: GraphModule) -> int:
     """Mark the positions that the decoder counts by itself; returns how many of them count.
 
-    With any, rows of a batch must be at the same position: left padding is not possible. Positions of which only
-    differences count (``fold_alibi``) are marked but not counted. A capture of one token is not looked at. What an
-    earlier process found for the same graph and weights is not checked again.
+    With any, rows of a batch must be at the same position: left padding is not possible. A capture of one token is not
+    looked at. What an earlier process found for the same graph and weights is not checked again.
 
     Raises:
         UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
@@ -152,7 +151,7 @@ def _check_length_as_number(live: Sequence[Node], lengths: Collection[object]) -
         lengths: symbols of the lengths of all inputs.
     """
     for node in live:
-        if not node.op.startswith("call_") or RELATIVE in node.meta or is_scalar(node):
+        if not node.op.startswith("call_") or is_scalar(node):
             continue
         for operand in numbers_given(node):
             if symbols_in(operand) & set(lengths):
@@ -298,8 +297,7 @@ class _Offsets:
         found: dict[int, tuple[list[int], int]] = {}
         for user in (user for user, match in self.shifted_match.items() if match):
             for operand in self.shifted[user]:
-                relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
-                counts = (user, operand) in self.changed and not relative
+                counts = (user, operand) in self.changed
                 if counts and (given := next(filter(self._is_given_number, value_inputs(user)), None)) is not None:
                     raise refuse(
                         user,
