@@ -46,6 +46,7 @@ from kvpass.graphs.canonical import (
     site_locations,
     state_of,
 )
+from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
 from kvpass.operands import AppendBuffers, EvictBuffers, PolicyInputs, PrefillBuffers, RecompressBuffers, RingBuffers
 from kvpass.policies.base import Policy
@@ -136,7 +137,7 @@ class Rewriter:
     def _prune(self, site: Site, location: SiteLocation) -> Node:
         start, first, layer = self.state["start"], self.state["first"], location.layer
         buffers = location.buffers(PrefillBuffers, self.state)
-        frequencies: Any = site.rotary_frequencies if self.policy.reads_rotation else None
+        frequencies: Any = rotary_frequencies(site) if self.policy.reads_rotation else None
         rows: Any = self.state.get(f"{location.prefix}_rule_rows")
         policy_inputs = PolicyInputs(self._projection(site), frequencies, buffers.entries, rule_rows=rows)
         asked = (self.policy.spec, *policy_inputs, self.ranks.spec)
