@@ -54,7 +54,7 @@ _BY_AXIS = set(
 )
 """Aten operators on a tensor, an axis and indices along it."""
 
-_LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
+LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
 """Aten operators that look something up."""
 
 _MAX_TEXT_TOKENS = 4096
@@ -190,7 +190,7 @@ class LookupsInRange(TorchDispatchMode):
 def _name_of_lookup(func: torch._ops.OpOverload) -> str:
     """Of an operator that :func:`_looked_up` knows, the name without underscores; "" of any other."""
     name = func.overloadpacket.__name__.strip("_")
-    return name if name in _LOOKUPS else ""
+    return name if name in LOOKUPS else ""
 
 
 def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:

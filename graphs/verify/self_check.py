@@ -319,10 +319,6 @@ class _Run(ExampleRun):
         super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
         self.offsets, self.seen, self.length = offsets, seen, length
 
-    def copy(self) -> _Run:
-        """Return a run that goes on alone from where this one is."""
-        return _Run(self.offsets, self.length, self.seen, self.env)
-
 
 class _Lockstep:
     """One run of a whole text and one of each of its pieces.
@@ -432,7 +428,7 @@ class _Lockstep:
         """The value of ``write`` in a piece that has not come there yet; the piece does not change."""
         run, target = self.parts[place], write.args[0]
         assert isinstance(target, Node)
-        scratch = run.copy()
+        scratch = _Run(self.offsets, run.length, run.seen, run.env)
         needed = self.offsets.flow.needed([target], stop=scratch.env)
         missing = [node for node in needed if node not in scratch.env and node.op != "placeholder"]
         made: set[Node] = set()

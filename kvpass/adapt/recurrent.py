@@ -83,6 +83,7 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     if not _is_hybrid(model, kinds):
         return None
     name, reason = type(model).__name__, None
+    methods = (method for kind in {*map(type, model.modules())} for method in _methods_of(kind).values())
     if kinds and not attention:
         reason = "it has recurrent layers and no attention, so no KV cache that could be compressed"
     elif not hasattr(Cache, "get_conv_state"):
@@ -90,7 +91,7 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
             "it has recurrent layers beside attention, for which kvpass needs transformers >= 5.22; here is "
             f"{transformers.__version__}"
         )
-    elif not any(map(_gives_states, {type(module) for module in model.modules()})):
+    elif _GIVES_STATES.isdisjoint(name for method in methods for name in method.__code__.co_names):
         reason = (
             "its recurrent layers do not give their states to a cache (update_conv_state, update_recurrent_state): "
             "they keep them in themselves, or in a cache class of their own"
@@ -117,11 +118,6 @@ def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
     # older versions do not name these kinds
     stateful = getattr(model, "_is_stateful", False) and hasattr(model.config.get_text_config(), "num_attention_heads")
     return bool(stateful) and (not kinds or not _BOTH.isdisjoint(kinds))
-
-
-def _gives_states(kind: type) -> bool:
-    """Return whether a method of the class calls one of :data:`_GIVES_STATES`."""
-    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in _methods_of(kind).values())
 
 
 def _states_of(cache: Cache) -> tuple[StateShape, ...]:

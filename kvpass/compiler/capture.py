@@ -415,7 +415,7 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
     """Add the ends of a capture.
 
     Raises:
-        ValueError: it holds for one number of several tokens only, or for some and not for others.
+        _OneTokenAlone: it is of one token. ValueError: it holds for some numbers of tokens and not for others.
     """
     inputs = placeholders(gm)
     if batch_and_tokens(gm)[1] == 1:
