@@ -61,7 +61,7 @@ from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.self_check import self_check_pass
 from kvpass.policies.base import Policy
-from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.ranks import Ranks
 from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
@@ -98,10 +98,10 @@ def phase_passes(
     state: Mapping[str, Node],
     layout: Layout,
     policy: Policy,
-    one_token: GraphPass | None = None,
+    one_token: GraphPass | None,
     *,
     cpp: bool,
-    ranks: Ranks = ONE_PROCESS,
+    ranks: Ranks,
 ) -> list[GraphPass]:
     """Return the passes that rewrite a capture for one phase and policy.
 

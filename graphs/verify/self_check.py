@@ -317,7 +317,7 @@ class _Run(ExampleRun):
     def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
         feeds = {offsets.seen: torch.tensor(seen, device="cpu"), **env}
         super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
-        self.offsets, self.seen, self.length = offsets, seen, length
+        self.seen, self.length = seen, length
 
 
 class _Lockstep:
