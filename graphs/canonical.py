@@ -18,7 +18,7 @@ import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Geometry, LayerGroup, Layout, PoolFacts, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
-from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection, rotary_frequencies
+from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection
 from kvpass.operands import Attention
 
 SITE = torch.ops.kvpass.site.default
@@ -70,23 +70,10 @@ class Site:
             UnsupportedAttentionError: there is none.
         """
         found = output_projection(self.node) if self.up is None else None  # what is cached are no values of heads
-        return self._needed(
+        return self.needed(
             found,
             "the output projection of the layer, which must be a linear layer (or addmm, or a matrix product with a "
             "parameter) that reads the output of attention, heads side by side, and nothing else may read that output",
-        )
-
-    @property
-    def rotary_frequencies(self) -> Node:
-        """The inverse frequencies ``[D / 2]`` by which queries were rotated.
-
-        Raises:
-            UnsupportedAttentionError: they were not, or not all channels, or in another form.
-        """
-        return self._needed(
-            rotary_frequencies(self.q),
-            "the rotary embedding of the queries, which must turn all channels, each of the first half with one of the "
-            "second, by position_ids times a tensor of the model",
         )
 
     @property
@@ -96,12 +83,17 @@ class Site:
         Raises:
             UnsupportedAttentionError: there is no such tensor.
         """
-        return self._needed(
+        return self.needed(
             attention_input(self.q, self.k, self.v),
             "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
         )
 
-    def _needed(self, found: T | None, what: str) -> T:
+    def needed(self, found: T | None, what: str) -> T:
+        """Return what a policy reads of the model, if it was found.
+
+        Raises:
+            UnsupportedAttentionError: it was not.
+        """
         if found is None:
             advice = "take a policy that does not need it, see docs/policies.md"
             raise refuse(self.node, f"the policy needs {what}; {advice}")
@@ -169,6 +161,8 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
         )
     first = recorded(sites[0].k)
     for site in sites:
+        if site.node.meta.get(SLOPES) is not None:
+            raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
         q, k, v = (recorded(node) for node in (site.q, site.k, site.v))
         if not q.dtype == k.dtype == v.dtype:
             raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")

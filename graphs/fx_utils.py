@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -279,7 +279,7 @@ class DataFlow:
             before: writes at or after this node do not count.
             stop: nodes that are included, but not their inputs.
         """
-        return self._closure(targets, value_inputs, before, stop)
+        return self._in_order(targets, value_inputs, before, stop)
 
     def needed(self, targets: Collection[Node], *, stop: Collection[Node] = ()) -> list[Node]:
         """Return ``targets`` and every node they need to run, sizes included, in execution order.
@@ -287,22 +287,27 @@ class DataFlow:
         Args:
             stop: nodes that are included, but not their inputs.
         """
-        return self._closure(targets, lambda node: node.all_input_nodes, None, stop)
+        return self._in_order(targets, lambda node: node.all_input_nodes, None, stop)
 
-    def _closure(
-        self, targets: Collection[Node], inputs: Any, before: Node | None, stop: Collection[Node]
+    def _in_order(
+        self, targets: Collection[Node], inputs: Callable[[Node], list[Node]], before: Node | None, stop: Any
     ) -> list[Node]:
-        seen: set[Node] = set()
-        stack = list(targets)
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node not in stop:
-                stack.extend(inputs(node))
-                stack.extend(self.writes_to(node, before))
-        return sorted(seen, key=self.order.__getitem__)
+        def reads(node: Node) -> list[Node]:
+            return [] if node in stop else [*inputs(node), *self.writes_to(node, before)]
+
+        return sorted(reached(targets, reads), key=self.order.__getitem__)
+
+
+def reached(targets: Iterable[Node], inputs: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return ``targets`` and all nodes to which ``inputs`` of a node leads from them."""
+    found: set[Node] = set()
+    stack = list(targets)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(inputs(node))
+    return found
 
 
 def storage_of(node: Node) -> object:

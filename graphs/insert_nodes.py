@@ -53,9 +53,7 @@ def emit_site(gm: GraphModule, call: Node, q: Node, k: Node, v: Node, rule: Logi
     Args:
         q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``.
     """
-    options: dict[str, Any] = {"sliding_window": rule.band.window, "softcap": rule.softcap}
-    given = {name: value for name, value in options.items() if value is not None}
-    site = gm.graph.call_function(SITE, (q, k, v, rule.scale), given)
+    site = gm.graph.call_function(SITE, (q, k, v, rule.scale, rule.band.window, rule.softcap))
     b, h, t, _ = recorded(q).shape
     example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)
     site.meta = {"example_value": example, SLOPES: rule.band.slopes}

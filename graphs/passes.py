@@ -17,9 +17,9 @@ prompt that is not split: of one token, with ``compile_regions=False``, or of a 
 ``find_flash_attention``    calls of the flash-attn library -> ``kvpass::site``
 ``find_eager_attention``    matmul, softmax, matmul proved to be causal attention -> ``kvpass::site``
 ``strip_repeat_kv``         repeated K and V of an attention op -> K and V before the repeat
-``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_no_raw_attention``  raise: attention or other token mixing outside of ``kvpass::site``
 ``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
+``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
 ``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
@@ -61,7 +61,7 @@ from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.self_check import self_check_pass
 from kvpass.policies.base import Policy
-from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.ranks import Ranks
 from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
@@ -77,9 +77,9 @@ CANONICAL_PASSES = (
     find_flash_attention_pass,
     find_eager_attention_pass,
     strip_repeat_kv_pass,
-    fold_alibi_pass,
     check_no_raw_attention_pass,
     self_check_pass,
+    fold_alibi_pass,
 )
 """After these passes every attention call is a ``kvpass::site``."""
 
@@ -98,10 +98,10 @@ def phase_passes(
     state: Mapping[str, Node],
     layout: Layout,
     policy: Policy,
-    one_token: GraphPass | None = None,
+    one_token: GraphPass | None,
     *,
     cpp: bool,
-    ranks: Ranks = ONE_PROCESS,
+    ranks: Ranks,
 ) -> list[GraphPass]:
     """Return the passes that rewrite a capture for one phase and policy.
 

@@ -46,6 +46,7 @@ from kvpass.graphs.fx_utils import (
     is_module_tensor,
     is_scalar,
     mutated_inputs,
+    reached,
     recorded,
     shape_of,
     storage_of,
@@ -137,12 +138,12 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     position_ids = [] if place is None else [placeholders(gm)[place]]
     sites = find_sites(gm)
     calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_scalar(node)]
-    hidden = _reached(calls, set(given) - set(position_ids))
-    positional = _reached(calls, {*position_ids, seen}) - hidden
-    once = _needed_for(positional)
+    layer_of = dict.fromkeys(calls, -1)
+    hidden = _dependent(calls, set(given) - set(position_ids))
+    positional = _dependent(calls, {*position_ids, seen}) - hidden
+    once = reached(positional, lambda node: [made for made in node.all_input_nodes if made in layer_of])
     order = [node for node in calls if node not in once]
     cuts = _cuts(order, hidden, tokens, states.keys())
-    layer_of = dict.fromkeys(calls, -1)
     for layer, (first, end) in enumerate(pairwise([*cuts, len(order)])):
         layer_of.update(dict.fromkeys(order[first:end], layer))
     _check_writes(gm, layer_of)
@@ -242,7 +243,7 @@ def _logits(gm: GraphModule) -> Node:
     return results[0]
 
 
-def _reached(calls: Sequence[Node], inputs: Collection[Node]) -> set[Node]:
+def _dependent(calls: Sequence[Node], inputs: Collection[Node]) -> set[Node]:
     """Return the inputs, and the calls whose elements or shapes depend on theirs."""
     shared: dict[object, list[Node]] = defaultdict(list)
     for node in calls:
@@ -256,17 +257,6 @@ def _reached(calls: Sequence[Node], inputs: Collection[Node]) -> set[Node]:
                 found.add(node)
         for node, storage in writes:
             found.update(shared[storage] if node in found else ())
-    return found
-
-
-def _needed_for(targets: Collection[Node]) -> set[Node]:
-    """Return the targets and all calls that they need."""
-    found, left = set[Node](), list(targets)
-    while left:
-        node = left.pop()
-        if node not in found and node.op.startswith("call_"):
-            found.add(node)
-            left += [operand for operand in node.all_input_nodes if not is_scalar(operand)]
     return found
 
 

@@ -13,7 +13,7 @@ After::
 
 Each KV entry then carries its own position, whatever is evicted. Only differences of positions matter, because softmax
 ignores a constant added to all logits. So column indices serve as positions, also with left padding. ``order`` is
-offset by the tokens seen, like any other position the decoder counts by itself.
+marked as :mod:`~kvpass.graphs.verify.offset_positions` reads it, so it goes on from the tokens seen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.canonical import SLOPES, find_sites
 from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.insert_nodes import insert_function, insert_method
-from kvpass.graphs.verify.offset_positions import RELATIVE
+from kvpass.graphs.verify.offset_positions import MARK
 
 _STEP = 256
 
@@ -46,10 +46,11 @@ def fold_alibi_pass(gm: GraphModule) -> int:
         with gm.graph.inserting_before(site.node), key.fake_mode:
             tokens = insert_method(gm, "size", site.k, 2)
             order = insert_function(gm, site.node, torch.arange, tokens, device=key.device)
-            order.meta[RELATIVE] = True
-            parts = [insert_function(gm, site.node, torch.remainder, order, _STEP)]
-            parts.insert(0, insert_function(gm, site.node, torch.sub, order, parts[0]))
-            columns = insert_function(gm, site.node, torch.stack, parts, -1)
+            low = insert_function(gm, site.node, torch.remainder, order, _STEP)
+            high = insert_function(gm, site.node, torch.sub, order, low)
+            for part in (low, high):
+                part.meta[MARK] = (0,)
+            columns = insert_function(gm, site.node, torch.stack, [high, low], -1)
             ramp = insert_function(
                 gm,
                 site.node,

@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvpass.graphs.find.operands import Product, insert_heads, insert_result, product_of
+from kvpass.graphs.find.sdpa import check_heads
 from kvpass.graphs.fx_utils import (
     MATMULS,
     SOFTMAX,
@@ -33,6 +34,7 @@ from kvpass.graphs.fx_utils import (
     Dim,
     erase_dead_nodes,
     is_module_tensor,
+    reached,
     recorded,
     refuse,
     shape_of,
@@ -77,6 +79,7 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
                 continue
             with gm.graph.inserting_before(match.out.node):
                 heads = insert_heads(gm, flow, match.scores, match.out)
+            check_heads(softmax, *heads, enable_gqa=True)
             rule = _prove(gm, flow, match, int(recorded(heads[0]).shape[1]), proofs)
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
@@ -124,19 +127,12 @@ def _match(flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
 
 def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
     """Return the product that the logits are computed from, if there is exactly one."""
-    seen: set[Node] = set()
-    products: list[Node] = []
-    stack = [logits]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if target_name(node) in MATMULS:
-            products.append(node)
-        else:
-            stack.extend(value_inputs(node))
-        stack.extend(flow.writes_to(node, before=softmax))
+
+    def reads(node: Node) -> list[Node]:
+        inputs = [] if target_name(node) in MATMULS else value_inputs(node)
+        return [*inputs, *flow.writes_to(node, before=softmax)]
+
+    products = [node for node in reached([logits], reads) if target_name(node) in MATMULS]
     return products[0] if len(products) == 1 else None
 
 
@@ -145,16 +141,12 @@ def _product_after(softmax: Node) -> tuple[Node, Node] | None:
 
     Between softmax and product only operations of one operand are allowed.
     """
-    products: list[tuple[Node, Node]] = []
-    stack, seen = [softmax], {softmax}
-    while stack:
-        weights = stack.pop()
-        for user in weights.users:
-            if target_name(user) in MATMULS:
-                products.append((user, weights))
-            elif user not in seen and len(value_inputs(user)) == 1:
-                seen.add(user)
-                stack.append(user)
+
+    def unary(node: Node) -> list[Node]:
+        return [user for user in node.users if target_name(user) not in MATMULS and len(value_inputs(user)) == 1]
+
+    passed = reached([softmax], unary)
+    products = [(user, weights) for weights in passed for user in weights.users if target_name(user) in MATMULS]
     return products[0] if len(products) == 1 else None
 
 

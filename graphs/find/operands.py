@@ -8,14 +8,14 @@ output of the attention op back to the layout that the graph expects.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, recorded, shape_of, target_name, token_sizes, value_inputs
+from kvpass.graphs.fx_utils import DataFlow, Dim, recorded, shape_of, target_name, token_sizes, value_inputs
 from kvpass.graphs.insert_nodes import insert_method
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,
@@ -42,6 +42,10 @@ class Operand:
         shape = shape_of(self.node)
         assert shape is not None
         return tuple(1 if axis is None else shape[axis] for axis in self.axes)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return a tensor for the node in that layout, without missing axes."""
+        return tensor.permute([axis for axis in self.axes if axis is not None])
 
     def emit(self, gm: GraphModule) -> Node:
         """Insert the node in that layout; missing axes have size 1."""
@@ -145,25 +149,12 @@ def insert_heads(gm: GraphModule, flow: DataFlow, scores: Product, out: Product)
     """Insert queries, keys and values ``[B, heads, T, D]`` of the two products around a softmax.
 
     Raises:
-        NotCausalError: they are not heads of self-attention, or batch and heads cannot be told apart.
+        NotCausalError: batch and heads cannot be told apart, or the three are of several dtypes.
     """
     dtype = recorded(out.right.node).dtype
     q = _in_dtype(gm, flow, scores.left, _rows(gm, flow, scores.left), dtype)
     k = _in_dtype(gm, flow, scores.right, _rows(gm, flow, scores.right, scores.left), dtype)
     v = _rows(gm, flow, out.right, out.left)
-    heads, kv_heads, value_heads = (dim_of(recorded(rows).shape[1]) for rows in (q, k, v))
-    if not isinstance(heads, int) or not isinstance(kv_heads, int) or heads % kv_heads:
-        raise NotCausalError(f"{heads} query heads cannot share {kv_heads} key heads")
-    if value_heads != kv_heads:
-        raise NotCausalError(f"there are {kv_heads} key heads and {value_heads} value heads")
-    tokens = scores.left.shape[-2]
-    if scores.right.shape[-2] != tokens or out.right.shape[-2] != tokens:
-        raise NotCausalError(
-            f"{tokens} queries read {scores.right.shape[-2]} keys and {out.right.shape[-2]} values: a decoder with a "
-            "cache of its own, or cross-attention"
-        )
-    if not isinstance(scores.left.shape[-1], int) or not isinstance(out.right.shape[-1], int):
-        raise NotCausalError("its head dims are not static")
     return q, k, v
 
 
@@ -244,6 +235,16 @@ def run_chain(gm: GraphModule, base: Node, chain: Sequence[Node], sizes: SizeMap
         return None
 
 
+def holds_for_examples(
+    gm: GraphModule, base: Operand, chain: Sequence[Node], is_right: Callable[[Tensor, Tensor], bool]
+) -> bool:
+    """Whether a statement is true of random ``base`` ``[B, heads, T, D]`` and of what ``chain`` makes of it."""
+    batch, _, tokens, _ = base.shape
+    sizes = (example_sizes([batch], [tokens], length) for length in EXAMPLE_LENGTHS)
+    examples = (run_chain(gm, base.node, chain, size) for size in sizes)
+    return all(example is not None and is_right(base.read(example[0]), example[1]) for example in examples)
+
+
 def _batch_sizes(gm: GraphModule) -> set[Dim]:
     """Return the first sizes of inputs whose second axis is the tokens."""
     tokens = token_sizes(gm.graph.nodes)
@@ -265,12 +266,4 @@ def _is_flat(gm: GraphModule, split: Operand, operand: Operand, chain: Sequence[
     batch, heads, tokens, dim = split.shape
     if not isinstance(heads, int) or operand.shape != (batch * heads, tokens, dim):
         return False
-    for length in EXAMPLE_LENGTHS:
-        example = run_chain(gm, split.node, chain, example_sizes([batch], [tokens], length))
-        if example is None:
-            return False
-        expected = example[0].permute([axis for axis in split.axes if axis is not None]).flatten(0, 1)
-        found = example[1].permute([axis for axis in operand.axes if axis is not None])
-        if found.shape != expected.shape or not torch.equal(found, expected):
-            return False
-    return True
+    return holds_for_examples(gm, split, chain, lambda rows, made: torch.equal(operand.read(made), rows.flatten(0, 1)))

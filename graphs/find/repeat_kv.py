@@ -17,12 +17,12 @@ that cannot be evaluated, stays: the result is correct, but the cache then has H
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.canonical import Site, find_sites
-from kvpass.graphs.find.operands import Operand, chains_to, run_chain
+from kvpass.graphs.find.operands import Operand, chains_to, holds_for_examples
 from kvpass.graphs.fx_utils import DataFlow, erase_dead_nodes, shape_of
-from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS, example_sizes
 
 
 def strip_repeat_kv_pass(gm: GraphModule) -> int:
@@ -59,13 +59,9 @@ def _is_repeat(gm: GraphModule, base: Operand, repeated: Node, chain: list[Node]
         return False
     if not (isinstance(heads, int) and isinstance(kv_heads, int)) or kv_heads >= heads or heads % kv_heads:
         return False
-    for length in EXAMPLE_LENGTHS:
-        example = run_chain(gm, base.node, chain, example_sizes([batch], [tokens], length))
-        if example is None:
-            return False
-        given, got = example
-        heads_first = given.transpose(1, 2) if base.axes[1] == 2 else given
-        expected = heads_first.repeat_interleave(heads // kv_heads, dim=1)
-        if got.dtype != expected.dtype or not torch.equal(got, expected):
-            return False
-    return True
+
+    def is_repeat(rows: Tensor, got: Tensor) -> bool:
+        expected = rows.repeat_interleave(heads // kv_heads, dim=1)
+        return got.dtype == expected.dtype and torch.equal(got, expected)
+
+    return holds_for_examples(gm, base, chain, is_repeat)

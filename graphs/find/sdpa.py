@@ -115,8 +115,8 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
             f"{q[2]} queries read {k[2]} keys and {v[2]} values: cross-attention, or a decoder with a cache of its "
             "own, which must be built or called without it",
         )
-    if k[3] != q[3] or not isinstance(q[3], int):
-        raise refuse(node, f"head dims of query {q[3]} and key {k[3]} must be equal and static")
+    if k[3] != q[3] or not isinstance(q[3], int) or not isinstance(v[3], int):
+        raise refuse(node, f"head dims must be static, and of query {q[3]} and key {k[3]} equal; of value {v[3]}")
     heads, kv_heads = q[1], k[1]
     if not (isinstance(heads, int) and isinstance(kv_heads, int)) or v[1] != kv_heads or heads % kv_heads:
         raise refuse(node, f"{heads} query heads cannot share {kv_heads} key heads and {v[1]} value heads")

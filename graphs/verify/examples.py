@@ -34,7 +34,6 @@ from kvpass.graphs.fx_utils import (
     target_name,
     value_inputs,
 )
-from kvpass.graphs.verify.offset_positions import RELATIVE
 from kvpass.ranks import ALONE
 from kvpass.torch_compat import TorchDispatchMode
 
@@ -55,7 +54,7 @@ _BY_AXIS = set(
 )
 """Aten operators on a tensor, an axis and indices along it."""
 
-_LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
+LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
 """Aten operators that look something up."""
 
 _MAX_TEXT_TOKENS = 4096
@@ -191,7 +190,7 @@ class LookupsInRange(TorchDispatchMode):
 def _name_of_lookup(func: torch._ops.OpOverload) -> str:
     """Of an operator that :func:`_looked_up` knows, the name without underscores; "" of any other."""
     name = func.overloadpacket.__name__.strip("_")
-    return name if name in _LOOKUPS else ""
+    return name if name in LOOKUPS else ""
 
 
 def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
@@ -425,7 +424,7 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
     """Calls that make something by token of token ids, positions and numbers alone, and those that reduce such to less.
 
     What is made of the latter is in neither list, nor what meets a weight: a float of a module that is more than one.
-    Nor are positions that ``fold_alibi`` counts, which is right at any number, and memory that is yet to be written.
+    Nor is memory that is yet to be written.
 
     Args:
         live: nodes in execution order.
@@ -440,7 +439,7 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
             value = recorded(node)
             if shape is not None and (not value.is_floating_point() or shape in ((), (1,))):
                 counting.add(node)
-        elif shape is None or RELATIVE in node.meta or target_name(node).startswith(("empty", "new_empty")):
+        elif shape is None or target_name(node).startswith(("empty", "new_empty")):
             continue
         elif all(operand in counting for operand in value_inputs(node)):
             if any(symbols_of(shape_of(operand) or ()) & symbols for operand in value_inputs(node)):

@@ -24,7 +24,6 @@ from kvpass.graphs.fx_utils import (
     symbols_of,
 )
 from kvpass.graphs.verify.examples import hinted_sizes
-from kvpass.graphs.verify.offset_positions import RELATIVE
 
 _SAMPLES = 256
 _LIBRARIES = {"torch", "_operator", "math", "builtins"}
@@ -72,7 +71,6 @@ def _of_node(gm: GraphModule, node: Node, place: dict[Node, int]) -> Iterator[st
     yield text(node.args)
     yield text(node.kwargs)
     yield _of_value(recorded(node))
-    yield str(RELATIVE in node.meta)
     if node.op == "placeholder":
         yield getattr(source_of(node), "name", "")
     if is_module_tensor(node) and not is_scalar(node):

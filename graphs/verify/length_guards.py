@@ -29,7 +29,7 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     Call it before the graph is compiled: Inductor has guards on lengths too, and compiles again where they fail.
 
     Args:
-        shortest: tokens for which the capture must hold; one token is captured separately.
+        shortest: tokens for which the capture must hold; one token is let in later, see ``one_token``.
     Raises:
         ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
     """

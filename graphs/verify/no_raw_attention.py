@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.canonical import SITE, SLOPES, batch_and_tokens, find_sites, results_of
+from kvpass.graphs.canonical import SITE, batch_and_tokens, find_sites, results_of
 from kvpass.graphs.fx_utils import DataFlow, Dim, refuse, shape_of, submodule_of, symbols_of, target_name, token_sizes
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
@@ -33,8 +33,6 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     for site in find_sites(gm):
         if site.refusal is not None:
             raise refuse(site.node, site.refusal)
-        if site.node.meta.get(SLOPES) is not None:
-            raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
     live = DataFlow(gm).sources(results_of(gm))
     batch, tokens = batch_and_tokens(gm) if find_sites(gm) else (None, None)
     symbols = symbols_of(token_sizes(live) if tokens is None else [tokens])

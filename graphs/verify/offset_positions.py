@@ -11,7 +11,8 @@ After, in extend and decode, ``seen`` being the tokens before this call::
     x = embed(ids) + table.index_select(0, arange(T) + seen) + learned(order)
 
 Calls that make positions are found by their form: ``arange`` over the tokens, ``cumsum``, and a slice of as many rows
-of a table as there are tokens. That the result is right is shown by ``self_check``, which marks them.
+of a table as there are tokens. That the result is right is shown by ``self_check``, which marks them. Those that
+``fold_alibi`` marks are its own.
 """
 
 from __future__ import annotations
@@ -29,9 +30,6 @@ from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, record
 
 MARK = "kvpass_positions"
 """Note of a node whose operands are positions; copies carry none."""
-
-RELATIVE = "kvpass_relative"
-"""Note of a node that numbers tokens for differences only, see ``fold_alibi``."""
 
 COUNTED = "kvpass_positions_counted"
 """Note of a node of how many of these count tokens, and not only their distances."""

@@ -43,6 +43,7 @@ from kvpass.graphs.fx_utils import (
     is_scalar,
     mutated_inputs,
     numbers_given,
+    reached,
     refuse,
     shape_of,
     symbols_in,
@@ -66,7 +67,7 @@ from kvpass.graphs.verify.examples import (
     token_wise_site,
 )
 from kvpass.graphs.verify.graph_text import NoTextError, graph_text
-from kvpass.graphs.verify.offset_positions import COUNTED, MARK, RELATIVE, shift
+from kvpass.graphs.verify.offset_positions import COUNTED, MARK, shift
 from kvpass.remembered import remembered
 from kvpass.torch_compat import tree_leaves
 
@@ -85,9 +86,8 @@ _TOLERANCE = 2e-5
 def self_check_pass(gm: GraphModule) -> int:
     """Mark the positions that the decoder counts by itself; returns how many of them count.
 
-    With any, rows of a batch must be at the same position: left padding is not possible. Positions of which only
-    differences count (``fold_alibi``) are marked but not counted. A capture of one token is not looked at. What an
-    earlier process found for the same graph and weights is not checked again.
+    With any, rows of a batch must be at the same position: left padding is not possible. A capture of one token is not
+    looked at. What an earlier process found for the same graph and weights is not checked again.
 
     Raises:
         UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
@@ -151,7 +151,7 @@ def _check_length_as_number(live: Sequence[Node], lengths: Collection[object]) -
         lengths: symbols of the lengths of all inputs.
     """
     for node in live:
-        if not node.op.startswith("call_") or RELATIVE in node.meta or is_scalar(node):
+        if not node.op.startswith("call_") or is_scalar(node):
             continue
         for operand in numbers_given(node):
             if symbols_in(operand) & set(lengths):
@@ -297,8 +297,7 @@ class _Offsets:
         found: dict[int, tuple[list[int], int]] = {}
         for user in (user for user, match in self.shifted_match.items() if match):
             for operand in self.shifted[user]:
-                relative = any(RELATIVE in source.meta for source in self.flow.sources([operand]))
-                counts = (user, operand) in self.changed and not relative
+                counts = (user, operand) in self.changed
                 if counts and (given := next(filter(self._is_given_number, value_inputs(user)), None)) is not None:
                     raise refuse(
                         user,
@@ -318,11 +317,7 @@ class _Run(ExampleRun):
     def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
         feeds = {offsets.seen: torch.tensor(seen, device="cpu"), **env}
         super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
-        self.offsets, self.seen, self.length = offsets, seen, length
-
-    def copy(self) -> _Run:
-        """Return a run that goes on alone from where this one is."""
-        return _Run(self.offsets, self.length, self.seen, self.env)
+        self.seen, self.length = seen, length
 
 
 class _Lockstep:
@@ -433,7 +428,7 @@ class _Lockstep:
         """The value of ``write`` in a piece that has not come there yet; the piece does not change."""
         run, target = self.parts[place], write.args[0]
         assert isinstance(target, Node)
-        scratch = run.copy()
+        scratch = _Run(self.offsets, run.length, run.seen, run.env)
         needed = self.offsets.flow.needed([target], stop=scratch.env)
         missing = [node for node in needed if node not in scratch.env and node.op != "placeholder"]
         made: set[Node] = set()
@@ -522,17 +517,13 @@ class _Lockstep:
 
     def _origin(self, node: Node) -> Node:
         """The first mismatched call that what is wrong here is made of, through calls that did not match."""
-        order = self.offsets.flow.order
-        found, stack, visited = node, [node], {node}
-        while stack:
-            current = stack.pop()
-            for operand in (*current.all_input_nodes, *self.offsets.flow.writes_to(current, before=current)):
-                if operand not in visited and operand in self.offsets.input_dependent and operand not in self.matched:
-                    visited.add(operand)
-                    stack.append(operand)
-                    if operand in self.mismatched and order[operand] < order[found]:
-                        found = operand
-        return found
+        flow = self.offsets.flow
+
+        def unmatched(node: Node) -> list[Node]:
+            operands = (*node.all_input_nodes, *flow.writes_to(node, before=node))
+            return [x for x in operands if x in self.offsets.input_dependent and x not in self.matched]
+
+        return min(reached([node], unmatched) & {node, *self.mismatched}, key=flow.order.__getitem__)
 
 
 def _agree(views: tuple[Tensor, Tensor] | None) -> bool:

@@ -35,6 +35,7 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 from kvpass.graphs.verify.examples import (
+    LOOKUPS,
     EvaluationError,
     SizeMap,
     concrete,
@@ -46,11 +47,8 @@ from kvpass.graphs.verify.examples import (
 _BEYOND = 64
 """Tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless."""
 
-_LOOKUPS = set(
-    "getitem index_select gather take take_along_dim index index_add index_copy index_put scatter "
-    "scatter_add scatter_reduce".split()
-)
-"""Calls that pick rows by an index, embeddings aside."""
+_LOOKUPS = {"getitem", "take_along_dim", *LOOKUPS}
+"""Calls that pick rows by an index."""
 _INDICES = {torch.int32, torch.int64}
 _SAME_VALUES = set("view reshape flatten unsqueeze squeeze expand contiguous to long int clone detach".split())
 

@@ -15,6 +15,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,32 +82,26 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
     if not _is_hybrid(model, kinds):
         return None
+    name, reason = type(model).__name__, None
+    methods = (method for kind in {*map(type, model.modules())} for method in _methods_of(kind).values())
     if kinds and not attention:
-        raise UnsupportedAttentionError(
-            "",
-            type(model).__name__,
-            "it has recurrent layers and no attention, so no KV cache that could be compressed",
-        )
-    if not hasattr(Cache, "get_conv_state"):
-        raise UnsupportedAttentionError(
-            "",
-            type(model).__name__,
+        reason = "it has recurrent layers and no attention, so no KV cache that could be compressed"
+    elif not hasattr(Cache, "get_conv_state"):
+        reason = (
             "it has recurrent layers beside attention, for which kvpass needs transformers >= 5.22; here is "
-            f"{transformers.__version__}",
+            f"{transformers.__version__}"
         )
-    if not any(map(_gives_states, {type(module) for module in model.modules()})):
-        raise UnsupportedAttentionError(
-            "",
-            type(model).__name__,
+    elif _GIVES_STATES.isdisjoint(name for method in methods for name in method.__code__.co_names):
+        reason = (
             "its recurrent layers do not give their states to a cache (update_conv_state, update_recurrent_state): "
-            "they keep them in themselves, or in a cache class of their own",
+            "they keep them in themselves, or in a cache class of their own"
         )
+    if reason is not None:
+        raise UnsupportedAttentionError("", name, reason)
     if any(offload_hooks(model)):
-        raise ValueError(f"{type(model).__name__} has recurrent layers, with which weights cannot stay on the host yet")
+        raise ValueError(f"{name} has recurrent layers, with which weights cannot stay on the host yet")
     if divided:
-        raise ValueError(
-            f"{type(model).__name__} has recurrent layers, whose states several processes cannot share yet"
-        )
+        raise ValueError(f"{name} has recurrent layers, whose states several processes cannot share yet")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
@@ -123,11 +118,6 @@ def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
     # older versions do not name these kinds
     stateful = getattr(model, "_is_stateful", False) and hasattr(model.config.get_text_config(), "num_attention_heads")
     return bool(stateful) and (not kinds or not _BOTH.isdisjoint(kinds))
-
-
-def _gives_states(kind: type) -> bool:
-    """Return whether a method of the class calls one of :data:`_GIVES_STATES`."""
-    return any(not _GIVES_STATES.isdisjoint(method.__code__.co_names) for method in _methods_of(kind).values())
 
 
 def _states_of(cache: Cache) -> tuple[StateShape, ...]:
@@ -217,82 +207,76 @@ def causal_conv1d(
     return out.to(hidden_states.dtype)
 
 
-def _delta_rule(chunked: str, step: str) -> Callable[[str, int | None], Function]:
-    """Return what makes the function of a module from the names of its form in chunks and its step."""
-
-    def of(module: str, layer: int | None) -> Function:
-        def function(
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            g: Tensor,
-            beta: Tensor,
-            initial_state: Tensor,
-            output_final_state: bool,
-            use_qk_l2norm_in_kernel: bool = False,
-            **_: Any,
-        ) -> tuple[Tensor, Tensor]:
-            return torch.ops.kvpass.delta_rule.default(
-                query, key, value, g, beta, initial_state, module, chunked, step, use_qk_l2norm_in_kernel
-            )
-
-        return function
-
-    return of
+def _delta_rule(
+    chunked: str,
+    step: str,
+    module: str,
+    layer: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """``chunked``, ``step``: names of the functions of the module, for several tokens and for one."""
+    return torch.ops.kvpass.delta_rule.default(
+        query, key, value, g, beta, initial_state, module, chunked, step, use_qk_l2norm_in_kernel
+    )
 
 
-def _mamba2(module: str, layer: int | None) -> Function:
-    def function(
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        chunk_size: int,
-        D: Tensor,
-        dt_bias: Tensor,
-        initial_states: Tensor,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        low, high = (float(bound) for bound in dt_limit)
-        return torch.ops.kvpass.mamba2.default(
-            x, dt, a, b, c, initial_states, D, dt_bias, module, chunk_size, low, high
-        )
-
-    return function
+def _mamba2(
+    module: str,
+    layer: int | None,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_states: Tensor,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    low, high = (float(bound) for bound in dt_limit)
+    return torch.ops.kvpass.mamba2.default(x, dt, a, b, c, initial_states, D, dt_bias, module, chunk_size, low, high)
 
 
-def _mamba(module: str, layer: int | None) -> Function:
+def _mamba(
+    module: str,
+    layer: int | None,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    return_last_state: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     """The layer's call has no state, since transformers begins a call of several tokens with zeros: it is read here."""
-
-    def function(
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        D: Tensor,
-        z: Tensor,
-        delta_bias: Tensor,
-        return_last_state: bool,
-        **_: Any,
-    ) -> tuple[Tensor, Tensor]:
-        shape = (x.shape[1], a.shape[1])
-        state = torch.ops.kvpass.read_state.default(x, layer, "recurrent0", shape, torch.float32)
-        return torch.ops.kvpass.mamba.default(x, dt, a, b, c, state, D, z, delta_bias, module)
-
-    return function
+    shape = (x.shape[1], a.shape[1])
+    state = torch.ops.kvpass.read_state.default(x, layer, "recurrent0", shape, torch.float32)
+    return torch.ops.kvpass.mamba.default(x, dt, a, b, c, state, D, z, delta_bias, module)
 
 
-FUNCTIONS: Mapping[str, Callable[[str, int | None], Function]] = {
-    "causal_conv1d_fn": lambda module, layer: causal_conv1d,
-    "torch_chunk_gated_delta_rule": _delta_rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-    "chunk_kimi_delta_attention": _delta_rule("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+FUNCTIONS: Mapping[str, Function] = {
+    "causal_conv1d_fn": lambda module, layer, *given, **named: causal_conv1d(*given, **named),
+    "torch_chunk_gated_delta_rule": partial(
+        _delta_rule, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+    ),
+    "chunk_kimi_delta_attention": partial(_delta_rule, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba,
 }
-"""By the names that layers of transformers call: what makes the function for a layer's module and its number."""
+"""By the names that layers of transformers call; each takes the layer's module and number, then what it is given."""
 
 
 def replace_token_mixers(model: nn.Module) -> None:
@@ -325,7 +309,7 @@ def _twin(method: types.FunctionType, layer: int | None) -> types.FunctionType:
     """Return a method of the same code, with globals in which other functions take the place of some."""
     # without a name of their module Dynamo reads these globals, and not those of the module
     own = {name: value for name, value in method.__globals__.items() if name != "__name__"}
-    own |= {name: make(method.__module__, layer) for name, make in FUNCTIONS.items() if name in own}
+    own |= {name: partial(function, method.__module__, layer) for name, function in FUNCTIONS.items() if name in own}
     twin = types.FunctionType(method.__code__, own, method.__name__, method.__defaults__, method.__closure__)
     twin.__kwdefaults__ = method.__kwdefaults__
     return twin

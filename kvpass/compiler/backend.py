@@ -171,15 +171,6 @@ class PhaseCompiler:
         many = phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS
         return bool(self.on_host) or (self.compiler == "inductor" and many)
 
-    def _seconds(self, phase: Phase, sites: int) -> float:
-        """Of the last compilation of this phase here; before one, what small models took on two cores.
-
-        Args:
-            sites: attention ops that are compiled.
-        """
-        last = next((record.seconds for record in reversed(self.records) if record.phase == phase), None)
-        return COLD_SECONDS_PER_OP * sites if last is None else last
-
     def compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
         """Compile a copy of the graph for calls like ``call``.
 
@@ -227,14 +218,15 @@ class PhaseCompiler:
         return made.run
 
     def _shown(self, call: Call, sites: int) -> AbstractContextManager[None]:
-        """Show that a phase is being compiled.
+        """Show that a phase is being compiled, and about how long that takes: as long as the last time here.
 
         Args:
             sites: attention ops that are compiled.
         """
         if self.compiler == "eager":
             return nullcontext()
-        seconds = self._seconds(call.phase, sites)
+        known = (record.seconds for record in reversed(self.records) if record.phase == call.phase)
+        seconds = next(known, COLD_SECONDS_PER_OP * sites)
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
     def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _CompiledPhase:

@@ -60,14 +60,6 @@ def tokens_of(block: Block, rows: int, device: torch.device) -> int:
     return max(AUTO_TOKENS[device.type] // rows, FEWEST_TOKENS) if block == "auto" else block
 
 
-def edges_of(tokens: int, block: int) -> list[int]:
-    """Return where blocks begin, and the end; no block is a single token, unless the prompt is one."""
-    edges = list(range(0, tokens, block))
-    if len(edges) > 1 and tokens - edges[-1] == 1:
-        edges.pop()
-    return [*edges, tokens]
-
-
 def nothing_seen(device: torch.device) -> Tensor:
     """Return the tokens before a prompt, from which decoders that count positions go on."""
     return torch.zeros((), dtype=torch.int64, device=device)
@@ -155,8 +147,13 @@ class SplitDecoder:
         self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
     def edges(self, tokens: int, block: int) -> list[int]:
-        """Return where blocks begin, and the end: one block where the decoder is another one for so few tokens."""
-        edges = edges_of(tokens, block)
+        """Return where blocks begin, and the end; no block is a single token, unless the prompt is one.
+
+        One block where the decoder is another one for so few tokens.
+        """
+        edges = [*range(0, tokens, block), tokens]
+        if len(edges) > 2 and tokens - edges[-2] == 1:
+            del edges[-2]
         return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
 
     def check(self, inputs: Sequence[Any]) -> None:

@@ -364,12 +364,11 @@ def _make_compiled_forward(
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
     _, logits_to_keep, embedded = key
 
-    def logits_of(text: dict[str, Tensor], position_ids: Tensor) -> Tensor:
-        (given,) = text.values()
-        if position_ids.shape != given.shape[:2]:  # never; tells Dynamo that both have one size
+    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        if position_ids.shape != input_ids.shape[:2]:  # never; tells Dynamo that both have one size
             raise AssertionError
         logits: Tensor = forward(
-            **text,
+            **{"inputs_embeds" if embedded else "input_ids": input_ids},
             position_ids=position_ids,
             use_cache=False,
             logits_to_keep=logits_to_keep,
@@ -377,12 +376,6 @@ def _make_compiled_forward(
             **({} if further is None else further(position_ids)),
         ).logits
         return logits
-
-    def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return logits_of({"input_ids": input_ids}, position_ids)
-
-    def step_of_embeds(inputs_embeds: Tensor, position_ids: Tensor) -> Tensor:
-        return logits_of({"inputs_embeds": inputs_embeds}, position_ids)
 
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -404,10 +397,9 @@ def _make_compiled_forward(
         decoder.admit_one_token()
         return run
 
-    traced = step_of_embeds if embedded else step
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
     return torch.compile(
-        _own_code(traced), backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": _needed}
+        _own_code(step), backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": _needed}
     )
 
 
@@ -423,7 +415,7 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
     """Add the ends of a capture.
 
     Raises:
-        ValueError: it holds for one number of several tokens only, or for some and not for others.
+        _OneTokenAlone: it is of one token. ValueError: it holds for some numbers of tokens and not for others.
     """
     inputs = placeholders(gm)
     if batch_and_tokens(gm)[1] == 1:

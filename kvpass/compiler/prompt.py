@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from kvpass.compiler.blocks import SplitDecoder
 from kvpass.compiler.replays import Behind, Observed, PromptRun
 from kvpass.graphs.canonical import Site, SiteLocation
+from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.host_weights import is_host_weight
 from kvpass.graphs.split_layers import Layer
@@ -94,7 +95,7 @@ class BlockedPrefill(SplitDecoder):
                 weight = layer.site.output_projection.weight
                 assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
             if policy.reads_rotation:
-                frequencies = layer.site.rotary_frequencies
+                frequencies = rotary_frequencies(layer.site)
                 assert not is_host_weight(frequencies), "vectors are on the device"
 
 
@@ -197,7 +198,7 @@ class _ScoredPrompt(PromptRun):
         """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
         policy, buffers, layer = fill.policy, location.buffers(PrefillBuffers, fill.state), location.layer
         projection = self._projection(site) if policy.reads_projection else None
-        frequencies = self.known[site.rotary_frequencies] if policy.reads_rotation else None
+        frequencies = self.known[rotary_frequencies(site)] if policy.reads_rotation else None
         rows = fill.state.get(f"{location.prefix}_rule_rows")
         policy_inputs = PolicyInputs(projection, frequencies, buffers.entries, rule_rows=rows, **found)
         with record_function("kvpass::score_layer"):

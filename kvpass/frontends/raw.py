@@ -43,7 +43,6 @@ from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
 from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.fx_utils import (
-    Dim,
     dim_of,
     is_integral,
     is_module_tensor,
@@ -163,8 +162,10 @@ def _check_sizes(gm: GraphModule) -> None:
     """
     inputs = [node for node in placeholders(gm) if not is_module_tensor(node)]
     lengths = {shape[1] for node in inputs if _is_whole(node) and (shape := shape_of(node)) and len(shape) == 2}
-    if len(lengths) == 1:
-        _check_length_varies(*lengths)
+    length = lengths.pop() if len(lengths) == 1 else None
+    if isinstance(length, int) and length > 1:
+        shapes = backend_mode().shape_env
+        raise fixed_length(length, [] if shapes is None else shapes.guards)
     for node in inputs:
         shape = shape_of(node)
         if shape is None or len(shape) < 2 or (len(shape) == 2 and not _is_whole(node)):
@@ -178,12 +179,6 @@ def _check_sizes(gm: GraphModule) -> None:
 
 def _is_whole(node: Node) -> bool:
     return is_integral(node) and recorded(node).dtype != torch.bool
-
-
-def _check_length_varies(length: Dim) -> None:
-    if isinstance(length, int) and length > 1:
-        shapes = backend_mode().shape_env
-        raise fixed_length(length, [] if shapes is None else shapes.guards)
 
 
 class RawModule:
@@ -208,7 +203,6 @@ class RawModule:
         query = recorded(sites[0].q)
         tokens: int | torch.SymInt = query.shape[2]
         self.captured_tokens = dim_of(tokens)
-        _check_length_varies(self.captured_tokens)
         # before the batch is a number, so that branches on rows x tokens are seen
         ends = (longest_length(graph, tokens), table_end(graph))
         self.longest = min((end for end in ends if end is not None), default=None)

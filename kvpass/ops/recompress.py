@@ -19,7 +19,7 @@ from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
 from kvpass.ops.entry_formats import entries_of_head
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
-from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.ranks import Ranks
 from kvpass.rotation import is_rotated, rotated_back
 
 NOT_DUE = -1
@@ -48,7 +48,7 @@ def observe_held(
     layer: int,
     num_layers: int,
     policy: Policy,
-    ranks: Ranks = ONE_PROCESS,
+    ranks: Ranks,
 ) -> None:
     """Score the entries of pool and tail after new tokens were appended, before they count as used.
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from types import ModuleType
@@ -87,9 +87,22 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 # -- implementations --------------------------------------------------------------------------------------------------
 
 
-def _site(call: Attention, expansion: Expansion | None, sliding_window: int | None, chunked: bool) -> Tensor:
-    start = torch.zeros(call.q.shape[0], dtype=torch.int64, device="cpu")
-    return latents.attend_prompt(call, expansion, start, implementation(call.q), sliding_window, chunked)[0]
+def _site(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    refusal: str | None = None,
+    chunked: bool = False,
+    up: Tensor | None = None,
+    nope: int = 0,
+) -> Tensor:
+    call, expansion = Attention(q, k, v, scale, softcap, sinks), None if up is None else Expansion(up, nope)
+    start = torch.zeros(len(q), dtype=torch.int64, device="cpu")
+    return latents.attend_prompt(call, expansion, start, implementation(q), sliding_window, chunked)[0]
 
 
 def _observe_attention(
@@ -146,6 +159,24 @@ def _attend_ring(
     return sliding.attend_ring(call, ring, held, seen, layer, first)
 
 
+def _read_state(like: Tensor, layer: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(like.shape[0], *shape, dtype=dtype)
+
+
+def _write_state(state: Tensor, layer: int, name: str) -> None:
+    return None
+
+
+def _store_state(state: Tensor, made: Tensor) -> None:
+    made.copy_(state)
+
+
+def _real_tokens(ids: Tensor, first: Tensor | None = None) -> Tensor:
+    if first is None:
+        return torch.ones_like(ids)
+    return (torch.arange(ids.shape[1], device=ids.device) >= first[:, None]).to(ids.dtype)
+
+
 # -- fake implementations, for tracing --------------------------------------------------------------------------------
 
 
@@ -155,10 +186,9 @@ def _fake_output(call: Attention, *rest: Any) -> Tensor:
     return call.q.new_empty(b, t, h, call.v.shape[3]).transpose(1, 2)
 
 
-def _fake_site(call: Attention, expansion: Expansion | None, *rest: Any) -> Tensor:
-    b, h, t, _ = call.q.shape
-    value_dim = call.v.shape[3] if expansion is None else len(expansion.up) // h - expansion.nope
-    return call.q.new_empty(b, t, h, value_dim).transpose(1, 2)
+def _fake_site(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    (b, h, t, _), (up, nope) = q.shape, rest[-2:]
+    return q.new_empty(b, t, h, v.shape[3] if up is None else len(up) // h - nope).transpose(1, 2)
 
 
 def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -188,18 +218,26 @@ _TYPES = {
     float | None: "float?",
     int: "int",
     int | None: "int?",
+    Sequence[int]: "int[]",
     str: "str",
+    str | None: "str?",
     bool: "bool",
+    torch.dtype: "ScalarType",
     Policy: "str",
     Ranks: "str",
 }
 """Schema text of operand types; policies and ranks are passed as their specs."""
+_REQUIRED = inspect.Parameter.empty
 
 
-def _operands(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and types of operands; a tuple of operands stands for its fields."""
-    for name, kind in parameters.items():
-        yield from get_type_hints(kind).items() if hasattr(kind, "_fields") else [(name, kind)]
+def _operands(parameters: Iterable[inspect.Parameter]) -> Iterator[tuple[str, Any, str]]:
+    """Yield names, types and defaults (" = ..." or "") of operands; a tuple of operands stands for its fields."""
+    for parameter in parameters:
+        name, kind, default = parameter.name, parameter.annotation, parameter.default
+        if hasattr(kind, "_fields"):
+            yield from ((field, hint, "") for field, hint in get_type_hints(kind).items())
+        else:
+            yield name, kind, "" if default is _REQUIRED else f" = {default}"
 
 
 def _define(
@@ -210,21 +248,21 @@ def _define(
     Args:
         written: names of the operands that it writes.
     """
-    parameters = {
-        name: parameter.annotation for name, parameter in inspect.signature(run, eval_str=True).parameters.items()
-    }
+    parameters = inspect.signature(run, eval_str=True).parameters.values()
     texts: list[str] = []
-    for name, kind in _operands(parameters):
+    for name, kind, default in _operands(parameters):
         alias = f"Tensor({chr(ord('a') + len(texts))}!)"
-        texts.append(f"{_TYPES[kind].replace('Tensor', alias) if name in written else _TYPES[kind]} {name}")
+        text = _TYPES[kind].replace("Tensor", alias) if name in written else _TYPES[kind]
+        texts.append(f"{text} {name}{default}")
     name = run.__name__.removeprefix("_")
     _LIBRARY.define(f"{name}({', '.join(texts)}) -> {returns}")
-    _register(name, _packed(run, parameters), _packed(fake, parameters))
+    _LIBRARY.impl(name, _packed(run, parameters), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kvpass::{name}", _packed(fake, parameters))
 
 
-def _packed(run: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    """Return ``run`` as a function of single operands, as the dispatcher passes them."""
-    takers = [_taker(kind) for kind in parameters.values()]
+def _packed(run: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
+    """Return ``run`` as a function of single operands, as the dispatcher passes them: without defaults at the end."""
+    takers = [_taker(parameter.annotation, parameter.default) for parameter in parameters]
 
     def flat(*operands: Any) -> Any:
         left = iter(operands)
@@ -233,45 +271,19 @@ def _packed(run: Callable[..., Any], parameters: dict[str, Any]) -> Callable[...
     return flat
 
 
-def _taker(kind: Any) -> Callable[[Iterator[Any]], Any]:
+def _taker(kind: Any, default: Any) -> Callable[[Iterator[Any]], Any]:
     """Return what takes one parameter of ``kind`` from the operands; decided once, not in each call."""
     if hasattr(kind, "_fields"):
         count = len(kind._fields)
         return lambda left: kind(*islice(left, count))
     if kind is Ranks:
         return lambda left: Ranks.from_spec(next(left))
-    return (lambda left: from_spec(next(left))) if kind is Policy else next
+    if kind is Policy:
+        return lambda left: from_spec(next(left))
+    return next if default is _REQUIRED else lambda left: next(left, default)
 
 
-def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kvpass::{name}", fake)
-
-
-_LIBRARY.define(
-    "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, "
-    "Tensor? sinks=None, str? refusal=None, bool chunked=False, Tensor? up=None, int nope=0) -> Tensor"
-)
-
-
-def _site_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    refusal: str | None = None,
-    chunked: bool = False,
-    up: Tensor | None = None,
-    nope: int = 0,
-) -> tuple[Attention, Expansion | None, int | None, bool]:
-    expansion = None if up is None else Expansion(up, nope)
-    return Attention(q, k, v, scale, softcap, sinks), expansion, sliding_window, chunked
-
-
-_register("site", lambda *given: _site(*_site_call(*given)), lambda *given: _fake_site(*_site_call(*given)))
+_define(_site, _fake_site)
 for _name, _operand in (("absorbed_query", "q"), ("expanded_output", "out")):
     _LIBRARY.define(f"{_name}(Tensor {_operand}, Tensor up, int nope) -> Tensor")
     _LIBRARY.impl(_name, getattr(latents, _name), "CompositeImplicitAutograd")
@@ -292,29 +304,8 @@ _define(_attend_ring, _fake_output, written=written_in("append"))
 _define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
 _define(recurrent.mamba2, recurrent.fake_scan, returns="(Tensor, Tensor)")
 _define(recurrent.mamba, recurrent.fake_scan, returns="(Tensor, Tensor)")
-
-_LIBRARY.define("read_state(Tensor like, int layer, str name, int[] shape, ScalarType dtype) -> Tensor")
-_LIBRARY.define("write_state(Tensor state, int layer, str name) -> ()")
-_LIBRARY.define("store_state(Tensor state, Tensor(a!) made) -> ()")
-_LIBRARY.define("real_tokens(Tensor ids, Tensor? first=None) -> Tensor")
-
-
-def _read_state(like: Tensor, layer: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return like.new_zeros(like.shape[0], *shape, dtype=dtype)
-
-
-def _store_state(state: Tensor, made: Tensor) -> None:
-    made.copy_(state)
-
-
-def _real_tokens(ids: Tensor, first: Tensor | None = None) -> Tensor:
-    if first is None:
-        return torch.ones_like(ids)
-    return (torch.arange(ids.shape[1], device=ids.device) >= first[:, None]).to(ids.dtype)
-
-
-_register("read_state", _read_state, _read_state)
-_register("write_state", _fake_nothing, _fake_nothing)
-_register("store_state", _store_state, _fake_nothing)
-_register("real_tokens", _real_tokens, lambda ids, first=None: torch.empty_like(ids))
+_define(_read_state, _read_state)
+_define(_write_state, _fake_nothing, returns="()")
+_define(_store_state, _fake_nothing, returns="()", written={"made"})
+_define(_real_tokens, lambda ids, first: torch.empty_like(ids))
 has_side_effect(torch.ops.kvpass.write_state.default)  # its value reaches no output of a capture

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import pytest
 import torch
+from torch import nn
 
 import kvpass
 from kvpass.policies.observation import Observation
 from pairwise import quick
-from tiny_models import FAMILIES, ROTATED, compiled_once, left_pad, random_ids
+from tiny_models import FAMILIES, ROTATED, compiled_once, left_pad, random_ids, tiny_model
 
 SLIDING = {"mistral_sliding"}
 """Families whose layers all have a sliding window, which no policy scores."""
@@ -63,6 +65,26 @@ def test_a_norm_before_rope_and_padding_change_nothing_of_what_is_kept(judged):
                 for head, kept in enumerate(heads):
                     held = cache.positions[of, layer, head]
                     assert sorted(held[held >= 0].tolist()) == kept.nonzero().flatten().tolist()
+
+
+class OtherLinear(nn.Module):
+    """A linear layer that no pass knows as one, as a quantised one is."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x):
+        return (x.unsqueeze(-2) * self.weight).sum(-1)
+
+
+def test_a_projection_of_another_kind_changes_nothing():
+    model, options = tiny_model("llama", layers=2), {"policy": "expected_attention", "budget": 24, "backend": "eager"}
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        layer.self_attn.q_proj = OtherLinear(layer.self_attn.q_proj)
+    caches = [kvpass.compile(each, **options)(random_ids(1, 40)).past_key_values for each in (model, other)]
+    assert torch.equal(caches[0].positions, caches[1].positions)
 
 
 @pytest.mark.parametrize("family", quick(UNFOUND, ["gpt_neox", "smollm3"]))

@@ -11,6 +11,7 @@ from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation
+from kvpass.ranks import ONE_PROCESS
 from numeric_checks import EPS, assert_close, exact_attention
 
 WINDOW = 8
@@ -57,7 +58,7 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
     call, held, found, keys, values = ragged(t=t, window=window)
     scores, masses, layer_weights, _ = found
     policy = resolve("lava", window=window, pool=None)
-    observe_held(call, held, found, 1, 2, policy)
+    observe_held(call, held, found, 1, 2, policy, ONE_PROCESS)
     assert bool((scores[:, 0] == float("-inf")).all()) and not bool(masses[:, 0].any()), "another layer was written"
     every = []
     for head in range(2):
@@ -80,7 +81,7 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
 def test_the_weight_of_a_layer_takes_all_its_heads():
     call, held, found, keys, _ = ragged(t=5)
     policy = resolve("cake", window=4, tau1=1.5, tau2=0.5, evict_during_decode=False)
-    observe_held(call, held, found, 1, 2, policy)
+    observe_held(call, held, found, 1, 2, policy, ONE_PROCESS)
     h = v = 0.0
     for head in range(2):
         a, error = attention_of(call.q[0, 2 * head : 2 * head + 2], keys[head], 4)
@@ -94,7 +95,7 @@ def test_sinks_and_softcap_take_part():
     call, held, turn, keys, _ = ragged(t=5)
     policy = resolve("snapkv", window=4, pool=None)
     sinks = torch.randn(4)
-    observe_held(call._replace(softcap=2.0, sinks=sinks), held, turn, 1, 2, policy)
+    observe_held(call._replace(softcap=2.0, sinks=sinks), held, turn, 1, 2, policy, ONE_PROCESS)
     for head in range(2):
         heads = slice(2 * head, 2 * head + 2)
         a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads, None])
@@ -104,7 +105,7 @@ def test_sinks_and_softcap_take_part():
 
 def test_a_row_that_is_not_due_is_not_looked_at():
     call, held, found, _, _ = ragged(window=NOT_DUE)
-    observe_held(call, held, found, 1, 2, resolve("lava", window=4))
+    observe_held(call, held, found, 1, 2, resolve("lava", window=4), ONE_PROCESS)
     assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
 
 

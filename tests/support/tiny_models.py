@@ -159,7 +159,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Model type and configuration of the supported families, three layers each."""
 ROTATED = [
     *("llama", "llama_mha", "qwen3", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe", "gemma2", "gemma3"),
-    *("starcoder2", "granite", "diffllama", "falcon"),
+    *("starcoder2", "granite", "diffllama", "falcon", "phi3", "gpt_oss"),
 ]
 """Families in all layers of which the rotary embedding is found that some policies read."""
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
