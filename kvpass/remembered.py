@@ -1,6 +1,6 @@
-"""Results of slow checks, kept for later processes under a digest of everything that they depend on.
+"""Results of slow checks and captures, kept for later processes under a digest of everything that they depend on.
 
-One small JSON file a result, in ``KVPASS_CACHE`` or the user's cache folder. A folder that others can write to is not
+One JSON file a result, in ``KVPASS_CACHE`` or the user's cache folder. A folder that others can write to is not
 used, nor a file that is not whole; where nothing can be written, every process checks for itself.
 """
 
@@ -25,7 +25,8 @@ from kvpass.replace_file import replacing
 
 _LOG = logging.getLogger(__name__)
 _MOST_FILES = 500
-_MOST_BYTES = 2**20
+_MOST_BYTES = 2**24
+_MOST_BYTES_IN_ALL = 2**26
 
 T = TypeVar("T")
 
@@ -38,25 +39,52 @@ def remembered(kind: str, given: Iterable[object], make: Callable[[], T]) -> T:
             and torch; each has an exact text.
         make: makes the check.
     """
+    given = list(given)
+    known: T | None = recall(kind, given)
+    if known is not None:
+        return known
+    result = make()
+    if result is not None:
+        keep(kind, given, result)
+    return result
+
+
+def recall(kind: str, given: Iterable[object]) -> Any:
+    """Return what :func:`keep` was given for the same ``kind`` and ``given``; None if there is none."""
+    file = _file(kind, given)
+    with suppress(OSError, ValueError, RecursionError):
+        if file is not None:
+            known = _read(file)
+            _LOG.debug("%s: known from an earlier process", kind)
+            return known
+    return None
+
+
+def keep(kind: str, given: Iterable[object], result: Any) -> None:
+    """Keep a result for :func:`recall`, where it can be written."""
+    file = _file(kind, given)
+    try:
+        if file is not None:
+            _write(file, result)
+    except OSError as error:
+        _LOG.info("%s is not kept for later processes: %s", kind, error)
+
+
+def kept_files() -> list[Path]:
+    """Return the files of results, of any code and processor."""
+    folder = _folder()
+    return [] if folder is None else sorted(folder.glob("*.json"))
+
+
+def _file(kind: str, given: Iterable[object]) -> Path | None:
     folder = _folder()
     if folder is None:
-        return make()
+        return None
     digest = hashlib.sha256()
     for part in (kind, *_surroundings(), *given):
         text = str(part).encode()
         digest.update(f"{len(text)}:".encode() + text)
-    file = folder / f"{kind}-{digest.hexdigest()}.json"
-    with suppress(OSError, ValueError, RecursionError):
-        known: T = _read(file)
-        _LOG.debug("%s: known from an earlier process", kind)
-        return known
-    result = make()
-    if result is not None:
-        try:
-            _write(file, result)
-        except OSError as error:
-            _LOG.info("%s is not kept for later processes: %s", kind, error)
-    return result
+    return folder / f"{kind}-{digest.hexdigest()}.json"
 
 
 def _folder() -> Path | None:
@@ -109,7 +137,7 @@ def _read(file: Path) -> Any:
 
 
 def _write(file: Path, result: Any) -> None:
-    """Write a file, and remove the oldest ones of too many.
+    """Write a file, and remove the oldest ones, where there are too many or too large ones in all.
 
     Raises:
         OSError: it cannot be written.
@@ -117,9 +145,13 @@ def _write(file: Path, result: Any) -> None:
     text = json.dumps(result).encode()
     with replacing(file) as opened:
         opened.write(_checksum(file, text) + b"\n" + text)
-    files = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for old in files[:-_MOST_FILES]:
-        old.unlink(missing_ok=True)
+    held = sorted(((path.stat(), path) for path in file.parent.glob("*.json")), key=lambda one: one[0].st_mtime)
+    total = sum(found.st_size for found, _ in held)
+    for number, (found, path) in enumerate(held):
+        if len(held) - number <= _MOST_FILES and total <= _MOST_BYTES_IN_ALL:
+            break
+        path.unlink(missing_ok=True)
+        total -= found.st_size
 
 
 def _checksum(file: Path, text: bytes) -> bytes:

@@ -98,6 +98,19 @@ def test_damaged_files_are_never_used(folder):
     assert not made_anew("a", result=[[1, [2, 3], 4]] * 9)
 
 
+def test_the_oldest_files_go_when_there_are_too_many_or_too_large_ones(folder, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_FILES", 3)
+    for number in range(5):
+        made_anew(number)
+        os.utime(max(folder.iterdir(), key=os.path.getmtime), (number, number))
+    assert [made_anew(number) for number in (4, 3)] == [False, False]
+    assert made_anew(0)
+    monkeypatch.setattr(module, "_MOST_BYTES_IN_ALL", 2900)
+    assert made_anew("large", result="x" * 2800)
+    assert not made_anew("large", result="x" * 2800)
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_a_file_of_another_check_is_not_used(folder):
     made_anew("a", result=1)
     (first,) = folder.iterdir()
