@@ -110,6 +110,11 @@ def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMo
     for node, value in zip(placeholders(gm), inputs, strict=True):
         if isinstance(value, int) and isinstance(recorded(node), torch.SymInt):
             node.replace_all_uses_with(value)  # type: ignore[arg-type]
+    return record_values(gm, inputs, mode)
+
+
+def record_values(gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
+    """Record the values that fake inputs give; returns how many calls were recorded."""
     recorder = _Recorder(gm, mode)
     with mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo records: else polar fixes the number of rows
         recorder.run(*inputs)

@@ -67,6 +67,7 @@ from kvpass.torch_compat import trace_structured
 log = logging.getLogger(__name__)
 
 DISABLE = "KVPASS_DISABLE_PASSES"
+DUMP = "KVPASS_DUMP"
 
 GraphPass = Callable[[GraphModule], int]
 
@@ -202,7 +203,7 @@ def _dump_artifact(name: str, text: Callable[[], str]) -> None:
         text: makes the text; not called when no one reads it.
     """
     trace_structured("artifact", metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"}, payload_fn=text)
-    folder = os.environ.get("KVPASS_DUMP")
+    folder = os.environ.get(DUMP)
     if folder:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

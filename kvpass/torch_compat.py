@@ -26,7 +26,13 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
+from torch._dynamo.source import (
+    GlobalSource,
+    LocalSource,
+    TensorProperty,
+    TensorPropertySource,
+    UnspecializedNNModuleSource,
+)
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
@@ -88,6 +94,11 @@ def process_group(name: Any) -> dist.ProcessGroup:
 def dynamo_settings() -> tuple[Any, ...]:
     """Settings of the process by which Dynamo may run a function eagerly, or with another backend."""
     return eval_frame._stance, dynamo_config.disable
+
+
+def dynamo_runs() -> bool:
+    """Whether Dynamo captures what is compiled, and no setting of the process has it do something else."""
+    return eval_frame._stance == type(eval_frame._stance)() and not dynamo_config.disable
 
 
 def modes_are_active() -> bool:

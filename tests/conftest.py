@@ -53,6 +53,17 @@ def garbage() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def captures_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Captures of one model are made once in the tests of a worker that use this, and taken again in the others.
+
+    For tests that do not look at captures: their models are traced by Dynamo in many others.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPASS_CACHE", str(tmp_path_factory.getbasetemp() / "kvpass-cache"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -28,7 +29,7 @@ from kvpass.graphs.verify.examples import hinted_sizes
 _SAMPLES = 256
 _LIBRARIES = {"torch", "_operator", "math", "builtins"}
 _HOMES = ("torch", "torch._C._nn")
-_NAMESPACES = {"aten", "prims", "kvpass"}
+NAMESPACES = {"aten", "prims", "kvpass", "transformers"}
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
 
 
@@ -40,7 +41,8 @@ def graph_text(gm: GraphModule) -> list[str]:
     """Return what a check of the graph depends on; not the numbers of rows and of tokens with which it was captured.
 
     Raises:
-        NoTextError: it calls what belongs neither to torch nor to kvpass, or the content of a weight is out of reach.
+        NoTextError: it calls what belongs to none of torch, transformers and kvpass, or the content of a weight is out
+            of reach.
     """
     place = {node: index for index, node in enumerate(gm.graph.nodes)}
     shared = {storage_of(node): index for node, index in reversed(place.items())}  # by the first that holds it
@@ -50,6 +52,7 @@ def graph_text(gm: GraphModule) -> list[str]:
     return [
         str(settings),
         str(sizes),
+        transformers.__version__,
         *(f"{shared[storage_of(node)]} {' '.join(_of_node(gm, node, place))}" for node in place),
     ]
 
@@ -67,21 +70,22 @@ def _of_node(gm: GraphModule, node: Node, place: dict[Node, int]) -> Iterator[st
         return _of_value(value)
 
     yield node.op
-    yield "" if node.op in ("placeholder", "output") else _of_target(node.target)
+    yield "" if node.op in ("placeholder", "output") else target_text(node.target)
     yield text(node.args)
     yield text(node.kwargs)
     yield _of_value(recorded(node))
     if node.op == "placeholder":
         yield getattr(source_of(node), "name", "")
     if is_module_tensor(node) and not is_scalar(node):
-        yield _of_content(module_tensor(gm, node))
+        yield content_text(module_tensor(gm, node))
 
 
-def _of_target(target: Any) -> str:
+def target_text(target: Any) -> str:
     """A function by its name, under which it must be found; a method or an attribute by its own."""
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES:
+    operators = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+    if isinstance(target, operators) and str(target).split(".")[0] in NAMESPACES:
         return str(target)
     module = getattr(target, "__module__", None) or "torch"  # functions in C++ name none
     for home in (module, *_HOMES) if module.split(".")[0] in _LIBRARIES else ():
@@ -105,7 +109,7 @@ def _of_value(value: Any) -> str:
     raise NoTextError(f"{type(value).__name__} has no text")
 
 
-def _of_content(weight: Tensor | None) -> str:
+def content_text(weight: Tensor | None) -> str:
     """A digest of samples, and the sum of all 8-byte words: what a weight is to a check that it is an example for."""
     if weight is None or type(weight) not in (Tensor, nn.Parameter, nn.Buffer):
         raise NoTextError("the content of a weight is out of reach")

@@ -149,6 +149,11 @@ class PhaseCompiler:
     on_host: int = 0
     ranks: Ranks = ONE_PROCESS
 
+    @property
+    def captures_alone(self) -> bool:
+        """Whether a capture depends on the model alone: on no other process, nor on weights that stay on the host."""
+        return self.ranks is ONE_PROCESS and not self.on_host
+
     def captures_steps(self, device: torch.device) -> bool:
         """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
         return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor" and not self.on_host

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,13 +19,15 @@ import transformers.utils
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.backend import PhaseCompiler, Runner, rows_text
+from kvpass.compiler.backend import CanonicalGraph, PhaseCompiler, Runner, rows_text
+from kvpass.compiler.known_capture import KnownCapture, ModelText, capture_to_json, keep_capture, recall_capture
 from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
 from kvpass.config import EntryFormat
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
-from kvpass.graphs.canonical import batch_and_tokens
+from kvpass.graphs.canonical import batch_and_tokens, find_sites
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, several_tokens
+from kvpass.graphs.passes import PassRecord
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.tables import table_end
@@ -33,12 +36,16 @@ from kvpass.progress import working
 from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
 from kvpass.torch_compat import (
     BackendCompilerFailed,
+    FakeTensorMode,
+    ShapeEnv,
+    ShapeGuard,
     TorchRuntimeError,
     TracingContext,
     Unsupported,
     UserError,
     compile_lock,
     maybe_mark_dynamic,
+    shape_guards,
     tracing,
 )
 
@@ -102,22 +109,32 @@ class Capture:
     """One captured graph; the phases of every policy are compiled from it when a call first needs them.
 
     Args:
-        gm, example_inputs: as Dynamo gives them to a backend, in whose trace this must be made.
-
-    Raises:
-        UnsupportedAttentionError: an attention call is not understood.
+        graph: made in the trace in which this must be made too. inputs: of the graph, fake.
     """
 
-    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
-        self.graph = compiler.canonicalize(gm)
-        self.compiler = compiler
-        self._inputs = fake_inputs(self.graph.gm, example_inputs)
+    def __init__(self, graph: CanonicalGraph, inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
+        self.graph, self.compiler, self._inputs = graph, compiler, inputs
         self._context = TracingContext.get()
         shapes = backend_mode().shape_env
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(self.graph.gm)[1]
         self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool, bool], Runner] = {}
+
+    @property
+    def guards(self) -> list[ShapeGuard]:
+        """What it takes for granted of its sizes."""
+        return list(shape_guards(self._shapes))
+
+    @classmethod
+    def of_trace(cls, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> Capture:
+        """Return that of a graph and its inputs, as Dynamo gives them to a backend.
+
+        Raises:
+            UnsupportedAttentionError: an attention call is not understood.
+        """
+        graph = compiler.canonicalize(gm)
+        return cls(graph, fake_inputs(graph.gm, example_inputs), compiler)
 
     def admit_one_token(self) -> None:
         """Let Dynamo call this capture with one token too. To be called last in its trace."""
@@ -203,8 +220,11 @@ class CaptureCache:
         key = self._key(ids, logits_to_keep)
         if ids.shape[1] > 1:
             self.repeated.clear()
-        elif (repeated := self.repeated.get(key)) is not None and repeated.holds((ids, positions)):
-            return repeated(call, (ids, positions))
+        elif (repeated := self.repeated.get(key)) is not None:
+            if repeated.holds((ids, positions)):
+                return repeated(call, (ids, positions))
+            self.repeated.pop(key, None)
+            self._prepare(call, forward, ids, logits_to_keep, hooks)  # a known capture may hold no more
         compiled = self._compiled[key]
         try:
             logits = _call_compiled(compiled, call, ids, positions)
@@ -227,10 +247,46 @@ class CaptureCache:
             self.repeated.clear()
             self._hooks = hooks
         key = self._key(ids, logits_to_keep)
-        if key not in self._compiled:
-            compiled = _make_compiled_forward(forward, self.further, self.compiler, key, self._ends)
-            self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
-            self._compiled[key] = compiled
+        known = self._compiled.get(key)
+        compared = ids.shape[1] == 1 and key in self.repeated  # by its repeated step
+        if isinstance(known, KnownCapture) and not compared and not known.holds(ids.shape[1]):
+            del self._compiled[key]
+        if key in self._compiled:
+            return
+        several, model = ids if ids.shape[1] > 1 else _several(ids), forward.__self__
+        assert isinstance(model, nn.Module)
+        if known is None and self.further is None and not hooks and self.compiler.captures_alone:
+            call.model_text = ModelText.of(model, key, self.compiler.layers, forward.__func__.__qualname__)
+        recalled = None if call.model_text is None else self._recalled(call.model_text, model, several, key)
+        if recalled is not None:
+            self._compiled[key] = recalled
+            return
+        compiled = _make_compiled_forward(forward, self.further, self.compiler, key, self._ends)
+        self._capture_on_all_ranks(compiled, call, several)
+        self._compiled[key] = compiled
+
+    def _recalled(self, text: ModelText, model: nn.Module, ids: Tensor, key: Key) -> KnownCapture | None:
+        """The capture that an earlier process made of this model; None if there is none."""
+        began, shapes = time.perf_counter(), ShapeEnv()
+        with compile_lock, _no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
+            found = recall_capture(text, model, ids)
+            if found is None:
+                return None
+            sites, seconds = len(find_sites(found.gm)), time.perf_counter() - began
+            passes = [PassRecord(name="recall", sites=sites, seconds=seconds, op_diff="")]
+            decoder = Capture(CanonicalGraph(found.gm, passes), found.inputs, self.compiler)
+            _find_ends(found.gm, _shortest(key), self._ends)
+            decoder.admit_one_token()
+            shapes.freeze()
+        given = tuple(input_named(found.gm, name) for name in ("input_ids", "position_ids"))
+
+        def run(inputs: Sequence[Any]) -> Tensor:
+            call = _CALL.get()
+            (logits,) = outputs = decoder(call, *inputs)
+            call.made = GraphCall(decoder, tuple(inputs), outputs, given)
+            return logits
+
+        return KnownCapture(found, model, run)
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
         """Capture without running, in all processes that share the weights or in none."""
@@ -381,8 +437,8 @@ def _make_compiled_forward(
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call = _CALL.get()
         call.cache.recheck_fingerprint()
-        decoder, given = Capture(gm, example_inputs, compiler), given_places(gm)
-        _find_ends(decoder.graph.gm, max(logits_to_keep + 1, 2), ends)
+        decoder, given = Capture.of_trace(gm, example_inputs, compiler), given_places(gm)
+        _find_ends(decoder.graph.gm, _shortest(key), ends)
 
         def run(*inputs: Any) -> Any:
             call = _CALL.get()
@@ -393,7 +449,11 @@ def _make_compiled_forward(
                 call.made = GraphCall(decoder, inputs, outputs, given)
             return outputs
 
+        text, assumed = call.model_text, len(decoder.guards)
+        plain = None if text is None else capture_to_json(text, decoder.graph.gm, repeatable=given is not None)
         decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
+        if text is not None and plain is not None and len(decoder.guards) == assumed:
+            keep_capture(text, plain)
         decoder.admit_one_token()
         return run
 
@@ -409,6 +469,11 @@ def _needed(guards: Sequence[Any]) -> list[bool]:
     That table grows with every class of which a model is loaded: all captures made before would be made again.
     """
     return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
+
+
+def _shortest(key: Key) -> int:
+    """Tokens for which a capture of several must hold."""
+    return max(key[1] + 1, 2)
 
 
 def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:

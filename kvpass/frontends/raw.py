@@ -128,7 +128,7 @@ def kvpass_backend(
     _check_sizes(gm)
     phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
     captures = _CAPTURES.setdefault(_first_weight(gm), [])
-    module = RawModule(Capture(gm, example_inputs, phases), policy, resolved, block, captures)
+    module = RawModule(Capture.of_trace(gm, example_inputs, phases), policy, resolved, block, captures)
     module.decoder.admit_one_token()
     return module.__call__
 

@@ -154,15 +154,15 @@ CONTENTS = {
 
 
 def test_weights_have_texts_by_their_content():
-    texts = {name: graph_text_module._of_content(value) for name, value in CONTENTS.items()}
-    assert texts == {name: graph_text_module._of_content(value.clone()) for name, value in CONTENTS.items()}
+    texts = {name: graph_text_module.content_text(value) for name, value in CONTENTS.items()}
+    assert texts == {name: graph_text_module.content_text(value.clone()) for name, value in CONTENTS.items()}
     assert len(set(texts.values())) == len(texts)
 
 
 def test_weights_without_bytes_have_no_text():
     for weight in (None, torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8), torch.eye(3).to_sparse()):
         with pytest.raises(NoTextError):
-            graph_text_module._of_content(weight)
+            graph_text_module.content_text(weight)
 
 
 def test_counted_positions_are_marked_from_memory(decoder, capture, inputs, was_made):

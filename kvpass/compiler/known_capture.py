@@ -1,0 +1,154 @@
+"""Captures that an earlier process made of the same model: Dynamo need not trace it again.
+
+A capture is kept as the canonical graph in JSON, under a digest of all that it depends on
+(:mod:`kvpass.compiler.model_text`). Where all is equal, its values are recorded anew, and what its checks have shown
+holds. What has no exact text (hooks, objects of unknown classes, code outside of torch, transformers and kvpass) is
+captured in each process.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from kvpass.compiler.model_text import code_digest, code_objects, model_digest, traced_modules
+from kvpass.compiler.step import ModuleState
+from kvpass.graphs.bind_state import backend_mode, placeholders
+from kvpass.graphs.canonical import batch_and_tokens
+from kvpass.graphs.fx_utils import symbols_of
+from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to_json, inputs_of
+from kvpass.graphs.one_token import record_values
+from kvpass.graphs.passes import DISABLE, DUMP
+from kvpass.graphs.verify.graph_text import NoTextError
+from kvpass.remembered import keep, recall
+from kvpass.torch_compat import dynamo_runs, modes_are_active, shape_guards
+
+Run = Callable[[Sequence[Any]], Tensor]
+"""Runs a graph on its inputs, for the call that is under way."""
+
+_KIND = "capture"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """By what a capture of a model is known: a digest of all but traced code; the paths of its tensors, by their id."""
+
+    digest: str
+    paths: Mapping[int, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, *more: object) -> ModelText | None:
+        """Return that of a model as it is; None where a capture is not to be kept, nor taken from an earlier process.
+
+        Args:
+            more: what else a capture depends on.
+        """
+        if DUMP in os.environ or DISABLE in os.environ or modes_are_active() or not dynamo_runs():
+            return None
+        try:
+            digest = model_digest(model, *more)
+        except NoTextError as reason:
+            _LOG.debug("the capture is not kept for later processes: %s", reason)
+            return None
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return cls(digest, {id(tensor): path for path, tensor in tensors})
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """A capture of an earlier process: its canonical graph, fake inputs, and the modules whose code was traced."""
+
+    gm: GraphModule
+    inputs: Sequence[Any]
+    modules: Sequence[str]
+
+
+def capture_to_json(text: ModelText, gm: GraphModule, *, repeatable: bool) -> dict[str, Any] | None:
+    """Return a capture for :func:`keep_capture`; None where it has no exact text. To be called in its trace.
+
+    Args:
+        gm: its canonical graph. repeatable: Dynamo's code does nothing but to call it.
+    """
+    try:
+        if not repeatable or len(gm.graph.output_node().all_input_nodes) != 1:
+            raise NoTextError("Dynamo's code does more than to call the graph")
+        _check_guards(gm)
+        modules = traced_modules()
+        return {"modules": modules, "code": code_digest(modules), "graph": graph_to_json(gm, text.paths)}
+    except NoTextError as reason:
+        _LOG.debug("the capture is not kept for later processes: %s", reason)
+        return None
+
+
+def keep_capture(text: ModelText, plain: dict[str, Any]) -> None:
+    """Keep a capture for later processes."""
+    keep(_KIND, [text.digest], plain)
+
+
+def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled | None:
+    """Return a capture of an earlier process; None if there is none for this model, ids and code.
+
+    To be called in ``tracing`` with a fake mode of its own.
+
+    Args:
+        ids: an example ``[B, T]``, or embeddings.
+    """
+    kept = recall(_KIND, [text.digest])
+    if kept is None:
+        return None
+    try:
+        if code_digest(kept["modules"]) != kept["code"]:
+            return None
+        gm = graph_from_json(kept["graph"], model)
+        inputs = fake_inputs_like(gm, ids, backend_mode())
+        record_values(gm, inputs, backend_mode())
+        _check_guards(gm)
+    except (NoTextError, KeyError, OSError) as reason:  # a module is not imported
+        _LOG.debug("the capture of an earlier process is not used: %r", reason)
+        return None
+    gm.recompile()
+    return Recalled(gm, inputs, kept["modules"])
+
+
+def _check_guards(gm: GraphModule) -> None:
+    """Check that a capture takes nothing for granted but of the number of tokens: kvpass knows where it ends."""
+    shapes, tokens = backend_mode().shape_env, symbols_of([batch_and_tokens(gm)[1]])
+    assert shapes is not None
+    for guard in shape_guards(shapes):
+        expression = shapes.replace(guard.expr)
+        if expression != sympy.true and expression.free_symbols != tokens:
+            raise NoTextError(f"the capture takes {expression} for granted")
+
+
+class KnownCapture:
+    """A forward that runs the capture of an earlier process: with ids and positions ``[B, T]``, as a compiled one.
+
+    Instead of Dynamo's guards, it compares what it was made for.
+    """
+
+    def __init__(self, found: Recalled, model: nn.Module, run: Run) -> None:
+        self._found, self._run = found, run
+        held = [node.meta["grapharg"].example for node in placeholders(found.gm) if "grapharg" in node.meta]
+        self._state = ModuleState(model, held)
+        self._lists = self._state.lists()
+        self._code = code_objects(found.modules)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether model and torch are as they were; with several tokens also lists in the model and the traced code."""
+        return self._state.holds() and (tokens == 1 or (self._state.lists() == self._lists and self._same_code()))
+
+    def _same_code(self) -> bool:
+        now = code_objects(self._found.modules)
+        return len(now) == len(self._code) and all(map(operator.is_, now, self._code))
+
+    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._run(inputs_of(self._found.gm, ids, positions))

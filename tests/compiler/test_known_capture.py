@@ -1,0 +1,208 @@
+"""Captures that an earlier model, here of the same process, left in a folder: used only where all is the same."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import kvpass
+from tiny_models import FAMILIES, random_ids, tiny_model
+
+NOT_KEPT: set[str] = set()
+"""Families whose captures have no exact text."""
+OPTIONS = {"policy": "snapkv", "budget": 1.0, "window": 8, "backend": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
+    return tmp_path / "checks"
+
+
+def kept(folder):
+    return len(list(folder.glob("capture-*.json")))
+
+
+def logits(model, rows=1, **given):
+    return model(random_ids(rows, 30), **given).logits
+
+
+def first(family="llama", rows=1, **given):
+    """Leave the capture of a model in the folder."""
+    logits(kvpass.compile(tiny_model(family, layers=2), **OPTIONS), rows, **given)
+
+
+@contextmanager
+def counted_captures():
+    """How often Dynamo is asked to compile a forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        made, compile_ = [], torch.compile
+        patch.setattr(torch, "compile", lambda *args, **named: made.append(1) or compile_(*args, **named))
+        yield made
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_a_capture_of_before_gives_what_the_model_gives(folder, family, rows):
+    first(family, rows)
+    first(family, rows, logits_to_keep=1)
+    assert kept(folder) == 2
+    model = tiny_model(family, layers=2)
+    text = random_ids(rows, 40, seed=3)
+    with counted_captures() as captures:
+        fast = kvpass.compile(model, **OPTIONS)
+        given = fast.generate(text, max_new_tokens=12, do_sample=False)
+        cache = fast(text[:, :25]).past_key_values
+        turn = fast(text[:, 25:39], past_key_values=cache).logits
+        step = fast(text[:, 39:], past_key_values=cache).logits
+    assert not captures
+    assert torch.equal(given, model.generate(text, max_new_tokens=12, do_sample=False))
+    assert (torch.cat([turn, step], 1) - model(text).logits[:, 25:]).abs().max() < 1e-4
+    assert next(one.name for one in fast.report().compiled[0].passes) == "recall"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(folder, family):
+    first(family)
+    assert kept(folder) == (family not in NOT_KEPT)
+    model = tiny_model(family, layers=2)
+    with counted_captures() as captures:
+        given = logits(kvpass.compile(model, **OPTIONS))
+    assert bool(captures) == (family in NOT_KEPT)
+    assert (given - logits(model)).abs().max() < 1e-4
+
+
+def test_it_serves_any_length_and_ends_where_the_decoder_does(folder):
+    first("gpt2")
+    model = tiny_model("gpt2", layers=2)
+    fast = kvpass.compile(model, **OPTIONS)
+    longest = model.config.max_position_embeddings
+    with counted_captures() as captures:
+        for tokens in (2, 31, longest):
+            ids = random_ids(1, tokens)
+            assert (fast(ids).logits - model(ids).logits).abs().max() < 1e-4
+        with pytest.raises(ValueError, match=f"does not take more than {longest}"):
+            fast(random_ids(1, longest + 1))
+    assert captures == []
+
+
+def test_a_first_prompt_that_is_too_long_is_refused_as_ever(folder):
+    first("gpt2")
+    fast = kvpass.compile(tiny_model("gpt2", layers=2), **OPTIONS)
+    longest = fast.config.max_position_embeddings
+    with pytest.raises(ValueError, match=f"does not take more than {longest}"):
+        fast(random_ids(1, longest + 1))
+    assert fast(random_ids(1, longest)).logits.isfinite().all()
+
+
+def test_a_prompt_of_embeddings(folder):
+    model = tiny_model("llama", layers=2)
+    embeds = model.get_input_embeddings()(random_ids(1, 30)).detach()
+    for expected in ([1], []):
+        with counted_captures() as captures:
+            given = kvpass.compile(model, **OPTIONS)(inputs_embeds=embeds).logits
+        assert captures == expected
+        assert (given - logits(model)).abs().max() < 1e-4
+
+
+def other_weights(model, monkeypatch):
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+
+
+def other_attribute(model, monkeypatch):
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+
+
+def other_config(model, monkeypatch):
+    model.config.rms_norm_eps = 0.5  # read by no forward: it may be read again, and costs a capture
+
+
+def other_order(model, monkeypatch):
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+
+
+def function_of_the_module(model, monkeypatch):
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x.flip(-1))
+
+
+def method_of_the_class(model, monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+
+
+def method_of_the_object(model, monkeypatch):
+    own = model.model.layers[0].mlp
+    own.forward = functools.partial(lambda self, x: self.down_proj(self.up_proj(x)), own)
+
+
+def class_of_the_user(model, monkeypatch):
+    class Doubled(modeling_llama.LlamaMLP):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model.model.layers[0].mlp.__class__ = Doubled
+
+
+def hook(model, monkeypatch):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+CHANGES = [
+    *(other_weights, other_attribute, other_config, other_order),
+    *(function_of_the_module, method_of_the_class, method_of_the_object, class_of_the_user, hook),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_differs_is_captured(folder, monkeypatch, change):
+    first()
+    model = tiny_model("llama", layers=2)
+    change(model, monkeypatch)
+    with counted_captures() as captures:
+        given = logits(kvpass.compile(model, **OPTIONS))
+    assert captures == [1]
+    assert (given - logits(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("change", [other_attribute, other_order, function_of_the_module, method_of_the_class, hook])
+def test_a_model_that_is_changed_later_is_captured_then(folder, monkeypatch, change):
+    first()
+    model = tiny_model("llama", layers=2)
+    fast = kvpass.compile(model, **OPTIONS)
+    with counted_captures() as captures:
+        logits(fast)
+        assert captures == []
+        for changed in (model, fast):
+            change(changed, monkeypatch)
+        given = logits(fast)
+    assert captures == [1]
+    assert (given - logits(model)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("change", [class_of_the_user, hook, method_of_the_object])
+def test_what_has_no_exact_text_is_not_kept(folder, monkeypatch, change):
+    model = tiny_model("llama", layers=2)
+    change(model, monkeypatch)
+    for _ in range(2):
+        logits(kvpass.compile(model, **OPTIONS))
+    assert kept(folder) == 0
+
+
+def test_graphs_that_are_to_be_dumped_are_made(folder, monkeypatch, tmp_path):
+    first()
+    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path / "dump"))
+    first()
+    assert any("find_attention" in file.name for file in (tmp_path / "dump").iterdir())
+
+
+def test_settings_of_torch_under_which_a_trace_differs_are_part_of_it(folder):
+    first()
+    with torch.autocast("cpu", torch.bfloat16), counted_captures() as captures:
+        first()
+    assert captures == [1]
