@@ -19,6 +19,7 @@ from kvpass.ops.entry_formats import quantised
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW = 24
 PROMPT, QUESTION = random_ids(1, 65, seed=5), random_ids(1, 5, seed=6)
 AS_DICT = {"return_dict_in_generate": True}

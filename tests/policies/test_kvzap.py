@@ -13,6 +13,7 @@ import kvpass
 from kvpass.compiler import backend
 from kvpass.policies.plan import plan
 from masked_oracle import MaskedOracle, Transcript, kept_columns
+from pairwise import quick
 from tiny_models import VOCABULARY, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 LAYERS, KV_HEADS, HIDDEN, WINDOW, SINKS, BUDGET = 3, 2, 64, 5, 3, 12
@@ -196,7 +197,7 @@ def held_by_hand(scores: Tensor, first: Tensor, quota: list[int], threshold: flo
     return masks
 
 
-@pytest.mark.parametrize("split", ["layers", "heads", "none", "threshold"])
+@pytest.mark.parametrize("split", quick(["layers", "heads", "none", "threshold"], ["layers", "threshold"]))
 @torch.no_grad()
 def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
     """Hundreds of tokens; what enters attention is that of an uncompressed model whose tokens see as much."""
