@@ -70,6 +70,11 @@ def keep(kind: str, given: Iterable[object], result: Any) -> None:
         _LOG.info("%s is not kept for later processes: %s", kind, error)
 
 
+def keeps_results() -> bool:
+    """Whether results are kept for later processes: there is a folder for them."""
+    return _folder() is not None
+
+
 def kept_files() -> list[Path]:
     """Return the files of results, of any code and processor."""
     folder = _folder()
@@ -80,11 +85,16 @@ def _file(kind: str, given: Iterable[object]) -> Path | None:
     folder = _folder()
     if folder is None:
         return None
+    return folder / f"{kind}-{digest_of((kind, *_surroundings(), *given))}.json"
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """Return a digest of the texts of some objects, in their order."""
     digest = hashlib.sha256()
-    for part in (kind, *_surroundings(), *given):
+    for part in parts:
         text = str(part).encode()
         digest.update(f"{len(text)}:".encode() + text)
-    return folder / f"{kind}-{digest.hexdigest()}.json"
+    return digest.hexdigest()
 
 
 def _folder() -> Path | None:

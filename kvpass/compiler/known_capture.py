@@ -28,7 +28,7 @@ from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to
 from kvpass.graphs.one_token import record_values
 from kvpass.graphs.passes import DISABLE, DUMP
 from kvpass.graphs.verify.graph_text import NoTextError
-from kvpass.remembered import keep, recall
+from kvpass.remembered import keep, keeps_results, recall
 from kvpass.torch_compat import dynamo_runs, modes_are_active, shape_guards
 
 Run = Callable[[Sequence[Any]], Tensor]
@@ -52,7 +52,13 @@ class ModelText:
         Args:
             more: what else a capture depends on.
         """
-        if DUMP in os.environ or DISABLE in os.environ or modes_are_active() or not dynamo_runs():
+        if (
+            not keeps_results()
+            or DUMP in os.environ
+            or DISABLE in os.environ
+            or modes_are_active()
+            or not dynamo_runs()
+        ):
             return None
         try:
             digest = model_digest(model, *more)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from kvpass.graphs.verify.graph_text import NoTextError, content_text
+from kvpass.remembered import digest_of
 from kvpass.torch_compat import TracingContext
 
 _LIBRARIES = {"torch", "transformers", "kvpass"}
@@ -37,15 +38,7 @@ def model_digest(model: nn.Module, *more: object) -> str:
     Raises:
         NoTextError: an attribute has no exact text, or a module has hooks.
     """
-    return digest_of([*map(str, (*more, transformers.__version__, *_settings())), *_model_lines(model)])
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """Return a digest of texts in their order."""
-    found = hashlib.sha256()
-    for line in lines:
-        found.update(f"{len(line)}:{line}".encode())
-    return found.hexdigest()
+    return digest_of((*more, transformers.__version__, *_settings(), *_model_lines(model)))
 
 
 def _settings() -> Iterator[object]:
@@ -115,14 +108,19 @@ def _value_text(value: Any, places: Mapping[int, str]) -> str:
 
 def _class_text(cls: type) -> str:
     """A class with its methods and plain attributes, those of its bases included."""
-    bases = (base for base in cls.__mro__ if base.__module__.split(".")[0] in _LIBRARIES and base is not nn.Module)
+    bases = (base for base in cls.__mro__ if _of_library(base) and base is not nn.Module)
     held = (f"{base.__qualname__}.{name} {_held_text(x)}" for base in bases for name, x in sorted(vars(base).items()))
     return f"{cls.__module__}.{cls.__qualname__} {digest_of(held)}"
 
 
+def _of_library(value: Any) -> bool:
+    """Whether it is a class of torch, transformers or kvpass."""
+    return isinstance(value, type) and value.__module__.split(".")[0] in _LIBRARIES
+
+
 def _held_text(value: Any) -> str:
     """The text of what a class or module of Python holds; of objects of other classes, the name of their class."""
-    if functions := functions_in(value):
+    if functions := _functions_in(value):
         return str([_code_text(function.__code__) for function in functions])
     if isinstance(value, (type, types.ModuleType)):
         return value.__name__
@@ -131,7 +129,7 @@ def _held_text(value: Any) -> str:
     return repr(value) if type(value) in _PLAIN else type(value).__qualname__
 
 
-def functions_in(value: Any) -> list[types.FunctionType]:
+def _functions_in(value: Any) -> list[types.FunctionType]:
     """Return the functions of an attribute of a class or module: of a decorated one also those inside."""
     found: list[types.FunctionType] = []
     left = [value]
@@ -199,8 +197,7 @@ def code_digest(modules: Iterable[str]) -> str:
             module = sys.modules[name]
             yield hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
             for key, value in sorted(vars(module).items()):
-                own = isinstance(value, type) and value.__module__.split(".")[0] in _LIBRARIES
-                yield f"{name}.{key} {_class_text(value) if own else _held_text(value)}"
+                yield f"{name}.{key} {_class_text(value) if _of_library(value) else _held_text(value)}"
 
     return digest_of(lines())
 
@@ -211,7 +208,7 @@ def code_objects(modules: Iterable[str]) -> list[object]:
     for name in modules:
         for value in list(vars(sys.modules[name]).values()):
             found.append(value)
-            if isinstance(value, type) and value.__module__.split(".")[0] in _LIBRARIES:
+            if _of_library(value):
                 found += vars(value).values()
             elif isinstance(value, MutableMapping):
                 found += _registered(value).values()
