@@ -403,6 +403,13 @@ _SHARED = {"start": Buffer("B", _I64), "first": Buffer("B", _I64), "seen": Buffe
 """Inputs that all buffers share."""
 
 
-def dynamic_dims(state: Iterable[str], rows: int) -> dict[str, set[int]]:
-    """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``."""
-    return {name: (_SHARED.get(name) or BUFFERS[name.partition("_")[2]]).dynamic(rows) for name in state}
+def dynamic_dims(state: Iterable[str], rows: int, *, chosen: bool = False) -> dict[str, set[int]]:
+    """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``.
+
+    Args:
+        rows: of the call. chosen: the cache has others, of which a row_index chooses these.
+    """
+    found = {
+        name: (_SHARED.get(name) or BUFFERS[name.partition("_")[2]]).dynamic(2 if chosen else rows) for name in state
+    }
+    return found | {name: {0} for name in state if chosen and name.endswith(("_tail_used", "_row_index"))}

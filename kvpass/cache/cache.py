@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,10 @@ class CompressedCache(Cache):
             ``nbytes``, of copies on other devices or of files. Set it to None to free the memory.
         drafts: who drafts tokens for calls on this cache, while ``generate(exact=True)`` runs.
         parts: full_layers, sliding_layers and states.
+        selects_rows: a call is for some of its rows.
     """
+
+    selects_rows: ClassVar[bool] = False
 
     def __init__(
         self,

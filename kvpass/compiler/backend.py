@@ -112,7 +112,7 @@ class CanonicalGraph:
     gm: GraphModule
     passes: Sequence[PassRecord]
     blocked: BlockedPrefill | None = None
-    appending: dict[tuple[Phase, EntryFormat], _CompiledPhase] = field(default_factory=dict)
+    appending: dict[tuple[Phase, EntryFormat, bool], _CompiledPhase] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class PhaseCompiler:
                     f"layers: {why_not or 'compile_regions=False rules that out'}"
                 )
         appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
-        kind = phase, cache.entry_format
+        kind = phase, cache.entry_format, cache.selects_rows
         made = made or (captured.appending.get(kind) if appends else None) or self._rewritten(captured, inputs, call)
         if appends:  # no policy is part of it
             captured.appending[kind] = made
@@ -286,7 +286,8 @@ class PhaseCompiler:
 
         state = state_of(call.cache)
         fake_mode = backend_mode()
-        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, call.cache.batch_size), fake_mode)
+        dynamic = dynamic_dims(state, call.cache.batch_size, chosen=call.cache.selects_rows)
+        nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
         tokens = batch_and_tokens(captured.gm)[1]
         one_token = None
         if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
@@ -303,7 +304,7 @@ class PhaseCompiler:
             compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], compile_one, in_parts)
         lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
         step, count = None, size_reader(captured.gm, tokens)
-        if phase != "prefill" and not call.observed and self.captures_steps(device):
+        if phase != "prefill" and not call.observed and not cache.selects_rows and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:

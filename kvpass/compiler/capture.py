@@ -119,7 +119,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(self.graph.gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool, bool], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool, bool], Runner] = {}
 
     @property
     def guards(self) -> list[ShapeGuard]:
@@ -160,7 +160,7 @@ class Capture:
         policy = call.cache.policy
         # a policy may be defined again by the same name; of a full cache, entries are no codes
         key = (
-            *(type(policy), policy.spec, call.cache.entry_format),
+            *(type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows),
             *(call.phase, call.observed, call.one_token_prompt),
         )
         if key in self._runners:

@@ -55,7 +55,7 @@ from kvpass.policies.rules import THRESHOLDS, Rules, read_rules
 from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.report import Report
 from kvpass.torch_compat import dynamo_disable
-from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
+from kvpass.transformers_compat import CACHE, HAS_ALLOCATORS, NEXT_LENGTH, SAYS_NEXT_LENGTH
 
 
 @dataclass(kw_only=True)
@@ -372,15 +372,31 @@ class CompressedModel(_Base):
             kwargs[CACHE] = cache.repeated(expand_size)
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
 
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: continuous batching of transformers fills a paged cache of its own."""
-        raise ValueError(
-            "continuous batching of transformers (generate_batch, init_continuous_batching, "
-            "cache_implementation='paged', transformers serve) is not supported: it fills a paged cache of its own, in "
-            "which nothing can be compressed; call generate with a batch, or serve the model with vLLM (docs/serve.md)"
-        )
+    def init_continuous_batching(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """Return a manager of transformers' continuous batching, with one block of cache for each request.
 
-    init_continuous_batching = continuous_batching_context_manager = generate_batch
+        A block holds ``budget`` entries per KV head and layer and has room for ``max_new_tokens``.
+
+        Raises:
+            ValueError: the model, its policy, its budget or a setting is unsupported; or the version of transformers.
+        """
+        if not HAS_ALLOCATORS:
+            raise ValueError(
+                "continuous batching (generate_batch, init_continuous_batching) of a kvpass model needs transformers "
+                "5.18: before, a request has as many blocks as tokens; call generate with a batch, or serve the model "
+                "with vLLM (docs/serve.md)"
+            )
+        from kvpass.frontends.continuous import Manager
+
+        held = getattr(self, "_cached_continuous_batching_manager", None)
+        if isinstance(held, Manager) and held.matches(self):
+            return held
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        config = continuous_batching_config or ContinuousBatchingConfig()
+        return Manager(self, generation_config or self.generation_config, config, workload_hints)
 
     def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose token after token, as transformers does; with drafts if the answer is to be exact."""
@@ -692,7 +708,7 @@ def _prefill(
     if position_ids is not None:
         _check_ascending(positions, start)
 
-    run, ids = _graph(model, text, positions, logits_to_keep), text if text.ndim == 2 else None
+    run, ids = graph_of(model, text, positions, logits_to_keep), text if text.ndim == 2 else None
     return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, ids)
 
 
@@ -725,7 +741,7 @@ def _continue(
     else:
         columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
         positions = _positions(position_ids, columns - cache.start[:, None])
-        graph = _graph(model, ids, positions, logits_to_keep)
+        graph = graph_of(model, ids, positions, logits_to_keep)
         logits, record = append(cache, t, graph, THRESHOLDS[rules.recompress], ids)
     if record is not None:
         runtime.last_prompt = record
@@ -755,7 +771,7 @@ def _append_padded(
             part.crop(-taken)
         own_ids, own_positions = (x[rows][real[rows]].view(-1, tokens) for x in (ids, positions))
         first = int(wanted[rows].min())
-        graph = _graph(model, own_ids, own_positions, tokens - first if logits_to_keep else 0)
+        graph = graph_of(model, own_ids, own_positions, tokens - first if logits_to_keep else 0)
         found, record = append(part, tokens, graph, THRESHOLDS[model._kvpass.rules.recompress])
         if not parts:
             logits = found.new_empty(*wanted.shape, found.shape[2])
@@ -791,7 +807,7 @@ def _check_ascending(positions: Tensor, start: Tensor) -> None:
         )
 
 
-def _graph(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
+def graph_of(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
     """Return a function that captures the decoder if needed and runs it for a call."""
     runtime: Runtime = model._kvpass
     own: Any = type(model).__mro__[2]  # the class of the user's model
