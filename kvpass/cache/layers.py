@@ -67,6 +67,7 @@ class FullAttentionLayers(CachePart):
     key_mean: Tensor
     tail_start: Tensor
     tail_used: Tensor
+    row_index: Tensor
     table: Tensor
     decode_state: Tensor
     quota: Tensor

@@ -73,7 +73,8 @@ class RequestCache(CompressedCache):
     def choose(self, rows: Sequence[int], last: int) -> None:
         """Name the rows of the next call, which appends one token to each; ``last``: the highest position of these."""
         index = torch.tensor(rows, device=self._device)
-        self.start, self._seen_columns, self.columns = torch.zeros_like(index), torch.tensor(last, device=self._device), max(last, 1)
+        self.start, self.columns = torch.zeros_like(index), max(last, 1)
+        self._seen_columns = torch.tensor(self.columns, device=self._device)
         for store in self._stores:
             store.row_index = index
             if store.arrivals is not None:

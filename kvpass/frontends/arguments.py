@@ -216,9 +216,10 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     check_cache(cache)
     kind = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
     if kind not in (None, "dynamic", getattr(default, "cache_implementation", None)):
+        advice = "call generate_batch" if kind == "paged" else "leave it out, or use the uncompiled model"
         raise ValueError(
             "generate argument 'cache_implementation' is not supported: a kvpass model fills a compressed cache of its "
-            f"own, not a {kind} one; leave it out, or use the uncompiled model"
+            f"own, not a {kind} one; {advice}"
         )
     begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
     if begins and kwargs.get("use_cache") is None and said("use_cache", {}, configured, default) is False:

@@ -31,101 +31,100 @@ from kvpass.frontends.transformers import CompressedModel, graph_of
 from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE
 
+_INSTEAD = "call generate with a batch"
+
 MOST_TOKENS = 8192
 """Tokens of a step, where the configuration does not say it, as in transformers."""
 
-_OTHERS = {
+_UNSUPPORTED = {
     "use_cuda_graph": "prompts read values of the device on the host",
     "q_padding_interval_size": "steps are not padded",
     "kv_padding_interval_size": "steps are not padded",
     "varlen_compile_config": "the model is compiled already",
     "decode_compile_config": "the model is compiled already",
     "default_compile_level": "the model is compiled already",
-    "use_async_batching": "the next step begins when the tokens of this one are known",
-    "cpu_offload_space": "a request is never preempted",
+    "use_async_batching": "a step begins when the tokens of the one before are known",
+    "cpu_offload_space": "a request keeps its block until it ends",
 }
 """Settings of ContinuousBatchingConfig that a kvpass model does not support, with a reason for each."""
 
 
-class Manager(ContinuousBatchingManager):  # type: ignore[misc]
+class Manager(ContinuousBatchingManager):
     """The manager of transformers for a kvpass model: what ``init_continuous_batching`` returns.
 
     Raises:
         ValueError: the model, its policy or budget or a setting is unsupported; the message says why.
     """
 
+    model: Any
+    continuous_batching_config: Any
+    batch_processor: Any
+
     def __init__(
-        self,
-        model: CompressedModel,
-        generation_config: GenerationConfig,
-        config: ContinuousBatchingConfig,
-        hints: Any = None,
+        self, model: Any, generation_config: GenerationConfig, config: ContinuousBatchingConfig, hints: Any = None
     ) -> None:
-        self.rules = model._kvpass.rules_now
-        _check_rules(self.rules)
-        for name, reason in _OTHERS.items():
-            if any(value if isinstance(value := getattr(config, name), tuple) else (value,)):
-                raise ValueError(f"continuous batching with {name}={value!r} is not supported: {reason}")
-        if model._kvpass.captures.compiler.ranks.several:
-            raise ValueError("continuous batching: several processes share this model; serve it with vLLM")
-        if model._kvpass.adapted.longrope_limit is not None:
-            raise ValueError("continuous batching: the rotary embedding of this model depends on the longest request")
-        self._room = getattr(hints, "max_generated_length", 0) or generation_config.max_new_tokens
-        if not self._room:
+        self._rules: Rules = model._kvpass.rules_now
+        self._room = getattr(hints, "max_generated_length", 0) or generation_config.max_new_tokens or 0
+        _check(model, self._rules, config)
+        if self._room < 1:
             raise ValueError("continuous batching needs max_new_tokens: a request's block has room for so many tokens")
-        self._prompt = _example(model, self.rules)
-        layout = self._prompt.layout
-        assert layout is not None
+        self._prompt = _example(model, self._rules)
+        layout, budget, window = self._prompt.layout, self._rules.budget, self._rules.policy.window
+        assert layout is not None and budget is not None
         if (reason := RequestCache.refusal(layout)) is not None:
-            raise ValueError(f"continuous batching does not support models with {reason}: call generate with a batch")
-        budget = self.rules.budget
-        assert budget is not None
-        window, token_bytes = self.rules.policy.window, layout.token_bytes(self.rules.entry_format)
-        self._entries = budget.check(window + 2, window, token_bytes)
+            raise ValueError(f"continuous batching of models with {reason} is not supported: {_INSTEAD}")
+        self._entries = budget.check(window + 2, window, layout.token_bytes(self._rules.entry_format))
         super().__init__(model, generation_config, config, hints)
+        self._check_length(getattr(hints, "max_prompt_length", 0) + self._room)
         resolved = self.continuous_batching_config
         resolved.use_cuda_graph, resolved.use_async_batching = (False, False), False
         resolved.varlen_compile_config = resolved.decode_compile_config = None
         resolved.max_blocks_per_request, resolved.allow_block_sharing, self._use_prefix_sharing = 0, False, False
         one_of("scheduler_type", resolved.scheduler_type, SCHEDULER_MAPPING)
-        most = resolved.max_batch_tokens = resolved.max_batch_tokens or MOST_TOKENS
-        resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, most)
+        resolved.max_batch_tokens = resolved.max_batch_tokens or MOST_TOKENS
+        resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, resolved.max_batch_tokens)
+        self._block_bytes = RequestCache.row_bytes(self._prompt, self._entries, self._room)
         self._blocks = self._count_blocks(layout.token_bytes("model"))
 
     def switch_to_cb_friendly_attn(self, *args: Any) -> None:
         """Do nothing: attention of transformers does not run."""
 
-    def add_request(self, input_ids: list[int], *args: Any, max_new_tokens: int | None = None, **kwargs: Any) -> Any:
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str | None:
         """Add a request as in transformers.
 
         Raises:
-            ValueError: it does not fit; the message says why.
+            ValueError: it does not fit, and an error in a step would end all requests; the message says why.
         """
-        self.check(input_ids, max_new_tokens)
-        return super().add_request(input_ids, *args, max_new_tokens=max_new_tokens, **kwargs)
-
-    def check(self, ids: Sequence[int], max_new_tokens: int | None) -> None:
-        """Check that a request fits: an error in a step would end all requests.
-
-        Raises:
-            ValueError: it does not.
-        """
+        ids = list(input_ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_prompt(self.model, ids)
         if new is None or not 1 <= new <= self._room:
             raise ValueError(f"max_new_tokens={new!r}: a request's block has room for 1 to {self._room} tokens")
-        words, longest = self.model.get_input_embeddings().num_embeddings, self.model._kvpass.captures.longest
-        if not ids or not 0 <= min(ids) <= max(ids) < words:
-            raise ValueError(f"a prompt of {len(ids)} tokens: must have one or more, each in 0..{words - 1}")
-        if longest is not None and len(ids) + new > longest:
-            raise ValueError(f"{len(ids)} tokens and {new} new ones: the decoder does not take more than {longest}")
+        self._check_length(len(ids) + new)
+        return super().add_request(ids, request_id, new, *args, **kwargs)
 
-    def matches(self, model: CompressedModel) -> bool:
-        """Whether the model still has the policy and budget of this manager."""
-        return model._kvpass.rules_now == self.rules
+    def serves(self, model: CompressedModel, hints: Any) -> bool:
+        """Whether it has the policy and budget that the model has now, and room for the requests to come."""
+        return model._kvpass.rules_now == self._rules and getattr(hints, "max_generated_length", 0) <= self._room
+
+    def _check_length(self, tokens: int) -> None:
+        longest = self.model._kvpass.captures.longest
+        if longest is not None and tokens > longest:
+            raise ValueError(
+                f"continuous batching of {tokens} tokens, new ones among them: the decoder does not take more than "
+                f"{longest}"
+            )
 
     def _count_blocks(self, token_bytes: int) -> int:
         """How many requests the cache holds: within ``num_blocks`` pages of a full cache, or else the free memory."""
-        config, block_bytes = self.continuous_batching_config, self._block_bytes
+        config = self.continuous_batching_config
         if config.num_blocks is not None:
             memory = config.num_blocks * config.page_size * token_bytes
         elif self.model.device.type == "cuda":
@@ -133,16 +132,12 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             memory = int(free * config.max_memory_percent)
-        if memory < block_bytes:
+        if memory < self._block_bytes:
             raise ValueError(
-                f"continuous batching: {memory} bytes of cache, but one request holds {block_bytes}: give a larger "
+                f"continuous batching: {memory} bytes of cache, but one request holds {self._block_bytes}: give more "
                 "num_blocks, or a smaller budget or max_new_tokens"
             )
-        return int(min(memory // block_bytes, config.max_requests_per_batch))
-
-    @property
-    def _block_bytes(self) -> int:
-        return RequestCache.row_bytes(self._prompt, self._entries, self._room)
+        return int(min(memory // self._block_bytes, config.max_requests_per_batch))
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.batch_processor is not None:
@@ -150,12 +145,14 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
             return self.batch_processor
         config, model = self.continuous_batching_config, self.model
         cache = _OneBlockCache(config, model, self._blocks, self._block_bytes)
-        self._step = _Step(model, self.rules, RequestCache(self._prompt, self._entries, self._room, self._blocks))
+        self._step = _Step(model, self._rules, RequestCache(self._prompt, self._entries, self._room, self._blocks))
         margin = config.safety_margin or 0.0  # blocks do not grow, so none is kept free
-        scheduler = SCHEDULER_MAPPING[config.scheduler_type](cache, margin, config.max_requests_per_batch)
+        kind: Any = SCHEDULER_MAPPING[config.scheduler_type]
+        scheduler = kind(cache, margin, config.max_requests_per_batch)
+        unmasked: Any = SimpleNamespace(_attn_implementation=ATTENTION_NAME)  # transformers builds no mask for it
         return ContinuousBatchProcessor(
             cache=cache,
-            config=SimpleNamespace(_attn_implementation=ATTENTION_NAME),  # for which transformers builds no mask
+            config=unmasked,
             generation_config=self.generation_config,
             continuous_batching_config=config,
             logit_processor=self.logit_processor,
@@ -173,17 +170,46 @@ class Manager(ContinuousBatchingManager):  # type: ignore[misc]
         self.batch_processor._generation_step(self._step)
 
 
-def _check_rules(rules: Rules) -> None:
-    policy, budget = rules.policy, rules.budget
+def manager(
+    model: CompressedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> Manager:
+    """Return that of ``init_continuous_batching``: the one that the model keeps, if it serves, or a new one."""
+    held = getattr(model, "_cached_continuous_batching_manager", None)
+    if isinstance(held, Manager) and held.serves(model, workload_hints):
+        return held
+    config = continuous_batching_config or ContinuousBatchingConfig()
+    return Manager(model, generation_config or model.generation_config, config, workload_hints)
+
+
+def check_prompt(model: Any, ids: Sequence[int]) -> None:
+    """Raise for a prompt that is empty or has other ids than the model's."""
+    words = model.get_input_embeddings().num_embeddings
+    if not ids or not 0 <= min(ids) <= max(ids) < words:
+        raise ValueError(f"a prompt of {len(ids)} tokens for continuous batching: must have ids in 0..{words - 1}")
+
+
+def _check(model: Any, rules: Rules, config: ContinuousBatchingConfig) -> None:
+    policy, budget, runtime = rules.policy, rules.budget, model._kvpass
     reason = None
     if policy.decode_rule() is not None:
-        reason = f"policy {policy.name!r} evicts while decoding"
+        reason = f"policy {policy.name!r}, which evicts while decoding"
     elif rules.recompress != "never":
-        reason = f"recompress={rules.recompress!r} compresses a request again"
+        reason = f"recompress={rules.recompress!r}"
     elif budget is None or budget.kind == "fraction":
-        reason = f"budget={budget} is not the same for all prompts, and all blocks have one size: give entries or bytes"
+        reason = f"budget={budget}, since all blocks have one size: give a number of entries, or bytes"
+    elif runtime.captures.compiler.ranks.several:
+        reason = "several processes"
+    elif runtime.adapted.longrope_limit is not None:
+        reason = "a rotary embedding that depends on the longest request"
     if reason is not None:
-        raise ValueError(f"continuous batching is not supported: {reason}")
+        raise ValueError(f"continuous batching with {reason} is not supported: {_INSTEAD}")
+    for name, why in _UNSUPPORTED.items():
+        value = getattr(config, name)
+        if any(value) if isinstance(value, tuple) else value:
+            raise ValueError(f"continuous batching with {name}={value!r} is not supported by a kvpass model: {why}")
 
 
 def _example(model: CompressedModel, rules: Rules) -> CompressedCache:
@@ -197,7 +223,7 @@ def _example(model: CompressedModel, rules: Rules) -> CompressedCache:
     return found
 
 
-class _Allocator(CacheAllocator):  # type: ignore[misc]
+class _Allocator(CacheAllocator):
     """Gives each request one block for life."""
 
     supports_block_sharing = supports_block_table = False
@@ -234,17 +260,19 @@ class _Allocator(CacheAllocator):  # type: ignore[misc]
     def _unused(self, *args: Any) -> Any:
         raise NotImplementedError("no attention of transformers reads this cache")
 
-    fill_block_table = update = get_cache_for_block_table = _unused
+    fill_block_table: Any = _unused
+    update: Any = _unused
+    get_cache_for_block_table: Any = _unused
 
 
-class _OneBlockCache(PagedAttentionCache):  # type: ignore[misc]
+class _OneBlockCache(PagedAttentionCache):
     """What the scheduler of transformers sees of the cache.
 
     Attributes:
         states: of requests that have a block. batch: of the next step: request, tokens seen, new tokens.
     """
 
-    def __init__(self, config: ContinuousBatchingConfig, model: CompressedModel, blocks: int, block_bytes: int) -> None:
+    def __init__(self, config: Any, model: CompressedModel, blocks: int, block_bytes: int) -> None:
         self.device, self.dtype = model.device, model.dtype
         self.allow_block_sharing = self.use_prefix_sharing = False
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
@@ -311,12 +339,12 @@ class _Step:
         first = 0
         for request, past, tokens in batch:
             state, row = cache.states[request], cache.allocator.block_table[request][0]
-            prompt = state.initial_tokens
-            if past >= len(prompt):
+            length = len(state.initial_tokens)
+            if past >= length:
                 going.append((len(found), row, first, past))
                 found.append(None)
-            elif past + tokens == len(prompt):
-                found.append(self._read(prompt, row))
+            elif past + tokens == length:
+                found.append(self._read(state, row))
             first += tokens
         if going:
             places, rows, at, positions = zip(*going, strict=True)
@@ -330,13 +358,20 @@ class _Step:
         rest = own[:1] * (len(logits_indices) - len(own))  # transformers does not look at these
         return SimpleNamespace(logits=torch.cat([*own, *rest])[None])
 
-    def _read(self, prompt: list[int], row: int) -> Tensor:
-        """Read a prompt, compress it into its row, and return its last logits ``[1, vocabulary]``."""
+    def _read(self, state: Any, row: int) -> Tensor:
+        """Read a request's prompt, compress it into its row, and return the last logits ``[1, vocabulary]``.
+
+        What a request that begins again has answered is appended to its prompt, as it was before.
+        """
+        ids = torch.tensor([state.initial_tokens], device=self._model.device)
+        prompt = state._true_initial_tokens or ids.shape[1]
         with self._model._kvpass.call(self._rules):
-            out = self._model.forward(torch.tensor([prompt], device=self._model.device), logits_to_keep=1)
-        assert not isinstance(out, tuple)
+            out: Any = self._model.forward(ids[:, :prompt], logits_to_keep=1)
+            if prompt < ids.shape[1]:
+                out = self._model.forward(ids[:, prompt:], past_key_values=out[CACHE], logits_to_keep=1)
         self._requests.put(row, out[CACHE])
-        return out.logits[0]
+        logits: Tensor = out.logits
+        return logits[0]
 
     def _append(self, ids: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Append a token ``[n, 1]`` to each of some rows; return logits ``[n, 1, vocabulary]``."""

@@ -372,31 +372,25 @@ class CompressedModel(_Base):
             kwargs[CACHE] = cache.repeated(expand_size)
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
 
-    def init_continuous_batching(
-        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
-    ) -> Any:
-        """Return a manager of transformers' continuous batching, with one block of cache for each request.
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a manager of transformers' continuous batching, with the arguments of transformers.
 
-        A block holds ``budget`` entries per KV head and layer and has room for ``max_new_tokens``.
+        Each request holds one block: ``budget`` entries per KV head and layer, and room for ``max_new_tokens``.
 
         Raises:
             ValueError: the model, its policy, its budget or a setting is unsupported; or the version of transformers.
         """
-        if not HAS_ALLOCATORS:
-            raise ValueError(
-                "continuous batching (generate_batch, init_continuous_batching) of a kvpass model needs transformers "
-                "5.18: before, a request has as many blocks as tokens; call generate with a batch, or serve the model "
-                "with vLLM (docs/serve.md)"
-            )
-        from kvpass.frontends.continuous import Manager
+        return _continuous_batching().manager(self, *args, **kwargs)
 
-        held = getattr(self, "_cached_continuous_batching_manager", None)
-        if isinstance(held, Manager) and held.matches(self):
-            return held
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        """Answer prompts of any lengths with continuous batching, as :meth:`init_continuous_batching`.
 
-        config = continuous_batching_config or ContinuousBatchingConfig()
-        return Manager(self, generation_config or self.generation_config, config, workload_hints)
+        Tokens are those of ``generate`` for each prompt alone.
+        """
+        check_prompt = _continuous_batching().check_prompt
+        for ids in inputs:
+            check_prompt(self, ids)
+        return super().generate_batch(inputs, *args, **kwargs)
 
     def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Choose token after token, as transformers does; with drafts if the answer is to be exact."""
@@ -813,6 +807,23 @@ def graph_of(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) ->
     own: Any = type(model).__mro__[2]  # the class of the user's model
     forward = types.MethodType(own.forward, model)
     return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
+
+
+def _continuous_batching() -> Any:
+    """Return the module for it.
+
+    Raises:
+        ValueError: the version of transformers has no interface for it.
+    """
+    if not HAS_ALLOCATORS:
+        raise ValueError(
+            "continuous batching (generate_batch, init_continuous_batching) of a kvpass model needs transformers 5.18 "
+            "or later: before, a request holds as many blocks of cache as it has tokens; call generate with a batch, "
+            "or serve the model with vLLM (docs/serve.md)"
+        )
+    from kvpass.frontends import continuous
+
+    return continuous
 
 
 @functools.cache

@@ -40,6 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
+from kvpass.transformers_compat import HAS_ALLOCATORS
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
@@ -566,10 +567,18 @@ def test_argument_is_refused_by_its_name(tight, name):
         tight.generate(random_ids(1, 20), max_new_tokens=2, **{name: REFUSED[name]})
 
 
-@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching"])
-def test_continuous_batching_is_refused(tight, name):
-    with pytest.raises(ValueError, match="continuous batching"):
-        getattr(tight, name)([[1, 2, 3]])
+def test_paged_cache_names_what_to_call_instead(tight):
+    with pytest.raises(ValueError, match="call generate_batch"):
+        tight.generate(random_ids(1, 20), max_new_tokens=2, cache_implementation="paged")
+
+
+@pytest.mark.skipif(HAS_ALLOCATORS, reason="supported from transformers 5.18 on")
+@pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
+def test_continuous_batching_is_refused_before_transformers_5_18(tight, name):
+    with pytest.raises(ValueError, match=r"continuous batching .* needs transformers 5\.18"):
+        found = getattr(tight, name)(*[[[1, 2, 3]]] * (name == "generate_batch"))
+        with found:
+            pass
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(3, 40), (3, 42), (3, 60), (43, 40), (43, 50)])
