@@ -73,7 +73,7 @@ class Settings:
             )
         if type(budget) is not int:
             raise ValueError(
-                f"budget={budget!r}: in vLLM it must be a number of entries, since all blocks have one size"
+                f"budget={budget!r}: in vLLM it must be a number of entries, so that the largest block is known"
             )
         resolve_budget(policy, budget)
         if type(room) is not int or room < 1:
