@@ -71,12 +71,6 @@ def test_few_sizes_of_tails_serve_all_answers(appended, own):
         assert layout.size_of(900 + own, appended - own + 1, document=900) == (tail, 0)
 
 
-@given(LAYOUTS)
-def test_the_largest_block_wastes_less_than_a_unit(layout):
-    heads = layout.layers * layout.kv_heads
-    assert 0 <= layout.units(layout.largest) * layout.rows - layout.pool - heads * layout.tail < layout.rows
-
-
 @pytest.mark.parametrize("entry_format", CODES)
 @given(LAYOUTS.filter(lambda layout: layout.head_dim == 8), st.integers(1, 3))
 def test_codes_and_scales_of_all_units_fill_the_memory_and_lie_equally_far_apart(entry_format, layout, blocks):
