@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass.vllm.layout import BlockLayout, BlockSize
 from kvpass.vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,15 +36,23 @@ class Continued(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt's length, without what was generated, a digest of its tokens, and the document that it continues."""
+    """The prompt of a request that runs.
+
+    Attributes:
+        length: without what was generated. digest: of its tokens. size: of its block. number: no other that runs has
+            it; less than most run. document: that it continues.
+    """
 
     length: int
     digest: bytes
+    size: BlockSize
+    number: int
     document: Continued | None = None
 
     @classmethod
-    def of(cls, ids: Sequence[int], document: Continued | None = None) -> Prompt:
-        return cls(len(ids), hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest(), document)
+    def of(cls, ids: Sequence[int], size: BlockSize, number: int, document: Continued | None = None) -> Prompt:
+        digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
+        return cls(len(ids), digest, size, number, document)
 
 
 class Rows:
@@ -50,10 +60,11 @@ class Rows:
 
     Attributes:
         latest: of the engine that is being built; its attention backend, made later, takes it from here.
-        documents: of the engine, None without any.
+        documents: of the engine, None without any. layout: of its blocks, which the backend knows.
     """
 
     latest: ClassVar[Rows]
+    layout: BlockLayout
 
     def __init__(self, documents: Documents | None = None) -> None:
         self.documents = documents
@@ -62,11 +73,15 @@ class Rows:
     def __getitem__(self, row: int) -> Prompt:
         return self._prompts[row]
 
-    def document_tokens(self, rows: int) -> Tensor:
-        """Return how many tokens of a document each of the first rows continues, int64 on the host."""
-        prompts = map(self._prompts.get, range(rows))
+    def of_first(self, rows: int) -> Tensor:
+        """Return of each of the first rows the tokens of its document, 0 without one, and the slots of its tails.
+
+        int64 ``[2, rows]`` on the host.
+        """
+        prompts = [self._prompts.get(row) for row in range(rows)]
         tokens = [prompt.document.tokens if prompt and prompt.document else 0 for prompt in prompts]
-        return torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        tails = [prompt.size.tail if prompt else self.layout.tail for prompt in prompts]
+        return torch.tensor([tokens, tails], dtype=torch.int64, device="cpu")
 
     def update(self, removed: Sequence[int], added: Sequence[Any], moved: Sequence[Any]) -> None:
         """Apply vLLM's changes of a batch, in its order.
@@ -76,8 +91,12 @@ class Rows:
         """
         for row in removed:
             self._prompts.pop(row, None)
-        for row, params, prompt, _ in added:
-            self._prompts[row] = Prompt.of(prompt, Continued.of(params))
+        for row, params, ids, _ in added:
+            self._prompts.pop(row, None)
+            document, numbers = Continued.of(params), {prompt.number for prompt in self._prompts.values()}
+            number = next(each for each in itertools.count() if each not in numbers)
+            size = self.layout.size_of(len(ids), params.max_tokens, document.tokens if document else 0)
+            self._prompts[row] = Prompt.of(ids, size, number, document)
         for source, target, swapped in moved:
             prompt, other = self._prompts.pop(source, None), self._prompts.pop(target, None)
             if prompt is not None:

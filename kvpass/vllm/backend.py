@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -83,11 +83,12 @@ class KVPassBackend(AttentionBackend):
 
 
 def configured(config: Any, kv_heads: int, head_dim: int) -> tuple[Settings, BlockLayout]:
-    """Return the settings of an engine and the layout of its blocks, with the KV heads of this process."""
+    """Return the settings of an engine and the layout of its largest block, with the KV heads of this process."""
     settings, parallel = Settings.read(config.additional_config), config.parallel_config
     assert settings is not None
     layers = config.model_config.get_num_layers(parallel)
-    return settings, settings.layout(layers, kv_heads, head_dim, parallel.tensor_parallel_size)
+    layout = settings.layout(layers, kv_heads, head_dim, parallel.tensor_parallel_size)
+    return settings, replace(layout, one_tail=versions.graphs(config))  # what a graph reads does not move
 
 
 def bound_backend(config: Any) -> type[KVPassBackend]:
@@ -129,6 +130,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
             )
         self.order = {name: i for i, name in enumerate(layer_names)}
         self.rows = Rows.latest
+        self.rows.layout = self.layout
         self.block = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
 
     @classmethod
@@ -141,12 +143,12 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
     @functools.cached_property
     def tables(self) -> Tables:
         """Made for the first step: layers have no cache before."""
-        blocks = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
+        units = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
         rows, kv_heads = len(self.block), self.layout.kv_heads
         device = devices.operators(self.device)(rows, kv_heads, self.device)
-        sizes = {"L": self.layout.layers, "B": blocks, "K": kv_heads, "D": self.layout.head_dim}
+        sizes = {"L": self.layout.layers, "B": rows, "K": kv_heads, "D": self.layout.head_dim}
         means = BUFFERS["key_mean"].new(sizes, self.device) if self.layout.coded else None
-        return Tables(blocks, self.layout.layers * kv_heads, 2 * rows, device, self.device, means)
+        return Tables(units, self.layout.layers * kv_heads, 2 * rows, device, self.device, means)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         """Read a step; no value of the device is read on the host."""
@@ -159,6 +161,8 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
             tables.empty(step.empty)
         documents, going, first = self.rows.documents, [], 0
         for row in step.prompts:
+            if tables.means is not None:
+                tables.number[row.place] = row.prompt.number
             if row.prompt.document is not None:
                 assert documents is not None
                 name = row.prompt.document.name
@@ -225,17 +229,18 @@ class KVPassImpl(AttentionImpl):
             return output.zero_()
         meta = attn_metadata
         site = meta.order[layer.layer_name]
-        buffers = self.layout.buffers(kv_cache, site)
+        buffers_of = functools.cache(functools.partial(self.layout.buffers, kv_cache, site))
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
             if row.prompt.document is not None:
+                buffers = buffers_of(row.prompt.size.tail)
                 out = self._append(call, row.place[None].long(), buffers, site, meta, of_documents=True)
                 output[row.tokens] = out[0].transpose(0, 1)
                 continue
-            self._begin(call, output[row.tokens], buffers, site, row, meta)
+            self._begin(call, output[row.tokens], buffers_of(row.prompt.size.tail), site, row, meta)
         for going in meta.step.going:
             call = self._call(*(x[going.tokens][:, :, None] for x in (query, key, value)))
-            out = self._append(call, going.block, buffers, site, meta, going.of_documents)
+            out = self._append(call, going.block, buffers_of(going.tail), site, meta, going.of_documents)
             output[going.tokens] = out[:, :, 0]
         return output
 
@@ -248,22 +253,24 @@ class KVPassImpl(AttentionImpl):
         """New tokens of some rows, in one call of the kernel.
 
         Args:
-            block: of each row, int64. buffers: of all blocks. of_documents: the tokens attend to what documents hold,
-                in place of the pool of their block.
+            block: of each row, int64. buffers: of all blocks with such tails. of_documents: the tokens attend to what
+                documents hold, in place of the pool of their block.
         """
-        tables = meta.tables
+        tables, rows = meta.tables, buffers["tail_k"].shape[1]
         if of_documents:
             assert meta.documents is not None
             buffers = buffers | meta.documents.pools
         held = AppendBuffers(
             **buffers,
-            offsets=tables.offsets,
-            tail_start=tables.start,
-            tail_used=tables.used,
+            offsets=tables.offsets[:rows],
+            tail_start=tables.start[:rows],
+            tail_used=tables.used[:rows],
             arrivals=tables.device.arrivals(len(block)),
             row_index=block,
         )
-        return tables.device.attend_blocks(entry_formats.centred(call, tables.means, (site, block)), held, site)
+        if tables.means is not None:
+            call = entry_formats.centred(call, tables.means, (site, tables.number[block]))
+        return tables.device.attend_blocks(call, held, site)
 
     def _begin(
         self, call: Attention, out: Tensor, buffers: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
@@ -271,14 +278,15 @@ class KVPassImpl(AttentionImpl):
         """A prompt; behind it, if the request was preempted, what it had generated. ``out``: ``[tokens, H, D]``."""
         n, tables = row.prompt.length, meta.tables
         block = {name: x.narrow(BUFFERS[name].row_dim, row.block, 1) for name, x in buffers.items()}
+        block |= {name: x[:, : row.prompt.size.pool] for name, x in block.items() if BUFFERS[name].of_pool}
         if call.q.shape[2] == n:
             self._prefill(call, out, block, site, row, meta)
             return
         kept = tables.kept[row.prompt.digest] if n >= self.layout.shortest else tables.nothing
         prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
-        self._restore(prompt, block, row.block, site, kept, tables)
+        self._restore(prompt, block, row.prompt.number, site, kept, tables)
         if site == 0:
-            tables.enter(row.block, self._before(n), row.prompt.digest, kept)
+            tables.enter(*self._place(row), row.prompt.digest, kept)
             tables.used[row.block] = n - self._before(n)
         tables.device.attend_prompt(prompt, out[:n])
         after = self._append(answer, row.place[None].long(), buffers, site, meta, of_documents=False)
@@ -306,13 +314,13 @@ class KVPassImpl(AttentionImpl):
                 window = slice(row.prompt.length - self._before(row.prompt.length))
                 floats = {"pool_k": buffers.pool_k, "pool_v": buffers.pool_v}
                 floats |= {"tail_k": buffers.tail_k[..., window, :], "tail_v": buffers.tail_v[..., window, :]}
-                self._write(floats, buffers.offsets, block, row.block, slice(None), meta.tables)
+                self._write(floats, buffers.offsets, block, row.prompt.number, slice(None), meta.tables)
             kept = Kept(buffers.slots[reference.POSITION, 0].clone(), buffers.offsets[0].clone())
-            meta.tables.enter(row.block, self._before(row.prompt.length), row.prompt.digest, kept)
+            meta.tables.enter(*self._place(row), row.prompt.digest, kept)
 
     def _buffers(self, block: Buffers, offsets: Tensor, dtype: torch.dtype) -> PrefillBuffers:
         """The buffers of a prompt: pool and tails in its block, if that holds no codes; the rest for this step only."""
-        sizes = {"B": 1, "E": self.layout.pool, "L": self.layout.layers, "K": self.layout.kv_heads}
+        sizes = {"B": 1, "E": block["pool_k"].shape[1], "L": self.layout.layers, "K": self.layout.kv_heads}
         sizes["W"] = sizes["C"] = max(self.policy.window, 1)
         sizes["D"] = sizes["V"] = self.layout.head_dim
         names = ("slots", "slot_stats", "layer_weights", "window_stats")
@@ -324,6 +332,10 @@ class KVPassImpl(AttentionImpl):
                 for name in ("pool_k", "pool_v", "tail_k", "tail_v")
             }
         return PrefillBuffers(**block, **made, offsets=offsets, entries=entries)
+
+    def _place(self, row: PromptRow) -> tuple[int, int, int]:
+        """Where a prompt is: the first unit of its block and their number, and its tokens that are not in the tails."""
+        return row.block, self.layout.units(row.prompt.size), self._before(row.prompt.length)
 
     def _before(self, n: int) -> int:
         """How many tokens of a prompt are not in the tails; one of one token is there, whatever the window is."""
@@ -346,7 +358,7 @@ class KVPassImpl(AttentionImpl):
 
         Args:
             floats: pool and used slots of the tails of these layers. offsets: bounds of their segments in the pool of
-                the block, int32 ``[1, P]``. number: of the block.
+                the block, int32 ``[1, P]``. number: of the request.
         """
         first, mean = int(offsets[0, 0]), None
         offsets = offsets - first

@@ -20,39 +20,40 @@ class Kept(NamedTuple):
 
 
 class Tables:
-    """What is known of each block of an engine, and what each prompt kept.
+    """What is known of each block of an engine, by the unit at which it begins, and what each prompt kept.
 
     Attributes:
         most: digests to keep of prompts that are in no block: at least as many as requests run at once, since all of
             them may be preempted together.
-        offsets: int32 ``[blocks, P]``. before: tokens of the prompt that are not in the tails, int64 ``[blocks]``.
+        offsets: int32 ``[units, P]``. before: tokens of the prompt that are not in the tails, int64 ``[units]``.
             start, used: slots of the tails in use, likewise.
-        means: subtracted from the keys of each head before they become codes, fp32 ``[L, blocks, K, D]``; None where
-            entries are no codes.
+        means: subtracted from the keys of each head before they become codes, fp32 ``[L, requests, K, D]``; None where
+            entries are no codes. number: row of a block's in there.
         kept: by digest of the prompt, so that a request that was preempted, and comes back with its answer so far, gets
             the cache back that it had. nothing: what a prompt of one token kept. digests: of the prompt that a block
-            had last. device: its operators.
+            had last, and the unit where it ends, if nothing else was entered there. device: its operators.
     """
 
     def __init__(
-        self, blocks: int, segments: int, most: int, device: OnCPU, where: torch.device, means: Tensor | None = None
+        self, units: int, segments: int, most: int, device: OnCPU, where: torch.device, means: Tensor | None = None
     ) -> None:
         """Args: segments: layers times KV heads. where: the tables are."""
         self.most, self.device, self.means = most, device, means
-        self.offsets = torch.zeros(blocks, segments + 1, dtype=torch.int32, device=where)
-        self.before, self.start, self.used = torch.zeros(3, blocks, dtype=torch.int64, device=where)
+        self.offsets = torch.zeros(units, segments + 1, dtype=torch.int32, device=where)
+        self.before, self.start, self.used, self.number = torch.zeros(4, units, dtype=torch.int64, device=where)
         self.kept = OrderedDict[bytes, Kept]()
         self.nothing = Kept(self.offsets.new_empty(0), self.offsets.new_zeros(segments + 1))
-        self.digests = dict[int, bytes]()
+        self.digests = dict[int, tuple[bytes, int]]()
 
-    def enter(self, block: int, before: int, digest: bytes, kept: Kept) -> None:
+    def enter(self, block: int, units: int, before: int, digest: bytes, kept: Kept) -> None:
         """Note that a prompt is in a block, and what it kept; forget the oldest of those that are in no block."""
         self.offsets[block], self.before[block] = kept.offsets, before
-        previous = self.digests.get(block)
-        if previous is not None:
-            self.kept.move_to_end(previous)
-        self.digests[block], self.kept[digest] = digest, kept
-        held = set(self.digests.values())
+        for first, (previous, end) in [*self.digests.items()]:
+            if first < block + units and block < end:
+                self.kept.move_to_end(previous)
+                del self.digests[first]
+        self.digests[block], self.kept[digest] = (digest, block + units), kept
+        held = {known for known, _ in self.digests.values()}
         for old in [known for known in self.kept if known not in held][: -self.most]:
             del self.kept[old]
 
@@ -64,7 +65,7 @@ class Tables:
         """
         self.offsets[block], self.before[block], self.used[block] = offsets, document.tokens, 0
         if self.means is not None and mean is not None:
-            self.means[:, block] = mean
+            self.means[:, self.number[block]] = mean
 
     def empty(self, blocks: Tensor) -> None:
         """Note that nothing is in some blocks, int64 on the device; the host reads nothing."""

@@ -73,7 +73,7 @@ class Settings:
             )
         if type(budget) is not int:
             raise ValueError(
-                f"budget={budget!r}: in vLLM it must be a number of entries, since all blocks have one size"
+                f"budget={budget!r}: in vLLM it must be a number of entries, so that the largest block is known"
             )
         resolve_budget(policy, budget)
         if type(room) is not int or room < 1:
@@ -86,7 +86,7 @@ class Settings:
         return self.budget - self.policy.window
 
     def layout(self, layers: int, kv_heads: int, head_dim: int, processes: int = 1) -> BlockLayout:
-        """Return the layout of a request's block.
+        """Return the layout of the largest block of a request.
 
         Args:
             kv_heads: of this process. processes: that share the heads. Where a policy compares heads, all entries may
@@ -95,8 +95,8 @@ class Settings:
         pool = self.policy.capacity(self.entries, layers, kv_heads * processes)
         if processes > 1 and isinstance(self.policy.heads(), UniformHeads):
             pool = pool // processes + layers * kv_heads
-        window = max(self.policy.window, 1)  # a prompt of one token is in the tail
-        return BlockLayout(layers, kv_heads, head_dim, pool, window + self.room, self.entry_format)
+        window = self.policy.window
+        return BlockLayout(layers, kv_heads, head_dim, pool, max(window, 1) + self.room, self.entry_format, window)
 
 
 def _documents(given: object) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""One block per request for life: a block's size is what is kept, not what was read."""
+"""One block per request for life: a block's size is what the request keeps and may append, not what was read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,21 +11,67 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from kvpass.vllm.layout import BlockLayout
+from kvpass.vllm.admission import Continued
+from kvpass.vllm.layout import SLOTS, BlockLayout
 
 
 class OneBlockManager(SingleTypeKVCacheManager):
-    """Gives each request one block, which it keeps until it ends or is preempted."""
+    """Gives each request one block, a run of vLLM's, which it keeps until it ends or is preempted.
+
+    Short runs lie at the begin of the memory and the longest at its end, so that those leave no gaps among these. A
+    request waits until there is a run for it; others that run never need more.
+
+    Attributes:
+        requests: of the scheduler, by id. taken: whether each of vLLM's blocks is, one byte each.
+    """
+
+    requests: Mapping[str, Any]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.layout: BlockLayout = self.kv_cache_spec.layout
+        self.taken = bytearray(len(self.block_pool.blocks))
+        self.taken[: self.layout.reserved] = bytes([1]) * self.layout.reserved
+
+    def units(self, request_id: str) -> int:
+        """Return how many of vLLM's blocks a request needs."""
+        request = self.requests[request_id]
+        document = Continued.of(request.sampling_params)
+        tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
+        return self.layout.units(self.layout.size_of(*tokens, document.tokens if document else 0))
+
+    def first_free(self, units: int) -> int:
+        """Return where a free run of so many begins at which the longest would not pass the end; -1 without one."""
+        most = self.layout.units(self.layout.largest)
+        find = self.taken.rfind if units == most else self.taken.find
+        return find(bytes(units), 0, len(self.taken) - most + units)
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **options: Any) -> int:
-        return 0 if self.req_to_blocks.get(request_id) else 1
+        if self.req_to_blocks.get(request_id):
+            return 0
+        units = self.units(request_id)
+        # more than are free: vLLM has the request wait
+        return units if self.first_free(units) >= 0 else self.block_pool.get_num_free_blocks() + 1
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         held = self.req_to_blocks[request_id]
         if held:
             return []
-        held.extend(self.block_pool.get_new_blocks(1))
-        return list(held)
+        units = self.units(request_id)
+        first = self.first_free(units)
+        run = self.block_pool.blocks[first : first + units]
+        if first < 0 or any(block.ref_cnt for block in run):
+            raise RuntimeError(f"no {units} free blocks side by side for request {request_id!r}")
+        self.block_pool.touch(run)
+        self.taken[first : first + units] = bytes([1]) * units
+        held.extend(run)
+        return run
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        found = super().pop_blocks_for_free(request_id)
+        for block in found:
+            self.taken[block.block_id] = 0
+        return found
 
     @classmethod
     def find_longest_cache_hit(
@@ -45,10 +91,10 @@ class OneBlockManager(SingleTypeKVCacheManager):
 @register_kv_cache_spec(manager_class=OneBlockManager)
 @dataclass(frozen=True, kw_only=True)
 class KVPassSpec(AttentionSpec):
-    """Cache of one layer; ``block_size`` is at least max_model_len, so a request never needs a second block.
+    """Cache of one layer; ``block_size`` is at least max_model_len, so vLLM asks for more only when a request begins.
 
     Attributes:
-        layout: of a block.
+        layout: of the largest block of a request.
     """
 
     layout: BlockLayout
@@ -56,12 +102,12 @@ class KVPassSpec(AttentionSpec):
 
     @property
     def num_states(self) -> int:
-        return self.layout.slots
+        return SLOTS
 
     def get_num_kernel_states(self, kernel_block_size: int) -> int:
         if kernel_block_size != self.block_size:
             raise ValueError(f"kernel_block_size={kernel_block_size}: a block of {self.block_size} is never split")
-        return self.layout.slots
+        return SLOTS
 
     @property
     def block_table_token_alignment(self) -> None:
@@ -76,7 +122,7 @@ class KVPassSpec(AttentionSpec):
         return False
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        return self.page_size_bytes
+        return (self.layout.reserved + self.layout.units(self.layout.largest)) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        return 1
+        return self.layout.units(self.layout.largest)

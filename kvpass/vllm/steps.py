@@ -36,13 +36,14 @@ class Going(NamedTuple):
     """Rows that go on with one token.
 
     Attributes:
-        tokens: their index in the step. block, length: of each row, with the token, on the device. of_documents:
-            whether all of them continue documents; else none does.
+        tokens: their index in the step. block, length: of each row, with the token, on the device. tail: slots of the
+            tails of all of them. of_documents: whether all of them continue documents; else none does.
     """
 
     tokens: Tensor | slice
     block: Tensor
     length: Tensor
+    tail: int
     of_documents: bool = False
 
 
@@ -75,7 +76,7 @@ def read_step(
     """
     device_starts, device_lengths, blocks = on_device
     new = starts[1:] - starts[:-1]
-    before = prompts.document_tokens(len(new))
+    before, tails = prompts.of_first(len(new))
     begins = (new == lengths - before) & ((new >= shortest) | (before > 0))
     if ((new > 1) & ~begins).any():
         raise ValueError(f"rows of {new.tolist()} new tokens and {lengths.tolist()} in all: a prompt must come whole")
@@ -88,11 +89,12 @@ def read_step(
         return chosen.nonzero().flatten().to(blocks.device, non_blocking=True) if chosen.any() else slice(0)
 
     empty = blocks[index((new == 1) & (lengths == 1) & ~begins)].long()
-    if not found and not before.any():
+    kinds = {*zip((before > 0).tolist(), tails.tolist(), strict=True)}
+    if not found and len(kinds) == 1 and not before.any():
         # then row i has token i; rows that vLLM adds to fill a CUDA graph come last, in its block 0
-        return Step(found, [Going(slice(len(new)), blocks, device_lengths)], empty)
+        return Step(found, [Going(slice(len(new)), blocks, device_lengths, int(tails[0]))], empty)
     going = []
-    for of_documents in (False, True):
-        rows = index((new == 1) & ~begins & ((before > 0) == of_documents))
-        going.append(Going(device_starts[rows].long(), blocks[rows], device_lengths[rows], of_documents))
+    for of_documents, tail in sorted(kinds):
+        rows = index((new == 1) & ~begins & ((before > 0) == of_documents) & (tails == tail))
+        going.append(Going(device_starts[rows].long(), blocks[rows], device_lengths[rows], tail, of_documents))
     return Step(found, [each for each in going if len(each.block)], empty)

@@ -187,7 +187,8 @@ def check_caches() -> None:
     """Have an engine refused at its start if kvpass is configured and a cache is not ours.
 
     Which backend a layer gets is decided in many places of vLLM; its scheduler is told of all caches. It also takes the
-    tokens of a document as computed, as it does those of a prefix that is cached.
+    tokens of a document as computed, as it does those of a prefix that is cached, and what gives out blocks gets to
+    know its requests: vLLM tells that only of tokens that are there already.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -204,6 +205,9 @@ def check_caches() -> None:
             kinds = {type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups}
             refusals.check_caches(kinds, KVPassSpec.__name__)
         start(self, vllm_config, kv_cache_config, *args, **options)
+        if settings is not None:
+            [ours] = self.kv_cache_manager.coordinator.single_type_managers
+            ours.requests = self.requests
         if settings is not None and settings.documents:
             manager = self.kv_cache_manager
             find = manager.get_computed_blocks

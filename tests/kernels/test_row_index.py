@@ -17,7 +17,7 @@ from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.operands import CODES, AppendBuffers, Attention
 from kvpass.ops import cuda, reference
 from kvpass.ops.entry_formats import quantise
-from kvpass.vllm.layout import BlockLayout
+from kvpass.vllm.layout import SLOTS, BlockLayout
 
 LAYERS, KV_HEADS, BLOCKS, TAIL = 3, 2, 5, 70
 ROWS = (4, 0, 2)
@@ -60,8 +60,11 @@ class Case:
         torch.manual_seed(0)
         self.layout = BlockLayout(LAYERS, KV_HEADS, dim, pool=200, tail=TAIL)
         heads = KV_HEADS * group
-        page = torch.full((BLOCKS, LAYERS, KV_HEADS, self.layout.slots, 2 * dim), torch.nan, dtype=dtype)[:, 0]
-        sides = (pool_k, tail_k), (pool_v, tail_v) = [self.layout.parts(x) for x in self.layout.blocks(page, 0)]
+        self.units = self.layout.units(self.layout.largest)
+        size = (BLOCKS * self.units, LAYERS, KV_HEADS, SLOTS, 2 * dim)
+        held = self._blocks(self.layout, torch.full(size, torch.nan, dtype=dtype))
+        pool_k, tail_k, pool_v, tail_v = held.values()
+        sides = (pool_k, tail_k), (pool_v, tail_v)
         bounds = [[0, 0, 130, 131, 131, 199, 200], [0, 1, 66, 66, 66, 66, 66], [0] * 7]
         offsets = torch.full((BLOCKS, 7), -1, dtype=torch.int32)
         used, start = torch.full((BLOCKS,), -1), torch.zeros(BLOCKS, dtype=torch.int64)
@@ -79,10 +82,15 @@ class Case:
         if entries != "model":
             self._quantise(replace(self.layout, entry_format=entries))
 
+    def _blocks(self, layout: BlockLayout, memory: Tensor) -> dict[str, Tensor]:
+        """Pools and tails of blocks that lie one behind the other."""
+        every, step = layout.buffers(memory[:, 0], 0, TAIL), self.units
+        return {name: x[::step] if name.startswith("pool") else x[:, ::step] for name, x in every.items()}
+
     def _quantise(self, layout: BlockLayout) -> None:
         """Hold codes of what is held, in one memory."""
-        size = (BLOCKS, LAYERS, KV_HEADS, layout.slots, layout.width)
-        codes = layout.buffers(torch.zeros(size, dtype=CODES[layout.entry_format])[:, 0], 0)
+        size = (BLOCKS * self.units, LAYERS, KV_HEADS, SLOTS, layout.width)
+        codes = self._blocks(layout, torch.zeros(size, dtype=CODES[layout.entry_format]))
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             quantise(getattr(self.held, name), codes[name], codes[f"{name}_scale"])
         self.held = self.held._replace(**codes)

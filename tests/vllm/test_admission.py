@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpass.vllm.admission import DOCUMENT, Admission, Continued, Prompt, Rows
+from kvpass.vllm.layout import BlockLayout, BlockSize
 from kvpass.vllm.settings import Settings
 
 CONFIGURED = {"policy": "lava", "budget": 64, "room": 8}
@@ -90,17 +91,32 @@ def test_where_no_policy_is_given_each_request_must_name_a_document():
 
 def test_rows_follow_the_batch():
     rows, prompts = Rows(), [[1], [2, 2], [3, 3, 3]]
-    params = [None, SimpleNamespace(extra_args={DOCUMENT: ["manual", 1]}), SimpleNamespace(extra_args=None)]
+    rows.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+    params = [SimpleNamespace(extra_args=None, max_tokens=30) for _ in prompts]
+    params[1].extra_args = {DOCUMENT: ["manual", 1]}
     rows.update([], [(row, params[row], prompt, []) for row, prompt in enumerate(prompts)], [])
     assert [rows[row].length for row in range(3)] == [1, 2, 3]
+    assert [rows[row].size for row in range(3)] == [(1 + 32, 2), (32, 0), (1 + 32, 6)]
     rows.update([0], [], [(2, 0, False)])
     assert (rows[0].length, rows[1].length) == (3, 2)
     rows.update([], [], [(0, 1, True)])
     assert (rows[0].length, rows[1].length) == (2, 3)
-    assert rows.document_tokens(3).tolist() == [1, 0, 0], "vLLM fills steps with rows that have no request"
+    assert rows.of_first(3).tolist() == [[1, 0, 0], [32, 33, 40]], "vLLM fills steps with rows that have no request"
     with pytest.raises(KeyError):
         rows[2]
 
 
+def test_a_request_has_a_number_of_its_own_below_the_most_that_run():
+    rows = Rows()
+    rows.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+    params = SimpleNamespace(extra_args=None, max_tokens=1)
+    added = [(row, params, [1], []) for row in range(3)]
+    rows.update([], added, [])
+    rows.update([0], [], [(2, 0, False)])
+    rows.update([], [added[1], added[2]], [])  # in place of the request in row 1, and behind it
+    assert sorted(rows[row].number for row in range(3)) == [0, 1, 2] and rows[0].number == 2
+
+
 def test_a_digest_tells_prompts_apart():
-    assert Prompt.of([1, 2]) == Prompt.of([1, 2]) != Prompt.of([2, 1])
+    first, same, other = (Prompt.of(ids, BlockSize(1, 2), 0) for ids in ([1, 2], [1, 2], [2, 1]))
+    assert first == same != other

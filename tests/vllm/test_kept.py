@@ -19,35 +19,45 @@ def tables(most: int = 2) -> Tables:
 
 def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
     found = tables()
-    found.enter(3, 100, b"long", kept(0))
+    found.enter(3, 1, 100, b"long", kept(0))
     for number in range(1, 50):
-        found.enter(number % 3, number, bytes([number]), kept(number))
+        found.enter(number % 3, 1, number, bytes([number]), kept(number))
     assert found.before.tolist() == [48, 49, 47, 100] and found.offsets[:, 1].tolist() == [48, 49, 47, 0]
     assert b"long" in found.kept
     assert len(found.kept) == 4 + found.most
 
 
+def test_a_block_that_another_begins_in_is_forgotten():
+    found = tables(most=1)
+    found.enter(0, 2, 7, b"long", kept(7))
+    found.enter(2, 1, 8, b"beside", kept(8))
+    found.enter(1, 1, 9, b"in", kept(9))
+    assert found.digests == {2: (b"beside", 3), 1: (b"in", 2)} and b"long" in found.kept, "most"
+    found.enter(0, 3, 9, b"over", kept(9))
+    assert found.digests == {0: (b"over", 3)} and [*found.kept] == [b"in", b"over"]
+
+
 def test_all_that_were_preempted_together_come_back_in_each_others_blocks():
     found = tables(most=4)
     for number in range(50):
-        found.enter(number % 4, number, bytes([number]), kept(number))
+        found.enter(number % 4, 1, number, bytes([number]), kept(number))
     for block, number in enumerate([49, 48, 47, 46]):
-        found.enter(block, number, bytes([number]), found.kept[bytes([number])])
+        found.enter(block, 1, number, bytes([number]), found.kept[bytes([number])])
     assert found.before.tolist() == [49, 48, 47, 46]
 
 
 def test_one_prompt_may_be_in_two_blocks():
     found = tables(most=1)
     for block in (0, 1):
-        found.enter(block, 7, b"same", kept(7))
+        found.enter(block, 1, 7, b"same", kept(7))
     for number in range(5):
-        found.enter(0, number, bytes([number]), kept(number))
+        found.enter(0, 1, number, bytes([number]), kept(number))
     assert torch.equal(found.kept[b"same"].offsets, kept(7).offsets)
 
 
 def test_the_tail_behind_a_document_is_empty():
     found = tables()
-    found.enter(2, 7, b"before", kept(7))
+    found.enter(2, 1, 7, b"before", kept(7))
     found.used[2] = 5
     found.continue_document(2, Continued("a", 90), kept(3).offsets)
     assert (found.before[2], found.used[2], found.offsets[2].tolist()) == (90, 0, [0, 3])
@@ -56,14 +66,14 @@ def test_the_tail_behind_a_document_is_empty():
 
 def test_the_mean_of_a_documents_keys_is_subtracted_in_the_block_that_continues_it():
     found = tables()
-    found.means = torch.zeros(2, 4, 1, 8)
+    found.means, found.number[2] = torch.zeros(2, 4, 1, 8), 3
     found.continue_document(2, Continued("a", 90), kept(3).offsets, torch.ones(2, 1, 8))
-    assert found.means[:, 2].eq(1).all() and found.means.sum() == 2 * 8
+    assert found.means[:, 3].eq(1).all() and found.means.sum() == 2 * 8
 
 
 def test_a_block_is_emptied():
     found = tables()
-    found.enter(2, 7, b"before", kept(7))
+    found.enter(2, 1, 7, b"before", kept(7))
     found.empty(torch.tensor([2]))
     assert not found.before.any() and not found.offsets.any()
-    assert found.kept[found.digests[2]].offsets[1] == 7, "for the request that was preempted there"
+    assert found.kept[found.digests[2][0]].offsets[1] == 7, "for the request that was preempted there"

@@ -1,4 +1,4 @@
-"""Addresses within a block of vLLM's memory."""
+"""Addresses within vLLM's memory, and what a request needs of it."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpass.config import Geometry
 from kvpass.operands import CODES
-from kvpass.vllm.layout import BlockLayout
+from kvpass.vllm.layout import SLOTS, BlockLayout, BlockSize
 
 LAYOUTS = st.builds(
     BlockLayout,
@@ -22,64 +22,78 @@ LAYOUTS = st.builds(
 
 
 def memory(layout: BlockLayout, blocks: int) -> list[torch.Tensor]:
-    """The caches of all layers as vLLM lays them out: numbers 0, 1, ... in storage order."""
-    shape = (blocks, layout.layers, layout.kv_heads, layout.slots, 2 * layout.head_dim)
+    """The caches of all layers as vLLM lays them out, for some largest blocks: numbers 0, 1, ... in storage order."""
+    units = blocks * layout.units(layout.largest)
+    shape = (units, layout.layers, layout.kv_heads, SLOTS, 2 * layout.head_dim)
     every = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
     return [every[:, site] for site in range(layout.layers)]
 
 
 @given(LAYOUTS, st.integers(1, 3))
-def test_every_layer_sees_the_same_block_and_no_number_has_two_places(layout, blocks):
+def test_every_layer_sees_the_same_units_and_no_number_has_two_places(layout, blocks):
     pages = memory(layout, blocks)
-    keys, values = layout.blocks(pages[0], 0)
+    keys, values = layout.arrays(pages[0], 0)
     for site, page in enumerate(pages):
-        assert [x.data_ptr() for x in layout.blocks(page, site)] == [keys.data_ptr(), values.data_ptr()]
+        assert [x.data_ptr() for x in layout.arrays(page, site)] == [keys.data_ptr(), values.data_ptr()]
     places = torch.cat([keys.flatten(), values.flatten()])
     assert torch.equal(places.sort().values, torch.arange(places.numel(), dtype=torch.float64))
 
 
-@given(LAYOUTS, st.integers(1, 3))
-def test_pool_and_tails_of_a_block_are_disjoint_views_of_it(layout, blocks):
-    pages = memory(layout, blocks)
-    for entries in layout.blocks(pages[0], 0):
-        pool, tails = layout.parts(entries[-1:])
-        assert pool.shape == (1, layout.pool, layout.head_dim)
-        assert tails.shape == (layout.layers, 1, layout.kv_heads, layout.tail, layout.head_dim)
-        both = torch.cat([pool.flatten(), tails.flatten()])
-        assert both.unique().numel() == both.numel()
-        assert set(both.tolist()) <= set(entries[-1].flatten().tolist())
-        tails.fill_(-1)
-        assert (entries[-1] == -1).sum() == tails.numel()
+@given(LAYOUTS, st.integers(1, 3), st.data())
+def test_pool_and_tails_of_a_block_of_any_size_are_disjoint_and_in_its_units(layout, blocks, data):
+    size = BlockSize(data.draw(st.integers(1, layout.tail)), data.draw(st.integers(0, layout.pool)))
+    for entries in layout.arrays(memory(layout, blocks)[0], 0):
+        pools, tails = layout.parts(entries, size.tail)
+        assert tails.shape == (layout.layers, len(pools), layout.kv_heads, size.tail, layout.head_dim)
+        first = data.draw(st.integers(0, len(entries) - layout.units(layout.largest)))
+        pool, tail = pools[first, : size.pool], tails[:, first]
+        own = set(entries[first : first + layout.units(size)].flatten().tolist())
+        both = torch.cat([pool.flatten(), tail.flatten()])
+        assert both.unique().numel() == both.numel() and set(both.tolist()) <= own
 
 
-@given(LAYOUTS)
-def test_a_block_wastes_less_than_one_entry_per_head(layout):
-    heads = layout.layers * layout.kv_heads
-    assert 0 <= layout.rows - layout.pool - heads * layout.tail < heads
+@given(LAYOUTS, st.integers(0, 9), st.integers(1, 90), st.integers(1, 9), st.booleans())
+def test_a_request_gets_what_it_keeps_and_may_append(layout, window, prompt, max_tokens, one_tail):
+    layout = replace(layout, window=window, tail=max(window, 1) + 8, one_tail=one_tail)
+    size = layout.size_of(prompt, max_tokens)
+    kept = layout.layers * layout.kv_heads * max(prompt - window, 0)
+    assert min(kept, layout.pool) <= size.pool <= layout.pool
+    assert max(window, 1) + max_tokens - 1 <= size.tail <= layout.tail and (size.tail == layout.tail or not one_tail)
+
+
+@given(st.integers(0, 512), st.integers(1, 300))
+def test_few_sizes_of_tails_serve_all_answers(appended, own):
+    layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, pool=9, tail=32 + 512, window=32)
+    tail = layout.size_of(1000, appended + 1).tail - 32
+    assert appended <= tail <= max(1.5 * appended, 8)
+    assert len({layout.size_of(1000, most + 1).tail for most in range(513)}) == 13
+    if own <= appended:
+        assert layout.size_of(900 + own, appended - own + 1, document=900) == (tail, 0)
 
 
 @pytest.mark.parametrize("entry_format", CODES)
 @given(LAYOUTS.filter(lambda layout: layout.head_dim == 8), st.integers(1, 3))
-def test_codes_and_scales_of_all_blocks_fill_the_memory_and_lie_equally_far_apart(entry_format, layout, blocks):
+def test_codes_and_scales_of_all_units_fill_the_memory_and_lie_equally_far_apart(entry_format, layout, blocks):
     layout = replace(layout, entry_format=entry_format)
-    shape = (blocks, layout.layers, layout.kv_heads, layout.slots, layout.width)
-    every = torch.zeros(shape, dtype=CODES[entry_format])
-    keys, values, k_scale, v_scale = layout.blocks(every[:, 0], 0)
+    units = blocks * layout.units(layout.largest)
+    every = torch.zeros((units, layout.layers, layout.kv_heads, SLOTS, layout.width), dtype=CODES[entry_format])
+    keys, values, k_scale, v_scale = layout.arrays(every[:, 0], 0)
     geometry = Geometry(layers=layout.layers, kv_heads=layout.kv_heads, key_dim=8, value_dim=8, itemsize=4)
-    assert every.nbytes == blocks * layout.rows * geometry.entry_bytes(entry_format)
+    assert every.nbytes == units * layout.rows * geometry.entry_bytes(entry_format)
     for number, part in enumerate((keys, values, k_scale, v_scale), 1):
         assert not part.view(CODES[entry_format]).any(), "nothing else wrote there"
         part.view(CODES[entry_format]).fill_(number)
     assert every.all()
-    for codes, scale in ((keys, k_scale), (values, v_scale)):
+    held = layout.buffers(every[:, -1], layout.layers - 1, layout.tail)
+    for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
+        codes, scale = held[name], held[f"{name}_scale"]
         assert [step * codes.shape[-1] for step in scale.stride()] == list(codes.stride()[:-1])
-    held = layout.buffers(every[:, -1], layout.layers - 1)
-    assert held["tail_v_scale"].shape == (layout.layers, blocks, layout.kv_heads, layout.tail)
-    assert held["pool_k"].data_ptr() == keys.data_ptr()
+        assert scale.shape == codes.shape[:-1]
+    assert held["tail_k"].data_ptr() == keys.data_ptr()
 
 
 def test_another_memory_layout_is_refused():
     layout = BlockLayout(layers=2, kv_heads=2, head_dim=4, pool=10, tail=3)
-    page = torch.zeros(2, 3, 2, layout.slots, 8)[0]
+    page = torch.zeros(2, 3, 2, SLOTS, 8)[0]
     with pytest.raises(ValueError, match="the cache of layer 0 has shape"):
-        layout.blocks(page, 0)
+        layout.arrays(page, 0)

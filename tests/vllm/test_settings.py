@@ -74,7 +74,7 @@ def test_settings_that_are_no_dict_are_refused():
 
 def test_a_block_holds_the_budget_and_the_room():
     layout = Settings.read({"kvpass": GIVEN | {"policy": "snapkv"}}).layout(layers=4, kv_heads=2, head_dim=8)
-    assert (layout.pool, layout.tail, layout.slots) == (96 * 8, 32 + 64, 128 + 64)
+    assert (layout.pool, layout.tail) == (96 * 8, 32 + 64) and layout.units(layout.largest) * 8 == 128 + 64
 
 
 def test_an_entry_of_codes_takes_their_bytes_and_two_scales():
@@ -103,7 +103,7 @@ def test_a_prompt_of_one_token_has_a_slot_where_there_is_no_window():
 
 def test_a_cascade_has_one_entry_more_for_each_layer():
     layout = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8)
-    assert (layout.pool, layout.slots) == (96 * 8 + 4, 128 + 64 + 1)
+    assert (layout.pool, layout.tail) == (96 * 8 + 4, 32 + 64)
 
 
 def test_each_process_has_room_for_all_entries_where_heads_compete():

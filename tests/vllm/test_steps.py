@@ -7,16 +7,24 @@ import pytest
 import torch
 
 from kvpass.vllm.admission import DOCUMENT, Rows
+from kvpass.vllm.layout import BlockLayout
 from kvpass.vllm.settings import Settings
 from kvpass.vllm.steps import Going, Step, read_step
 
 
 def given(
-    new: list[int], lengths: list[int], documents: dict[int, int] | None = None
+    new: list[int],
+    lengths: list[int],
+    documents: dict[int, int] | None = None,
+    max_tokens: tuple[int, ...] = (20,) * 9,
 ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-    """Args: documents: tokens of the document that a row continues."""
+    """Args: documents: tokens of the document that a row continues. max_tokens: of each row's answer."""
     rows, continued = Rows(), {row: ("a", tokens) for row, tokens in (documents or {}).items()}
-    params = [SimpleNamespace(extra_args={DOCUMENT: continued.get(row)}) for row in range(len(lengths))]
+    rows.layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, pool=9, tail=24)  # 23 to append, and a first token
+    params = [
+        SimpleNamespace(extra_args={DOCUMENT: continued.get(row)}, max_tokens=most)
+        for row, most in zip(range(len(lengths)), max_tokens, strict=False)
+    ]
     rows.update([], [(row, params[row], [row] * length, []) for row, length in enumerate(lengths)], [])
     return torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths), rows
 
@@ -26,14 +34,17 @@ def read(new: list[int], lengths: list[int], blocks: list[int], documents: dict[
     return read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor(blocks).int()), rows)
 
 
-def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], bool]]:
-    return [(each.tokens.tolist(), each.block.tolist(), each.length.tolist(), each.of_documents) for each in going]
+def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], int, bool]]:
+    return [
+        (each.tokens.tolist(), each.block.tolist(), each.length.tolist(), each.tail, each.of_documents)
+        for each in going
+    ]
 
 
 def test_rows_that_begin_and_rows_that_go_on_are_told_apart():
     step = read([1, 5, 1, 1, 0], [9, 5, 1, 30, 4], [7, 3, 2, 5, 4])
     assert [(row.tokens, row.block, row.prompt.length) for row in step.prompts] == [(slice(1, 6), 3, 5)]
-    assert plain(step.going) == [([0, 6, 7], [7, 2, 5], [9, 1, 30], False)]
+    assert plain(step.going) == [([0, 6, 7], [7, 2, 5], [9, 1, 30], 24, False)]
     assert step.empty.tolist() == [2], "a prompt of one token is appended to nothing"
 
 
@@ -44,20 +55,27 @@ def test_where_no_row_begins_row_and_token_are_the_same():
     assert (going.block.tolist(), going.length.tolist()) == ([7, 2, 5, 0, 0], [9, 1, 30, 0, 0])
 
 
+def test_rows_whose_tails_have_other_sizes_go_on_apart():
+    starts, lengths, rows = given([1, 1, 1, 1], [9, 40, 1, 30], max_tokens=(20, 2, 9, 24))
+    step = read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor([7, 3, 2, 5]).int()), rows)
+    assert plain(step.going) == [([1, 2], [3, 2], [40, 1], 9, False), ([0, 3], [7, 5], [9, 30], 24, False)]
+    assert step.empty.tolist() == [2]
+
+
 def test_a_question_begins_behind_its_document_also_if_it_is_one_token():
     step = read([1, 4, 1], [9, 104, 101], [7, 3, 2], {1: 100, 2: 100})
     assert [(row.tokens, row.block, row.prompt.document) for row in step.prompts] == [
         (slice(1, 5), 3, ("a", 100)),
         (slice(5, 6), 2, ("a", 100)),
     ]
-    assert plain(step.going) == [([0], [7], [9], False)] and not len(step.empty)
+    assert plain(step.going) == [([0], [7], [9], 24, False)] and not len(step.empty)
 
 
 def test_where_entries_are_codes_a_prompt_of_one_token_begins_too():
     starts, lengths, rows = given([1, 5, 1], [9, 5, 1])
     step = read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor([7, 3, 2]).int()), rows, shortest=1)
     assert [(row.block, row.prompt.length) for row in step.prompts] == [(3, 5), (2, 1)]
-    assert plain(step.going) == [([0], [7], [9], False)] and not len(step.empty)
+    assert plain(step.going) == [([0], [7], [9], 24, False)] and not len(step.empty)
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -65,7 +83,7 @@ def test_rows_that_continue_documents_go_on_apart_from_the_others(begins):
     new, lengths, blocks = [1, 1, 1, 1], [102, 9, 1, 130], [7, 3, 2, 5]
     more = ([6], [6], [8]) if begins else ([], [], [])
     step = read(*(a + b for a, b in zip((new, lengths, blocks), more, strict=True)), {0: 100, 3: 50})
-    assert plain(step.going) == [([1, 2], [3, 2], [9, 1], False), ([0, 3], [7, 5], [102, 130], True)]
+    assert plain(step.going) == [([1, 2], [3, 2], [9, 1], 24, False), ([0, 3], [7, 5], [102, 130], 23, True)]
     assert len(step.prompts) == begins and step.empty.tolist() == [2]
 
 

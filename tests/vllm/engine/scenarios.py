@@ -37,8 +37,8 @@ def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
         }
 
 
-def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[str, Any]:
-    """Requests of 1,000 tokens in 64 MiB, all at once, then in reverse order if ``orders`` is 2.
+def capacity(folder: str, settings: dict[str, Any] | None, orders: int, length: int = 1000) -> dict[str, Any]:
+    """Requests of ``length`` tokens in 64 MiB, all at once, then in reverse order if ``orders`` is 2.
 
     Returns:
         most running at once, answers by seed of each order, free blocks before and after.
@@ -51,13 +51,37 @@ def capacity(folder: str, settings: dict[str, Any] | None, orders: int) -> dict[
         before = pool.get_num_free_blocks()
         for seeds in [range(MANY), reversed(range(MANY))][:orders]:
             for seed in seeds:
-                core.add_request(str(seed), {"prompt_token_ids": prompt(seed, 1000)}, greedy())
+                core.add_request(str(seed), {"prompt_token_ids": prompt(seed, length)}, greedy())
             found = {}
             while core.has_unfinished_requests():
                 found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
                 peak = max(peak, len(scheduler.running))
             answers.append(found)
         return {"running": peak, "answers": answers, "free": [before, pool.get_num_free_blocks()]}
+
+
+def mixed(folder: str, settings: dict[str, Any], cases: list[list[int]], mib: int, preempt_at: int) -> dict[str, Any]:
+    """Requests of some seeds, lengths and numbers of new tokens, all at once; at a step, those that run are preempted.
+
+    Returns:
+        tokens of each, how many were preempted, sizes of blocks held at once, and free blocks before and after.
+    """
+    with engine(folder, settings, kv_cache_memory_bytes=mib * 2**20) as llm:
+        core, found, preempted, step, held = llm.llm_engine, {}, 0, 0, set[tuple[int, ...]]()
+        scheduler = core.engine_core.engine_core.scheduler
+        [manager] = scheduler.kv_cache_manager.coordinator.single_type_managers
+        before = manager.block_pool.get_num_free_blocks()
+        for number, (seed, length, new) in enumerate(cases):
+            core.add_request(str(number), {"prompt_token_ids": prompt(seed, length)}, greedy(new))
+        while core.has_unfinished_requests():
+            if step == preempt_at:
+                assert scheduler.reset_prefix_cache(reset_running_requests=True)
+                preempted = sum(request.num_preemptions for request in scheduler.requests.values())
+            found |= {int(out.request_id): list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+            held.add(tuple(sorted(map(len, manager.req_to_blocks.values()))))
+            step += 1
+        free = [before, manager.block_pool.get_num_free_blocks()]
+        return {"tokens": found, "preempted": preempted, "held": sorted(held, key=len), "free": free}
 
 
 def blocks(folder: str, settings: dict[str, Any]) -> int:
@@ -75,14 +99,13 @@ def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> 
     """
     with engine(folder, settings) as llm:
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
-        free, taken, take = pool.get_num_free_blocks(), [], pool.get_new_blocks
+        free, taken, take = pool.get_num_free_blocks(), [], pool.touch
 
-        def counted(*args: Any) -> Any:
-            found = take(*args)
+        def counted(*args: Any) -> None:
+            take(*args)
             taken.append(free - pool.get_num_free_blocks())
-            return found
 
-        pool.get_new_blocks = counted
+        pool.touch = counted
         resumed, preempted = joined(llm, every=0, preempt_at=9, cases=cases, new=new)
         found = Rows.latest.documents
         assert found is not None

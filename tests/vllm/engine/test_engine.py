@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiny import (
     CASES,
+    DOCUMENTS,
     MANY,
     NEW,
     QUESTIONS,
@@ -31,6 +32,7 @@ from tiny import (
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
 from kvpass.vllm import versions
+from kvpass.vllm.settings import Settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
@@ -54,6 +56,14 @@ def differences(found, expected):
     }
     margins = {name: (at, expected[name].margins[at]) for name, at in first.items() if at is not None}
     return {name: both for name, both in margins.items() if both[1] > NEAR}, len(margins)
+
+
+def units_of(settings, cases):
+    """Return the units that requests hold which run together."""
+    layout = Settings.read({"kvpass": settings}).layout(layers=4, kv_heads=4, head_dim=32)
+    documents = [DOCUMENTS[name][0] if name else 0 for name in (case[2] if len(case) == 3 else None for case in cases)]
+    sizes = [layout.size_of(n + case[1], NEW, n) for case, n in zip(cases, documents, strict=True)]
+    return sum(map(layout.units, sizes))
 
 
 class Scenarios:
@@ -174,7 +184,8 @@ def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_o
     expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
     settings = {"policy": "lava", "budget": 64, "room": 120, "documents": named}
     found = ask("documents", settings, QUESTIONS, NEW)
-    assert found.pop("preempted") == found.pop("blocks") == len(QUESTIONS) and found.pop("left") == 0
+    assert found.pop("preempted") == len(QUESTIONS) and found.pop("left") == 0
+    assert found.pop("blocks") == units_of(settings, QUESTIONS)
     assert found.pop("numbers") == entries * 2 * 32
     for way, tokens in found.items():
         assert tokens == expected, way
@@ -191,6 +202,29 @@ def test_a_compressed_cache_holds_many_more_requests(ask, folder):
     assert found["free"][0] == found["free"][1]  # no block leaked
 
 
+def test_short_prompts_hold_what_they_need(ask, folder):
+    """One of 64 tokens with 40 new ones: 112 entries a head, 16 pages of stock vLLM; the largest block has 513."""
+    settings = {"policy": "lava", "budget": 256, "room": 256}
+    found, stock = ask("capacity", settings, 1, 64), ask("capacity", None, 1, 64)
+    assert found["running"] == 142 and stock["running"] == 127
+    sample = range(3, MANY, 20)
+    alone = answers(folder, [prompt(seed, 64) for seed in sample], NEW)
+    assert [found["answers"][0][str(seed)] for seed in sample] == alone
+    assert found["free"][0] == found["free"][1]
+
+
+def test_blocks_of_all_sizes_share_the_memory_of_four_of_the_largest(ask, folder):
+    lengths = [64, 1000, 1, 300, 33, 20, 777, 150, 40, 500, 31, 90, 1000, 5, 260, 129]
+    cases = [[30 + i, length, (40, 3, 20, 12, 1)[i % 5]] for i, length in enumerate(lengths * 2)]
+    found = ask("mixed", {"policy": "lava", "budget": 128, "room": 128}, cases, 5, 9)
+    expected = answers(folder, [prompt(*case[:2]) for case in cases], NEW, "lava", 128)
+    assert {int(number): tokens for number, tokens in found["tokens"].items()} == {
+        number: list(tokens[: case[2]]) for number, (case, tokens) in enumerate(zip(cases, expected, strict=True))
+    }
+    assert found["preempted"] >= 5 and found["free"][0] == found["free"][1]
+    assert max(map(len, found["held"])) >= 8 and all(sum(held) <= found["free"][0] for held in found["held"])
+
+
 def test_blocks_of_codes_hold_more_requests_again(ask):
     """In the same memory: fp32 entries of 32 numbers take 256 bytes, those of rot4 40."""
     settings = {"policy": "lava", "budget": 64, "room": 64}
@@ -203,7 +237,7 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
     systems = ("chunks", "whole", "kvpass", "rot4 kvpass")
     assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in systems]
     number = 8 * 2 * 2 * 32 * 4  # bytes of a token: 8 layers, 2 heads, key and value of 32 numbers in fp32
-    page, slots = 128, 40 + 4 + 1  # tokens of a page of stock vLLM; budget, new tokens, and one as lava is a cascade
+    page, slots = 128, 48  # tokens of a page of stock vLLM; budget, new tokens, and one as lava is a cascade, in eights
     codes = slots * 40 / 256  # bytes of an entry of rot4 and of fp32
     expected = [page, page, slots, codes, 2 * page, 2 * page, slots, codes]
     assert [one["request_bytes"] / number for one in result["serve"]] == pytest.approx(expected, rel=0.01)
@@ -220,10 +254,10 @@ def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(as
     assert [row[:2] for row in rows] == [["200 + 8", system] for system in ("chunks", "whole", "kvpass", "rot4 kvpass")]
     number = 8 * 2 * 2 * 32 * 4  # bytes of a token, as above
     stock, compressed = result["serve"][:2], result["serve"][2:]
-    # each has its part of the text and a block of room, one entry and one of window; or its part of a page, and its own
+    # each has its part of the text and a block of room, in eights; or its part of a page, and its own
     for one, entry in zip(compressed, (number, number * 40 // 256), strict=True):
         assert one["document_bytes"] == 50 * entry and one["compress_s"] > 0
-        assert one["request_bytes"] / entry == pytest.approx(50 / 4 + 8 + 4 + 2, rel=0.01)
+        assert one["request_bytes"] / entry == pytest.approx(50 / 4 + 16, rel=0.01)
     for one in result["serve"]:
         assert one["running"] == 4
         for found in one["rounds"]:
@@ -238,7 +272,8 @@ def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
     expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
     settings = {"policy": "lava", "budget": 64, "room": 120, "entries": "rot4", "documents": named}
     found = ask("documents", settings, QUESTIONS, NEW)
-    assert found.pop("preempted") == found.pop("blocks") == len(QUESTIONS) and found.pop("left") == 0
+    assert found.pop("preempted") == len(QUESTIONS) and found.pop("left") == 0
+    assert found.pop("blocks") == units_of(settings, QUESTIONS)
     assert found.pop("numbers") == entries * 2 * 32 // 2, "bytes"
     for way, tokens in found.items():
         wrong, near = differences(tokens, expected)

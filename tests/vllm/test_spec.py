@@ -1,0 +1,78 @@
+"""Which of vLLM's blocks a request gets; with a pool of vLLM's."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpass.vllm.admission import DOCUMENT
+from kvpass.vllm.layout import SLOTS, BlockLayout
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+
+LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=8, pool=4 * SLOTS, tail=4 * SLOTS, window=2 * SLOTS)
+LONG, SHORT = (1000, 2 * SLOTS + 1), (4, 4)
+"""Tokens of a prompt and of its answer: the largest block, of 8 units, and one of 3 and a little more."""
+
+
+def manager(units, layout=LAYOUT):
+    from vllm.v1.core.block_pool import BlockPool
+
+    from kvpass.vllm.spec import KVPassSpec, OneBlockManager
+
+    sizes = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    spec = KVPassSpec(block_size=1024, layout=layout, **sizes)
+    pool = BlockPool(units, enable_caching=False, hash_block_size=1024)
+    found = OneBlockManager(spec, pool, enable_caching=False, kv_cache_group_id=0, scheduler_block_size=1024)
+    found.requests = {}
+    return found
+
+
+def ask(manager, name, prompt, max_tokens, document=None):
+    """What a request gets: numbers of blocks; None: it waits."""
+    extra = None if document is None else {DOCUMENT: ("a", document)}
+    params = SimpleNamespace(max_tokens=max_tokens, extra_args=extra)
+    manager.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
+    if manager.get_num_blocks_to_allocate(name, prompt) > manager.block_pool.get_num_free_blocks():
+        return None
+    manager.allocate_new_blocks(name, prompt, prompt)
+    assert manager.get_num_blocks_to_allocate(name, prompt + 1) == 0, "it never needs more"
+    return [block.block_id for block in manager.req_to_blocks[name]]
+
+
+def test_short_blocks_lie_at_the_begin_and_the_largest_at_the_end():
+    found = manager(1 + 8 + 8 + 5)
+    assert ask(found, "a", *LONG) == [*range(14, 22)]
+    assert ask(found, "b", *SHORT) == [1, 2, 3, 4]
+    assert ask(found, "c", *LONG) == [*range(6, 14)]
+    assert ask(found, "d", *SHORT) is None and found.block_pool.get_num_free_blocks() == 1
+    found.free("b")
+    assert ask(found, "d", *SHORT) == [1, 2, 3, 4]
+
+
+def test_a_question_about_a_document_gets_no_more_than_its_tail():
+    assert ask(manager(20), "a", 1005, SLOTS - 4, document=1000) == [1]
+
+
+def test_a_request_waits_where_enough_is_free_but_not_side_by_side():
+    found = manager(1 + 16)
+    for name in "abc":
+        ask(found, name, *SHORT)
+    assert ask(found, "long", *LONG) is None
+    found.free("b")
+    assert found.block_pool.get_num_free_blocks() == 8 and ask(found, "long", *LONG) is None
+    found.free("c")
+    assert ask(found, "long", *LONG) == [*range(9, 17)]
+    found.free("a")
+    found.free("long")
+    assert found.block_pool.get_num_free_blocks() == 16 and not any(found.taken[1:])
+
+
+def test_what_a_graph_writes_for_rows_that_fill_it_is_no_ones():
+    from dataclasses import replace
+
+    found = manager(1 + 8 + 8 + 8, replace(LAYOUT, one_tail=True))
+    blocks = [ask(found, name, *SHORT) for name in "abc"]
+    assert blocks[0][0] == 8 and blocks[1:] == [[*range(13, 18)], None]
+    assert found.kv_cache_spec.max_memory_usage_bytes(None) == 16 * found.kv_cache_spec.page_size_bytes
