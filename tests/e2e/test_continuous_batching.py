@@ -67,6 +67,7 @@ def answers(fast, prompts=PROMPTS, config=None, **options):
         {"policy": "ada_snapkv", "entries": "int8"},
         {"entries": "rot4"},
         {"family": "gpt2"},
+        pytest.param({"backend": "inductor"}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
