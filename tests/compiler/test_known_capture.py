@@ -78,6 +78,17 @@ def test_every_family(folder, family):
     assert (given - logits(model)).abs().max() < 1e-4
 
 
+def test_models_of_other_classes_change_nothing(folder):
+    first("llama")
+    tiny_model("phi3", layers=2)  # transformers notes its class in a registry that traced code reads
+    with counted_captures() as captures:
+        fast = kvpass.compile(tiny_model("llama", layers=2), **OPTIONS)
+        before = logits(fast)
+        tiny_model("olmo2", layers=2)
+        assert torch.equal(logits(fast), before)
+    assert captures == []
+
+
 def test_it_serves_any_length_and_ends_where_the_decoder_does(folder):
     first("gpt2")
     model = tiny_model("gpt2", layers=2)
