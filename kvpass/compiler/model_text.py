@@ -28,8 +28,9 @@ _LIBRARIES = {"torch", "transformers", "kvpass"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _OF_EVERY_MODULE = vars(nn.Module())
 _APART = {"_parameters", "_buffers", "_modules", "_kvpass", "generation_config"}  # no forward reads the last two
-_OF_CLASSES = "_CAN_RECORD_REGISTRY"
-"""What transformers has copied of the classes of all models made so far; those of a model are in its own text."""
+_GROWING = {"_CAN_RECORD_REGISTRY", "RemovableHandle"}
+"""What transformers has copied of the classes of all models made so far (those of a model are in its own text); a class
+that counts the hooks registered so far."""
 
 
 def model_digest(model: nn.Module, *more: object) -> str:
@@ -189,7 +190,7 @@ def traced_modules() -> list[str]:
 
 def _held_by(module: types.ModuleType) -> list[tuple[str, Any]]:
     """Names and values of a module of Python, as they are now."""
-    return [(name, value) for name, value in list(vars(module).items()) if name != _OF_CLASSES]
+    return [(name, value) for name, value in list(vars(module).items()) if name not in _GROWING]
 
 
 def code_digest(modules: Iterable[str]) -> str:
