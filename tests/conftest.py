@@ -55,12 +55,14 @@ def garbage() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def captures_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Captures of one model are made once in the tests of a worker that use this, and taken again in the others.
+    """Captures of one model are made once in the tests of this run that use this, and taken again in the others.
 
     For tests that do not look at captures: their models are traced by Dynamo in many others.
     """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers of one run share it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVPASS_CACHE", str(tmp_path_factory.getbasetemp() / "kvpass-cache"))
+        patch.setenv("KVPASS_CACHE", str(base / "kvpass-cache"))
         yield
 
 

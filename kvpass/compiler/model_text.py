@@ -28,6 +28,9 @@ _LIBRARIES = {"torch", "transformers", "kvpass"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _OF_EVERY_MODULE = vars(nn.Module())
 _APART = {"_parameters", "_buffers", "_modules", "_kvpass", "generation_config"}  # no forward reads the last two
+_GROWING = {"_CAN_RECORD_REGISTRY", "RemovableHandle"}
+"""What transformers has copied of the classes of all models made so far (those of a model are in its own text); a class
+that counts the hooks registered so far."""
 
 
 def model_digest(model: nn.Module, *more: object) -> str:
@@ -185,6 +188,11 @@ def traced_modules() -> list[str]:
     return sorted(name for name in found if not name.startswith("kvpass."))
 
 
+def _held_by(module: types.ModuleType) -> list[tuple[str, Any]]:
+    """Names and values of a module of Python, as they are now."""
+    return [(name, value) for name, value in list(vars(module).items()) if name not in _GROWING]
+
+
 def code_digest(modules: Iterable[str]) -> str:
     """Return a digest of modules of Python: of their files, and of what they hold now.
 
@@ -196,7 +204,7 @@ def code_digest(modules: Iterable[str]) -> str:
         for name in modules:
             module = sys.modules[name]
             yield hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
-            for key, value in sorted(vars(module).items()):
+            for key, value in sorted(_held_by(module)):
                 yield f"{name}.{key} {_class_text(value) if _of_library(value) else _held_text(value)}"
 
     return digest_of(lines())
@@ -206,7 +214,7 @@ def code_objects(modules: Iterable[str]) -> list[object]:
     """Return what modules of Python and their classes hold now: another list means that something was replaced."""
     found: list[object] = []
     for name in modules:
-        for value in list(vars(sys.modules[name]).values()):
+        for _, value in _held_by(sys.modules[name]):
             found.append(value)
             if _of_library(value):
                 found += vars(value).values()

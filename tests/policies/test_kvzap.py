@@ -197,7 +197,7 @@ def held_by_hand(scores: Tensor, first: Tensor, quota: list[int], threshold: flo
     return masks
 
 
-@pytest.mark.parametrize("split", quick(["layers", "heads", "none", "threshold"], ["layers", "threshold"]))
+@pytest.mark.parametrize("split", quick(["layers", "heads", "none", "threshold"], ["threshold"]))
 @torch.no_grad()
 def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
     """Hundreds of tokens; what enters attention is that of an uncompressed model whose tokens see as much."""
