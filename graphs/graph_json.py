@@ -51,24 +51,29 @@ def graph_to_json(gm: GraphModule, paths: Mapping[int, str]) -> dict[str, Any]:
         marks = {name: value for name, value in node.meta.items() if name.startswith("kvpass_") and name != SLOPES}
         if marks.keys() - _MARKS:
             raise NoTextError(f"{node} has {sorted(marks)}")
-        target = _input(node, paths) if node.op == "placeholder" else _target(node)
+        target = [node.target, *_input(node, paths)] if node.op == "placeholder" else _target(node)
         where = module_path_of(node), lines.setdefault(line_of(node), len(lines))
         nodes.append([node.op, node.name, target, _plain(node.args, place), _plain(node.kwargs, place), *where, marks])
     return {"nodes": nodes, "lines": list(lines)}
 
 
 def graph_from_json(found: Mapping[str, Any], module: nn.Module) -> GraphModule:
-    """Return the graph of :func:`graph_to_json`, without values; its inputs hold the tensors of ``module``."""
+    """Return the graph of :func:`graph_to_json`, without values; its inputs hold the tensors of ``module``.
+
+    Its code is the same, also in names and types of parameters: by that Inductor's cache knows it.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     graph, nodes = Graph(), list[Node]()
     for op, name, target, args, kwargs, path, line, marks in found["nodes"]:
         given = _value(args, nodes), _value(kwargs, nodes)
         if op == "placeholder":
-            node = graph.placeholder(name)
-            kind, *named = target
+            parameter, kind, *named = target
+            held = tensors[named[0]] if kind == "tensor" else None
+            types = {"tensor": type(held), "given": Tensor, "size": torch.SymInt}
+            node = graph.create_node(op, parameter, name=name, type_expr=types[kind])
             node._dynamo_source = _SOURCES[kind](*named)
-            if kind == "tensor":
-                node.meta["grapharg"] = SimpleNamespace(example=tensors[named[0]])
+            if held is not None:
+                node.meta["grapharg"] = SimpleNamespace(example=held)
         elif op == "output":
             node = graph.output(*given[0])
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
 
@@ -38,6 +38,7 @@ from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tracing
+from torch._inductor import codecache, cpp_builder
 from torch._inductor import config as inductor_config
 from torch._inductor import exc as inductor_exc
 from torch._inductor.codecache import CppCodeCache
@@ -56,7 +57,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from kvpass.remembered import remembered
+from kvpass.remembered import keep, recall, remembered
 
 LazyGraphModule = _LazyGraphModule
 """A graph whose code is written when it is first run: most copies of a decoder never are."""
@@ -144,7 +145,46 @@ def compiled_for_any_length() -> Iterator[None]:
         yield
 
 
-def find_vector_instructions() -> None:
+@contextmanager
+def known_cpp_compiler() -> Iterator[None]:
+    """Let Inductor compile for the CPU, or load without a C++ compiler what an earlier process has compiled.
+
+    Inductor asks the compiler for its version before it looks into its cache. Where there is none, it gets what the
+    compiler answered in an earlier process, and ``InvalidCxxCompiler`` for what it must compile.
+    """
+    search, known = inductor_config.cpp.cxx, None
+    with compile_lock:
+        try:
+            name = cpp_builder.get_cpp_compiler()
+        except inductor_exc.InvalidCxxCompiler:
+            known = recall("cpp_compiler", [search])
+        else:
+            answers = [name, cpp_builder.get_compiler_version_info(name)]
+            if recall("cpp_compiler", [search]) != answers:
+                keep("cpp_compiler", [search], answers)
+        with nullcontext() if known is None else _answers_of_compiler(*known):
+            _find_vector_instructions()
+            yield
+
+
+@contextmanager
+def _answers_of_compiler(name: str, version: str) -> Iterator[None]:
+    """Let Inductor take what another compiler of that name has compiled, and compile nothing."""
+
+    def build(builder: cpp_builder.CppBuilder) -> None:
+        raise inductor_exc.InvalidCxxCompiler
+
+    with (
+        mock.patch.object(cpp_builder, "cpp_compiler_search", lambda search: name),
+        mock.patch.object(cpp_builder, "get_compiler_version_info", lambda name: version),
+        mock.patch.object(codecache, "_precompile_header", lambda *given, **named: ""),  # it compiles more than is used
+        mock.patch.object(cpp_builder.CppBuilder, "build", build),
+        inductor_config.patch(compile_threads=1),  # in processes of its own it would compile as ever
+    ):
+        yield
+
+
+def _find_vector_instructions() -> None:
     """Let Inductor find which vector instructions the compiler and the processor have, or know it from before.
 
     It would start a process for each, which loads torch: a second of every start. To be called with ``compile_lock``.

@@ -39,7 +39,7 @@ from kvpass.graphs.verify.tables import input_lookups
 from kvpass.operands import dynamic_dims
 from kvpass.progress import working
 from kvpass.ranks import ONE_PROCESS, Ranks
-from kvpass.torch_compat import compile_fx, compiled_for_any_length, find_vector_instructions, inductor_config
+from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config, known_cpp_compiler
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""
@@ -184,9 +184,12 @@ class PhaseCompiler:
         Args:
             inputs: of the captured graph, fake.
         """
+        on_cpu = self.compiler == "inductor" and layout_of(captured.gm)[2].type == "cpu"
+        with known_cpp_compiler() if on_cpu else nullcontext():
+            return self._compile(captured, inputs, call)
+
+    def _compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
         began, cache, phase = time.perf_counter(), call.cache, call.phase
-        if self.compiler == "inductor" and layout_of(captured.gm)[2].type == "cpu":
-            find_vector_instructions()
         made, why_not = None, ""
         if phase == "prefill" and not call.one_token_prompt and self.regions is not False:
             try:

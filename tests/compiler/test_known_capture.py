@@ -12,6 +12,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import kvpass
+from kvpass.compiler import known_capture
 from pairwise import each_value
 from tiny_models import FAMILIES, random_ids, tiny_model
 
@@ -80,6 +81,22 @@ def test_a_capture_of_before_gives_what_the_model_gives(folder, family, rows):
     assert torch.equal(given, model.generate(text, max_new_tokens=12, do_sample=False))
     assert (torch.cat([turn, step], 1) - model(text).logits[:, 25:]).abs().max() < 1e-4
     assert next(one.name for one in fast.report().compiled[0].passes) == "recall"
+
+
+def test_its_graph_has_the_code_of_the_captured_one(monkeypatch):
+    """By that Inductor's cache knows it: the second process compiles nothing."""
+    codes, write, read = [], known_capture.graph_to_json, known_capture.graph_from_json
+
+    def code(graph):
+        codes.append(graph.graph.python_code("self").src)
+        return graph
+
+    monkeypatch.setattr(known_capture, "graph_to_json", lambda graph, paths: write(code(graph), paths))
+    monkeypatch.setattr(known_capture, "graph_from_json", lambda found, model: code(read(found, model)))
+    first()
+    first()
+    captured, recalled = codes
+    assert captured == recalled
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,52 @@
+"""What was compiled for the CPU is loaded without a C++ compiler."""
+
+from __future__ import annotations
+
+import pytest
+from torch._inductor import cpp_builder
+from torch._inductor.utils import fresh_cache
+
+from kvpass.kernels.cpu import build
+from kvpass.torch_compat import CppCodeCache, inductor_config
+
+SOURCE = 'extern "C" int kvpass_test() { return 42; }'
+NO_COMPILER = r"a C\+\+ compiler is needed .* No working C\+\+ compiler found"
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """Have built SOURCE as an earlier process would, one that had a compiler."""
+    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
+    with fresh_cache():
+        assert build(SOURCE).kvpass_test() == 42
+        for known in (cpp_builder.cpp_compiler_search, cpp_builder.get_compiler_version_info):
+            known.cache_clear()
+        CppCodeCache.cache.clear()
+        monkeypatch.setenv("PATH", str(tmp_path))
+        yield
+
+
+def test_what_was_built_is_loaded_without_a_compiler(built):
+    assert build(SOURCE).kvpass_test() == 42
+
+
+def test_what_was_not_built_is_an_error_without_a_compiler(built):
+    with pytest.raises(RuntimeError, match=NO_COMPILER):
+        build(SOURCE.replace("42", "43"))
+
+
+def test_where_nothing_is_kept_a_compiler_is_needed(built, monkeypatch):
+    monkeypatch.setenv("KVPASS_CACHE", "0")
+    with pytest.raises(RuntimeError, match=NO_COMPILER):
+        build(SOURCE)
+
+
+def test_another_compiler_by_name_has_built_nothing(built):
+    with inductor_config.patch({"cpp.cxx": ("clang++",)}), pytest.raises(RuntimeError, match=NO_COMPILER):
+        build(SOURCE)
+
+
+def test_the_compiler_is_asked_again_when_it_is_back(built, monkeypatch):
+    assert build(SOURCE).kvpass_test() == 42
+    monkeypatch.undo()
+    assert build(SOURCE.replace("42", "43")).kvpass_test() == 43
