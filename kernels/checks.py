@@ -166,40 +166,37 @@ def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
 
 def check_slots(call: Attention, lines: SlotCache, layer: int) -> None:
     """Check a call of attention to lines of slots; as :func:`check_cache`."""
-    pool_k, position, tables = lines.pool_k, lines.position, lines.tables
+    pool_k, position, now = lines.pool_k, lines.position, lines.now
     if call.q.shape[2] != 1:
         raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
     slots, width = lines.tail_k.shape[3], position.shape[2]
     rows, kv_heads = call.v.shape[:2]
-    shape = (rows, kv_heads, width)
-    line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {"position": (position, shape, torch.int32)}
-    if tables is not None:
-        types = torch.int32, torch.float32, torch.float32
-        for name, tensor, dtype in zip(("storage_order", "decode_state", "norm"), tables, types, strict=False):
-            line[name] = (tensor, shape, dtype)
-        line["now"] = (tables.now, (rows,), torch.int64)
+    line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {
+        "position": (position, (rows, kv_heads, width), torch.int32)
+    }
+    if now is not None:
+        line["now"] = (now, (rows,), torch.int64)
         if lines.offsets is None:
             raise ValueError("an entry is written down in lines that have a pool: offsets is None")
-    held = {name: x for name, x in lines._asdict().items() if name not in ("position", "tables")}
-    check_cache(call, held, layer, line, ("q", "k", "v", *(["position"] if tables is None else [])))
+    held = {name: x for name, x in lines._asdict().items() if name not in ("position", "now")}
+    check_cache(call, held, layer, line, ("q", "k", "v", *(["position"] if now is None else [])))
     if not slots <= width <= (slots if pool_k is None else width):
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
 
 
-def check_eviction(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor) -> None:
+def check_eviction(worth: Tensor, position: Tensor, quota: Tensor) -> None:
     """Check the tables of lines ``[B, K, S]`` from which entries are evicted."""
     line = position.shape
     expected = {
         "worth": (worth, line, torch.float32),
         "position": (position, line, torch.int32),
-        "decode_state": (decode_state, line, torch.float32),
         "quota": (quota, line[:2], torch.int64),
     }
     check_tensors(expected, position.device)
 
 
 def check_order(attention: Tensor, position: Tensor, storage_order: Tensor) -> None:
-    """Check attention ``[B, H, S]`` over lines ``[B, K, S]``, and their tables."""
+    """Check attention ``[B, H, S]`` over lines ``[B, K, S]``, and their positions and storage order."""
     rows, kv_heads, width = line = position.shape
     check_heads(attention.shape[1], kv_heads)
     expected = {

@@ -31,8 +31,8 @@ CODE_TYPES = {
 }
 """C++ type of the codes of each dtype and number of bits."""
 
-_ATTEND_CALL = struct.Struct("=53q2d")
-"""Fields of ``struct Call`` in decode_cpu.cpp: 25 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
+_ATTEND_CALL = struct.Struct("=50q2d")
+"""Fields of ``struct Call`` in decode_cpu.cpp: 22 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
 
 _CHECKED: set[Hashable] = set()
 """Layouts of arguments that have been checked."""
@@ -106,7 +106,7 @@ def call_attend(
     call: Attention,
     buffers: Sequence[Tensor | None],
     sizes: tuple[int, int, int, int, int],
-    line: Sequence[Tensor | None] = (None,) * 6,
+    line: Sequence[Tensor | None] = (None,) * 3,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
     scales: Sequence[Tensor | None] = (None,) * 4,
@@ -117,7 +117,7 @@ def call_attend(
         buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist. Values without
             columns are the first columns of the keys.
         sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
-        line: position, storage_order, decode_state, norm, now and weights; for reused slots.
+        line: position, now and weights; for reused slots.
         line_sizes: row and head stride of position, slots of a line.
         rows_held: row_index, and used slots of each tail, where rows are not those of the call.
         scales: of pool_k, pool_v, tail_k and tail_v, if these are codes.
@@ -262,21 +262,19 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    pool_k, pool_v, offsets, tail_k, tail_v, position, tables = lines[:7]
+    pool_k, pool_v, offsets, tail_k, tail_v, position, now = lines[:7]
     (layers, rows, kv_heads, slots, _), heads, width = tail_k.shape, call.q.shape[1], position.shape[2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if position.stride(2) != 1:
         raise ValueError(f"position has strides {position.stride()}: the last must be 1")
-    given = (*call[:3], *lines[:6], *(tables or ()), *lines[7:])
-    _check_once("slots", given, lambda: check_slots(_packed(call), lines, layer))
+    _check_once("slots", (*call[:3], *lines), lambda: check_slots(_packed(call), lines, layer))
     entries = 0 if pool_k is None else pool_k.shape[1]
-    weights = None if tables is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
-    line = (position, *(tables or (None,) * 4), weights)
+    weights = None if now is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
     sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
     line_sizes = (position.stride(0), position.stride(1), width)
     buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
-    out, fault, row = call_attend(call, buffers, sizes, line, line_sizes, scales=lines[7:])
+    out, fault, row = call_attend(call, buffers, sizes, (position, now, weights), line_sizes, scales=lines[7:])
     if fault == InvalidCall.OFFSETS:
         most = f"by at most {width - slots}, the slots of a line before the tail's"
         raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")
@@ -293,18 +291,18 @@ def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
     return cast("Callable[..., None]", function)
 
 
-def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
     """CPU version of :func:`kvpass.ops.slots.evict_lowest`; all tensors on the CPU and contiguous.
 
     Raises:
         ValueError: an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    given = (worth.contiguous(), position, decode_state, quota)
+    given = (worth.contiguous(), position, quota)
     _check_once("evict", given, lambda: check_eviction(*given))
     rows, kv_heads, width = position.shape
     keep = torch.empty(position.shape, dtype=torch.bool, device="cpu")
-    run = _function("kvpass_evict_lowest", 5, 3)
+    run = _function("kvpass_evict_lowest", 4, 3)
     run(*[x.data_ptr() for x in (*given, keep)], rows * kv_heads, width, window)
     return keep
 

@@ -17,8 +17,7 @@ namespace {
 constexpr int BLOCK = 128;                   // entries scored at a time
 constexpr int64_t GRAIN = int64_t(1) << 19;  // multiply-adds that justify one more thread
 
-constexpr int32_t EMPTY = -1;      // position of a free slot
-constexpr int32_t NEWEST = 1 << 30;  // added to a new entry's position to make it the last in storage order
+constexpr int32_t EMPTY = -1;                // position of a free slot
 
 // Field order and widths must match the struct format of the call in cpu.py.
 struct Call {
@@ -30,9 +29,8 @@ struct Call {
     const float* sinks;  // null: none
     void* out;
     // For slots that are reused; else null.
-    int32_t *position, *storage_order;  // storage_order null: the tables do not record the new entry
-    float *decode_state, *norm;
-    const int64_t* now;
+    int32_t* position;
+    const int64_t* now;  // position of the new entry of each row; null: it is not recorded
     float* weights;
     // Rows of the buffers, if they are not those of the call, and tail slots in use of each; else null.
     const int64_t *row_index, *row_used;
@@ -202,18 +200,8 @@ struct Decoder {
             } else {
                 put(tail, tail_slot(unit, slot - behind), unit, 0);
             }
-            if (!c.storage_order) continue;
-            const int32_t now = int32_t(c.now[unit / c.kv_heads]);
-            const int64_t at = unit * c.width + slot;
-            line(unit)[slot] = now;
-            c.storage_order[at] = now + NEWEST;
-            c.decode_state[at] = 0.0f;
-            vf sum = {};
-            int64_t d = 0;
-            const S* value = new_value(unit, 0);
-            for (; d + W <= c.value_dim; d += W) sum += magnitude(load(value + d));
-            if (d < c.value_dim) sum += magnitude(load_part(value + d, c.value_dim - d));
-            c.norm[at] = sum_of_lanes(sum);
+            if (!c.now) continue;
+            line(unit)[slot] = int32_t(c.now[unit / c.kv_heads]);
             std::fill_n(c.weights + unit * group * c.width, group * c.width, MINUS_INF);
         }
     }

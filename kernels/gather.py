@@ -3,8 +3,8 @@
 Nothing is read on the host: cumulative counts tell which selected entry goes into which slot.
 
 Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
-pool: slots int32 ``[4, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry), position (true
-position) and storage_order (of the decode rule); slot_stats fp32 ``[2, B, E]``.
+pool: slots int32 ``[3, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry) and position
+(true position); slot_stats fp32 ``[F, B, E]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
 from kvpass.kernels.prefill_attention import load_parts, store_parts, wide_case
 from kvpass.operands import Candidates, PrefillBuffers
 
-OWNER, RANK, POSITION, STORAGE_ORDER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+OWNER, RANK, POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 EMPTY = -1
 """Owner of a free slot; source of a slot that receives no entry."""
 SCRATCH_SHARE = 8
@@ -30,9 +30,9 @@ SECTOR_BYTES = 32
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "columns"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
-    source, k, v, rank, storage_order, stats, start, pool_k, pool_v, slots, slot_stats, stride_kb, stride_kh, stride_kn,
-    stride_vb, stride_vh, stride_vn, layer, rows, entries, columns, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    source, k, v, rank, stats, start, pool_k, pool_v, slots, slot_stats, stride_kb, stride_kh, stride_kn, stride_vb,
+    stride_vh, stride_vn, layer, rows, entries, columns, K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    STATS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write the entries that move into a block of slots of one row, with their tables."""
     i_b = tl.program_id(1)
@@ -56,9 +56,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         tl.store(slots + OWNER * plane + o_slot, (layer * K + b_head).to(tl.int32), mask=m_e)
         tl.store(slots + RANK * plane + o_slot, tl.load(rank + o_entry, mask=m_e, other=0), mask=m_e)
         tl.store(slots + POSITION * plane + o_slot, b_position.to(tl.int32), mask=m_e)
-        tl.store(slots + STORAGE_ORDER * plane + o_slot, tl.load(storage_order + o_entry, mask=m_e, other=0), mask=m_e)
         stat_plane = rows.to(tl.int64) * K * columns
-        for i_stat in tl.static_range(2):
+        for i_stat in tl.static_range(STATS):
             b_stat = tl.load(stats + i_stat * stat_plane + o_entry, mask=m_e, other=0.0)
             tl.store(slot_stats + i_stat * plane + o_slot, b_stat, mask=m_e)
 
@@ -112,7 +111,6 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
 def gather_winners(
     source: Tensor,
     rank: Tensor,
-    storage_order: Tensor,
     candidates: Candidates,
     buffers: PrefillBuffers,
     layer: int,
@@ -123,7 +121,7 @@ def gather_winners(
     Args:
         source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 stay
             as they are.
-        rank: order of entry. storage_order: of the decode rule. Both int32 ``[B, K, N]``.
+        rank: order of entry, int32 ``[B, K, N]``.
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.
         layer: the layer of k and v.
@@ -134,7 +132,7 @@ def gather_winners(
     k, v, stats, start = candidates.k, candidates.v, candidates.stats, candidates.start
     pool_k, pool_v, slots, slot_stats = buffers[:4]
     rows, kv_heads, columns, dim = k.shape
-    value_dim, entries = v.shape[3], pool_k.shape[1]
+    value_dim, entries, planes = v.shape[3], pool_k.shape[1], stats.shape[0]
     held = dict(zip(PrefillBuffers._fields[:4], buffers, strict=False))
     check_tensors(
         {
@@ -142,19 +140,19 @@ def gather_winners(
             "v": (v, (rows, kv_heads, columns, value_dim), k.dtype),
             "source": (source, (rows, entries), torch.int32),
             "rank": (rank, (rows, kv_heads, columns), torch.int32),
-            "storage_order": (storage_order, (rows, kv_heads, columns), torch.int32),
-            "stats": (stats, (2, rows, kv_heads, columns), torch.float32),
+            "stats": (stats, (planes, rows, kv_heads, columns), torch.float32),
             "start": (start, (rows,), torch.int64),
-            **of_table(held, {"B": rows, "E": entries, "D": dim, "V": value_dim}, k.dtype),
+            **of_table(held, {"B": rows, "E": entries, "D": dim, "V": value_dim, "F": planes}, k.dtype),
         },
         k.device,
         strided=("k", "v"),
     )
     arguments = {
-        "source": source, "k": k, "v": v, "rank": rank, "storage_order": storage_order, "stats": stats, "start": start,
+        "source": source, "k": k, "v": v, "rank": rank, "stats": stats, "start": start,
         "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_stats": slot_stats,
         **strides("bhn", k=k, v=v),
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
+        "STATS": planes,
     }  # fmt: skip
     launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather" + wide_case(dim, value_dim), config)
 
@@ -179,7 +177,7 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     offsets = buffers.offsets
     rows, entries, dim = pool_k.shape
     groups = offsets.shape[1] - 1
-    sizes = {"B": rows, "E": entries, "D": dim, "V": pool_v.shape[2], "P": groups + 1}
+    sizes = {"B": rows, "E": entries, "D": dim, "V": pool_v.shape[2], "P": groups + 1, "F": len(slot_stats)}
     held = {**dict(zip(PrefillBuffers._fields[:4], buffers, strict=False)), "offsets": offsets}
     check_tensors(of_table(held, sizes, pool_k.dtype), pool_k.device)
     owner = torch.where(slots[OWNER.value] == EMPTY, groups, slots[OWNER.value]).long()
@@ -187,8 +185,8 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
     ordered = owner.gather(1, permutation)
     bounds = torch.arange(groups + 1, device=owner.device).expand(rows, -1).contiguous()
     offsets.copy_(torch.searchsorted(ordered, bounds, out_int32=True))
-    slots.copy_(slots.gather(2, permutation.expand(4, -1, -1)))
-    slot_stats.copy_(slot_stats.gather(2, permutation.expand(2, -1, -1)))
+    for planes in (slots, slot_stats):
+        planes.copy_(planes.gather(2, permutation.expand(len(planes), -1, -1)))
 
     width = _part_width(pool_k, pool_v)
     scratch = torch.empty(rows * entries * width, dtype=pool_k.dtype, device=pool_k.device)

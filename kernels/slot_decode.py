@@ -1,8 +1,8 @@
 """Decode attention over reused slots on CUDA: a new token takes each line's first empty slot.
 
 Split-KV decoding as in ``ragged_decode.py``, over the slots that hold an entry. The first launch attends, and stores
-the new key and value. The second one merges, turns scores into attention weights and records the new entry in the
-tables; only this launch changes which slots are empty. There is no host synchronisation.
+the new key and value. The second one merges, turns scores into attention weights and records the position of the new
+entry; only this launch changes which slots are empty. There is no host synchronisation.
 
 Legend: B batch, H query heads, K KV heads, G = H / K, D head dim of keys, Dv of values, L layers, E pool entries, C
 tail capacity, S slots of a line, the last C of them the tail's.
@@ -37,8 +37,6 @@ from kvpass.operands import Attention, SlotCache
 
 TILE = 64
 """Slots per program."""
-NEWEST = tl.constexpr(1 << 30)
-"""Added to a new entry's position to make it the last in storage order."""
 
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
@@ -130,9 +128,8 @@ def _attend_slots(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["layer", "slots", "width", "num_tiles"])
 def _finish_slots(  # type: ignore[no-untyped-def]
-    v, offsets, position, storage_order, decode_state, norm, now, weights, partial, partial_ml, sinks, out,
-    stride_vb, stride_vh, layer, slots, width, num_tiles, segments, K: tl.constexpr, G: tl.constexpr,
-    DV: tl.constexpr, BDV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+    offsets, position, now, weights, partial, partial_ml, sinks, out, layer, slots, width, num_tiles, segments,
+    K: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one query head by log-sum-exp; compute attention weights if wanted.
 
@@ -168,19 +165,11 @@ def _finish_slots(  # type: ignore[no-untyped-def]
             p_position = position + i_line.to(tl.int64) * width
             taken = first_empty(p_position, width, BLOCK_L)
             if taken < width:
-                b_v = tl.load(
-                    v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh + o_e, mask=o_e < DV, other=0.0
-                )
-                b_now = tl.load(now + i_b).to(tl.int32)
-                o_taken = i_line.to(tl.int64) * width + taken
-                tl.store(p_position + taken, b_now)
-                tl.store(storage_order + o_taken, b_now + NEWEST)
-                tl.store(decode_state + o_taken, 0.0)
-                tl.store(norm + o_taken, tl.sum(tl.abs(b_v.to(tl.float32)), 0))
+                tl.store(p_position + taken, tl.load(now + i_b).to(tl.int32))
 
 
 def attend_slots(
-    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None, values: Tensor | None = None
+    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Store one new token in each line's first empty slot; attend slots that hold an entry.
 
@@ -190,9 +179,8 @@ def attend_slots(
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
         lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A slot with
-            position -1 is free. A recorded entry has a pool, decode_state 0 and a storage_order after all others.
-        layer: index of the layer in offsets and tail. config: of the first launch; None: the pinned one. values: of
-            which the norm is recorded; None: v.
+            position -1 is free. A recorded entry has a pool.
+        layer: index of the layer in offsets and tail. config: of the first launch; None: the pinned one.
 
     Returns:
         ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; if the entry is recorded, the attention over
@@ -202,7 +190,7 @@ def attend_slots(
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, _, offsets, tail_k, _, position, tables = lines[:7]
+    pool_k, _, offsets, tail_k, _, position, now = lines[:7]
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail_k.shape[3], position.shape[2]
@@ -215,10 +203,7 @@ def attend_slots(
     partial = torch.empty(num_lines, num_tiles, group, value_dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_lines, num_tiles, group, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, 1, heads, value_dim, dtype=q.dtype, device=q.device)
-    weights, line = None, dict.fromkeys(("storage_order", "decode_state", "norm", "now"))
-    if tables is not None:
-        weights = torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
-        line = dict(zip(line, tables, strict=True))
+    weights = None if now is None else torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
     most = 16 if q.dtype == torch.float32 or in_parts(key_dim, value_dim) else 32
     block_rows = min(most, max(16, triton.next_power_of_2(group)))
     shared: dict[str, Any] = {
@@ -236,10 +221,6 @@ def attend_slots(
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
     case = f"slots {kind(q.dtype)}{codes_case(lines, key_dim)}{wide_case(key_dim, value_dim)}"
     launch(_attend_slots, grid, attend, case, config)
-    recorded = v if values is None else values
-    finish = {
-        **shared, **line, "v": recorded, **strides("bh", v=recorded), "num_tiles": num_tiles, "sinks": sinks,
-        "out": out,
-    }  # fmt: skip
+    finish = {**shared, "now": now, "num_tiles": num_tiles, "sinks": sinks, "out": out}
     launch(_finish_slots, (rows * heads,), finish, "finish slots")
     return out.transpose(1, 2), weights

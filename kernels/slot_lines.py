@@ -59,7 +59,7 @@ def _load_keys(p_worth, p_position, o_l, width, oldest_spared):  # type: ignore[
 
 @triton.jit(do_not_specialize=["width", "window"])
 def _evict_lowest(  # type: ignore[no-untyped-def]
-    worth, position, decode_state, quota, keep, width, window, BLOCK_L: tl.constexpr,
+    worth, position, quota, keep, width, window, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Evict the lowest keys of one line until ``quota`` competing entries are left."""
     i_line = tl.program_id(0).to(tl.int64)
@@ -89,17 +89,16 @@ def _evict_lowest(  # type: ignore[no-untyped-def]
         m_leaves = m_competes & (b_keys <= last_key)
         tl.store(keep + i_line * width + o_l, ((b_position >= 0) & ~m_leaves).to(tl.int8), mask=m_l)
         tl.store(p_position + o_l, tl.full([BLOCK_L], EMPTY, tl.int32), mask=m_l & m_leaves)
-        tl.store(decode_state + i_line * width + o_l, tl.zeros([BLOCK_L], tl.float32), mask=m_l & m_leaves)
 
 
-def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Evict the lowest scores after a step: empty their slots, set their decode_state to 0.
+def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
+    """Evict the lowest scores after a step: empty their slots.
 
     All tensors are contiguous and on one device.
 
     Args:
         worth: fp32 ``[B, K, S]``, higher = keep, ties to the lower position. position: int32, same shape, negative = no
-            entry. decode_state: fp32, same shape.
+            entry.
         quota: entries a head may hold besides the newest ``window`` positions of the line, int64 ``[B, K]``.
 
     Returns:
@@ -108,12 +107,11 @@ def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: T
     Raises:
         ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
-    check_eviction(worth, position, decode_state, quota)
+    check_eviction(worth, position, quota)
     rows, kv_heads, width = position.shape
     keep = torch.empty_like(position, dtype=torch.int8)
     arguments = {
-        "worth": worth, "position": position, "decode_state": decode_state, "quota": quota, "keep": keep,
-        "width": width, "window": window,
+        "worth": worth, "position": position, "quota": quota, "keep": keep, "width": width, "window": window,
     }  # fmt: skip
     launch(_evict_lowest, (rows * kv_heads,), arguments, "evict")
     return keep.view(torch.bool)

@@ -22,12 +22,12 @@ inline int64_t key(float score, int32_t position) {
 }  // namespace
 
 // Evicts entries from each line of slots. Those not among the newest `window` positions compete for `quota` slots; the
-// position of an evicted entry becomes EMPTY and its memory 0. keep receives which slots still hold an entry.
-extern "C" void kvpass_evict_lowest(const float* worth, int32_t* position, float* decode_state, const int64_t* quota,
-                                    bool* keep, int64_t lines, int64_t width, int64_t window) {
+// position of an evicted entry becomes EMPTY. keep receives which slots still hold an entry.
+extern "C" void kvpass_evict_lowest(const float* worth, int32_t* position, const int64_t* quota, bool* keep,
+                                    int64_t lines, int64_t width, int64_t window) {
     thread_local std::vector<int64_t> keys, order;
     keys.resize(width);
-    for (int64_t line = 0; line < lines; line++, worth += width, position += width, decode_state += width, keep += width) {
+    for (int64_t line = 0; line < lines; line++, worth += width, position += width, keep += width) {
         const int32_t newest = width ? *std::max_element(position, position + width) : EMPTY;
         order.clear();
         for (int64_t j = 0; j < width; j++) {
@@ -44,7 +44,6 @@ extern "C" void kvpass_evict_lowest(const float* worth, int32_t* position, float
         for (auto slot = order.begin(); slot != last; slot++) {
             keep[*slot] = false;
             position[*slot] = EMPTY;
-            decode_state[*slot] = 0.0f;
         }
     }
 }

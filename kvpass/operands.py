@@ -3,7 +3,7 @@
 Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
 values are stored in the keys only), L layers of one KV geometry, E pool slots, C tail slots, W window (at least 1),
 P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = K + 1, G = H / K, Q rows of
-a decode rule.
+a decode rule, I numbers per entry of a decode rule, F = planes of statistics of prompt entries.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ BUFFERS = {
     "pool_k_scale": Buffer("Z E", _F32, append="r", evict="w", saved="key scales"),
     "pool_v_scale": Buffer("Z E", _F32, append="r", evict="w", saved="value scales"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
-    "slots": Buffer("4 B E", _I32, prefill="w", initial=-1),
-    "slot_stats": Buffer("2 B E", _F32, prefill="w", initial=0),
+    "slots": Buffer("3 B E", _I32, prefill="w", initial=-1),
+    "slot_stats": Buffer("F B E", _F32, prefill="w", initial=0),
     "layer_weights": Buffer("B L", _F64, prefill="w", initial=0),
-    "window_stats": Buffer("2 B L K W", _F32, prefill="w", initial=0),
+    "window_stats": Buffer("F B L K W", _F32, prefill="w", initial=0),
     "offsets": Buffer("B P", _I32, prefill="w", append="r", evict="r", saved="always"),
     "tail_k": Buffer("L B K C D", packed=True, prefill="w", append="w", evict="w", saved="always"),
     "tail_v": Buffer("L B K C V", packed=True, prefill="w", append="w", evict="w", saved="always"),
@@ -128,8 +128,8 @@ BUFFERS = {
     "row_index": Buffer("*", _I64),  # of engines alone
     "output_errors": Buffer("3 L B K", _F32, initial=0),  # of compaction, written in a prompt
     # policies that evict while decoding
-    "table": Buffer("2 L B K S", _I32, evict="w", saved="evicting"),
-    "decode_state": Buffer("2 L B K S", _F32, evict="w", saved="evicting"),
+    "slot_positions": Buffer("L B K S", _I32, evict="w", saved="evicting"),
+    "decode_state": Buffer("I L B K S", _F32, evict="w", saved="evicting"),
     "quota": Buffer("L B K", _I64, evict="r", saved="evicting"),
     "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
     "rule_rows": Buffer("L B K G Q D", _F32, prefill="w", evict="w", saved="rows"),
@@ -151,8 +151,8 @@ BUFFERS = {
 class PrefillBuffers(NamedTuple):
     """Buffers that a prompt is compressed into.
 
-    slots: planes owner, order of entry, position, storage order of each slot; slot_stats, window_stats: planes
-    attention mass and decode state; entries: evictable entries per KV head per layer of each row.
+    slots: planes owner, order of entry, position of each slot; slot_stats, window_stats: planes attention mass, then
+    numbers of the decode rule; entries: evictable entries per KV head per layer of each row.
     """
 
     pool_k: Tensor
@@ -200,9 +200,9 @@ class AppendBuffers(NamedTuple):
 class EvictBuffers(NamedTuple):
     """Cache of a policy that evicts while decoding.
 
-    table: planes true position and storage order of each slot; decode_state: planes state of the decode rule and L1
-    norm of the value; quota: entries a head may hold besides its newest; next_position: of the first new token.
-    rule_rows: for rules that have rows. Scales as in :class:`AppendBuffers`.
+    slot_positions: true position of the entry in each slot, or negative; decode_state: numbers of the decode rule for
+    each, 0 in slots without an entry; quota: entries a head may hold besides its newest; next_position: of the first
+    new token. rule_rows: for rules that have rows. Scales as in :class:`AppendBuffers`.
     """
 
     pool_k: Tensor
@@ -210,7 +210,7 @@ class EvictBuffers(NamedTuple):
     offsets: Tensor
     tail_k: Tensor
     tail_v: Tensor
-    table: Tensor
+    slot_positions: Tensor
     decode_state: Tensor
     quota: Tensor
     next_position: Tensor
@@ -330,7 +330,7 @@ class Candidates(NamedTuple):
     """Entries of one layer's prompt, with scores.
 
     k ``[B, K, N, D]``, v ``[B, K, N, V]``, scores fp32 ``[B, K, N]`` (``-inf``: not evictable), stats fp32
-    ``[2, B, K, N]``, weight fp64 ``[B]``; start: first real column of each row, int64 ``[B]``, on the same device.
+    ``[F, B, K, N]``, weight fp64 ``[B]``; start: first real column of each row, int64 ``[B]``, on the same device.
     """
 
     k: Tensor
@@ -345,25 +345,12 @@ class Candidates(NamedTuple):
         return self._replace(v=self.v[..., : buffers.pool_v.shape[2]])
 
 
-class SlotTables(NamedTuple):
-    """Tables that record a new entry.
-
-    storage_order int32, decode_state fp32 and L1 norm of the value fp32, each ``[B, K, S]``; now: true
-    position of the new token, int64 ``[B]``.
-    """
-
-    storage_order: Tensor
-    decode_state: Tensor
-    norm: Tensor
-    now: Tensor
-
-
 class SlotCache(NamedTuple):
     """Reused slots: per KV head a line of S slots, its pool segment, then its C tail slots.
 
     pool_k, pool_v, offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in
-    each slot, or negative. tables: None if the new entry is not recorded and position stays. Scales as in
-    :class:`AppendBuffers`; lines without a pool have none.
+    each slot, or negative. now: true position of the new token, int64 ``[B]``; None if the new entry is not recorded
+    and position stays. Scales as in :class:`AppendBuffers`; lines without a pool have none.
     """
 
     pool_k: Tensor | None
@@ -372,7 +359,7 @@ class SlotCache(NamedTuple):
     tail_k: Tensor
     tail_v: Tensor
     position: Tensor
-    tables: SlotTables | None = None
+    now: Tensor | None = None
     pool_k_scale: Tensor | None = None
     pool_v_scale: Tensor | None = None
     tail_k_scale: Tensor | None = None

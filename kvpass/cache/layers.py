@@ -28,7 +28,7 @@ from kvpass.operands import (
     written_in,
 )
 from kvpass.ops import entry_formats
-from kvpass.ops.evict import SLOT_POSITION, SLOT_STATE, first_slots
+from kvpass.ops.evict import first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
@@ -68,7 +68,7 @@ class FullAttentionLayers(CachePart):
     tail_start: Tensor
     tail_used: Tensor
     row_index: Tensor
-    table: Tensor
+    slot_positions: Tensor
     decode_state: Tensor
     quota: Tensor
     next_position: Tensor
@@ -165,6 +165,7 @@ class FullAttentionLayers(CachePart):
         sizes = {
             **{"B": b, "E": slots, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
             **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group, "Q": self._rows_per_head},
+            "F": self.policy.stat_planes,
         }
 
         def allocate(name: str) -> Tensor:
@@ -256,19 +257,15 @@ class FullAttentionLayers(CachePart):
         first = self._start.to(self.offsets.device)
         rule = self.policy.decode_rule()
         assert rule is not None
-        if self.geometry.values_in_keys:
-            columns_of_values = slice(self.geometry.value_dim)
-            prompt = prompt._replace(
-                pool_v=prompt.pool_k[..., columns_of_values], tail_v=prompt.tail_k[..., columns_of_values]
-            )
-        self.table, self.decode_state = first_slots(prompt, first, columns, min(self.policy.window, columns))
+        window = min(self.policy.window, columns)
+        self.slot_positions, self.decode_state = first_slots(prompt, first, columns, window, rule.numbers_per_entry)
         if rule.starts_at_zero:
-            self.decode_state[SLOT_STATE].zero_()  # there were the scores, if layers competed
+            self.decode_state.zero_()  # there were the scores, if layers competed
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = self.policy.decode_quota(kept, prompt.entries, available, self.ranks).contiguous()
         self.next_position = columns - first
-        occupied = (self.table[SLOT_POSITION] >= 0).sum(-1)
+        occupied = (self.slot_positions >= 0).sum(-1)
         needed = rule.slots_needed(self.quota, occupied) - kept
         self._tail_bound = max(int(needed.max()), 1)
 
@@ -295,8 +292,8 @@ class FullAttentionLayers(CachePart):
         if self.evicts:
             capacity = min(capacity, self._tail_bound)
             extra = (0, capacity - old_capacity)
-            wider = {"table": pad(self.table, extra, value=EMPTY), "decode_state": pad(self.decode_state, extra)}
-            grown = {name: reuse.copy((self.group, name, "grown"), wide) for name, wide in wider.items()}
+            for name, fill in (("slot_positions", EMPTY), ("decode_state", 0)):
+                grown[name] = reuse.copy((self.group, name, "grown"), pad(getattr(self, name), extra, value=fill))
         for name in self.tail_names:
             old: Tensor = getattr(self, name)
             shape = (*old.shape[:3], capacity, *old.shape[4:])
@@ -391,7 +388,7 @@ class FullAttentionLayers(CachePart):
             held = [part._moved(name, used - part.used) for part in parts]
             rows = BUFFERS[name].row_dim
             sizes = [max(sizes) for sizes in zip(*(x.shape for x in held), strict=True)]
-            fill = EMPTY if name in ("pool_positions", "table") else 0
+            fill = EMPTY if name in ("pool_positions", "slot_positions") else 0
             extra = [[(0, n - m) for n, m in zip(sizes, x.shape, strict=True)] for x in held]
             for each in extra:
                 each[rows] = (0, 0)
@@ -429,7 +426,7 @@ class FullAttentionLayers(CachePart):
             tensors[name] = tensors[name][:, :held].clone()
             tensors[name][spare] = EMPTY if name == "pool_positions" else 0
         if self.evicts:
-            dead = self.table[SLOT_POSITION, ..., -self.tail_k.shape[3] :] < 0
+            dead = self.slot_positions[..., -self.tail_k.shape[3] :] < 0
         else:
             tensors |= {name: tensors[name][:, :, :, : self.used] for name in self.tail_names}
             dead = (torch.arange(self.used, device=count.device) < self.tail_start[:, None])[None, :, None]
@@ -473,7 +470,7 @@ class FullAttentionLayers(CachePart):
     def lengths(self) -> Tensor:
         """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``."""
         if self.evicts:
-            return (self.table[SLOT_POSITION] >= 0).sum(-1).transpose(0, 1)
+            return (self.slot_positions >= 0).sum(-1).transpose(0, 1)
         return self.pool_lengths + (self.used - self.tail_start)[:, None, None]
 
     @property
@@ -489,7 +486,7 @@ class FullAttentionLayers(CachePart):
         """
         lengths = self.lengths
         if self.evicts:
-            held = self.table[SLOT_POSITION].long().transpose(0, 1)
+            held = self.slot_positions.long().transpose(0, 1)
             last = torch.iinfo(torch.int64).max
             held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
             return torch.where(held == last, -1, held)

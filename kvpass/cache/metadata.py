@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, LayerGroup, Layout
 from kvpass.operands import BITS, BUFFERS, CODES, RingBuffers, saved_buffers
-from kvpass.ops.evict import SLOT_POSITION
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule
@@ -121,9 +120,9 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
             entry_format=metadata.entry_format,
             values_in_keys=group.geometry.values_in_keys,
         )
-        parts[f"store{i}_"] = _shapes(names_saved, group, rows, entry, metadata.entry_format, rule_rows)
+        parts[f"store{i}_"] = _shapes(names_saved, group, rows, entry, metadata.entry_format, rule)
     for i, group in enumerate(metadata.layout.rings):
-        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model", 0)
+        parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model")
     for i, state in enumerate(metadata.layout.states):
         parts[f"state{i}_"] = {"held": (getattr(torch, state.dtype), (rows, *state.shape))}
     names = {prefix + name for prefix, shapes in parts.items() for name in shapes}
@@ -149,7 +148,12 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
 
 
 def _shapes(
-    names: Iterable[str], group: LayerGroup, rows: int, entry: torch.dtype, entry_format: EntryFormat, rule_rows: int
+    names: Iterable[str],
+    group: LayerGroup,
+    rows: int,
+    entry: torch.dtype,
+    entry_format: EntryFormat,
+    rule: DecodeRule | None = None,
 ) -> Shapes:
     """Return dtypes and shapes that a file must have; sizes not in the metadata keep their letters.
 
@@ -159,8 +163,8 @@ def _shapes(
     g, codes = group.geometry, CODES.get(entry_format)
     sizes: dict[str, int] = {"B": rows, "Z": rows, "L": g.layers, "K": g.kv_heads}
     sizes |= {"D": g.key_dim, "V": g.stored_value_dim, "P": g.layers * g.kv_heads + 1, "R": group.sliding_window or 0}
-    sizes["2"] = 2
-    sizes["Q"] = rule_rows
+    if rule is not None:
+        sizes |= {"Q": rule.rows_per_head, "I": rule.numbers_per_entry}
     bits, found = BITS.get(entry_format, 8), {}
     for name in names:
         buffer, own = BUFFERS[name], sizes
@@ -221,7 +225,7 @@ def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) ->
 
 def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, rule: DecodeRule) -> None:
     """Check the table of a policy that evicts while decoding: every line has room for coming tokens."""
-    position, capacity = store["table"][SLOT_POSITION].long(), store["tail_k"].shape[3]
+    position, capacity = store["slot_positions"].long(), store["tail_k"].shape[3]
     layers, rows, kv_heads, width = position.shape
     lengths = store["offsets"].long().diff(dim=1).view(rows, layers, kv_heads).transpose(0, 1)
     behind = width - capacity
@@ -230,12 +234,12 @@ def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, 
     slot = torch.arange(width, device="cpu")
     absent = (slot >= lengths[..., None]) & (slot < behind)
     if bool(((position == ABSENT) != absent).any()):
-        raise ValueError("table: other slots are absent than those behind a segment of the pool")
+        raise ValueError("slot_positions: other slots are absent than those behind a segment of the pool")
     occupied = position >= 0
     in_order = position.sort(-1).values
     twice = (in_order.diff(dim=-1) == 0) & (in_order[..., 1:] >= 0)
     if bool((position < ABSENT).any()) or bool((position >= seen[None, :, None, None]).any()) or bool(twice.any()):
-        raise ValueError("table: a position was not seen, or stands twice in a line")
+        raise ValueError("slot_positions: a position was not seen, or stands twice in a line")
     if not torch.equal(store["next_position"], seen):
         raise ValueError(f"next_position {store['next_position'].tolist()} after {seen.tolist()} tokens")
     _check_range("entries of a tail", occupied[..., behind:].sum(-1), facts.used)

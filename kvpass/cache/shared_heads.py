@@ -37,7 +37,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
     found = _without_heads(parts[0])
     for prefix, group in _groups(layout):
         own = [{name[len(prefix) :]: x for name, x in part.items() if name.startswith(prefix)} for part in parts]
-        if "table" in own[0]:
+        if "slot_positions" in own[0]:
             own = _of_one_width(own)
         buffers = {name: _joined_heads(name, [part[name] for part in own]) for name in own[0]}
         if "offsets" in buffers:
@@ -147,14 +147,14 @@ def _own_heads(name: str, whole: Tensor, ranks: Ranks) -> Tensor:
 
 def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Pad lines of slots, of the pool and of the tail, to those of the process that has most."""
-    widths = [(x["table"].shape[-1] - x["tail_k"].shape[3], x["tail_k"].shape[3]) for x in parts]
+    widths = [(x["slot_positions"].shape[-1] - x["tail_k"].shape[3], x["tail_k"].shape[3]) for x in parts]
     behind, capacity = map(max, zip(*widths, strict=True))
     found = []
     for part, (own_behind, own_capacity) in zip(parts, widths, strict=True):
         more = capacity - own_capacity
         tails = {name: x for name, x in part.items() if "C" in BUFFERS[name].sizes}
         wider = {name: pad(x, (*(0, 0) * (x.ndim - 4), 0, more)) for name, x in tails.items()}
-        for name, absent, empty in (("table", ABSENT, EMPTY), ("decode_state", 0, 0)):
+        for name, absent, empty in (("slot_positions", ABSENT, EMPTY), ("decode_state", 0, 0)):
             of_pool, of_tail = part[name].split([own_behind, own_capacity], -1)
             of_pool = pad(of_pool, (0, behind - own_behind), value=absent)
             wider[name] = torch.cat([of_pool, pad(of_tail, (0, more), value=empty)], -1)

@@ -77,9 +77,9 @@ def cascade_step(
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
     candidates = candidates._replace(k=k, v=v)
-    keep, rank, storage_order = reference.reallocate_budgets(buffers, candidates, layer, policy, ranks)
+    keep, rank = reference.reallocate_budgets(buffers, candidates, layer, policy, ranks)
     source = assign_slots(keep, buffers.slots[reference.OWNER])
-    gather_winners(source, rank.int().contiguous(), storage_order.int().contiguous(), candidates, buffers, layer)
+    gather_winners(source, rank.int().contiguous(), candidates, buffers, layer)
     reference.keep_window(buffers, candidates, layer, min(policy.window, k.shape[2]))
 
 
@@ -111,15 +111,15 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     call = readable(call)
     if not is_rotated(lines, call.q.shape[3]):
         return attend_slots(call, lines, layer)
-    out, attention = attend_slots(readable(rotated_call(call, lines)), lines, layer, values=call.v)
+    out, attention = attend_slots(readable(rotated_call(call, lines)), lines, layer)
     return rotated_output(out, call), attention
 
 
-def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
+def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
     """See :func:`kvpass.ops.slots.evict_lowest`."""
     from kvpass.kernels.slot_lines import evict_lowest
 
-    return evict_lowest(worth.contiguous(), position, decode_state, quota, window)
+    return evict_lowest(worth.contiguous(), position, quota, window)
 
 
 def pool_in_order(

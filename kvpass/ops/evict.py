@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, EvictBuffers, PrefillBuffers, SlotCache, SlotTables
+from kvpass.operands import Attention, EvictBuffers, PrefillBuffers, SlotCache
 from kvpass.ops import reference
 from kvpass.ops.entry_formats import dequantise
 from kvpass.ops.slots import ABSENT, EMPTY
@@ -21,11 +21,6 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import Slots
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import is_rotated, rotated_back
-
-SLOT_POSITION, SLOT_ORDER = 0, 1
-"""Planes of the slot table, int32 ``[2, L, B, K, S]``: true position, storage order."""
-SLOT_STATE, SLOT_NORM = 0, 1
-"""Planes of the decode state of each slot, fp32 ``[2, L, B, K, S]``: decode state, L1 norm of the value row."""
 
 
 def attend_evict(
@@ -49,15 +44,15 @@ def attend_evict(
     rule = policy.decode_rule()
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
-    (position, storage_order), (state, norm) = held.table[:, layer], held.decode_state[:, layer]
-    outputs, tokens, quota = [], call.q.shape[2], held.quota[layer]
+    position, state, quota = held.slot_positions[layer], held.decode_state[:, layer], held.quota[layer]
+    outputs, tokens = [], call.q.shape[2]
     scores = None
     if entering is not None:
         x = entering.reshape(len(position), tokens, -1)
-        scores = policy.token_scores(x, layer, held.table.shape[1], position.shape[1], ranks)
+        scores = policy.token_scores(x, layer, len(held.slot_positions), position.shape[1], ranks)
     for step in range(tokens):
         now = held.next_position + step
-        lines = SlotCache(*held[:5], position, SlotTables(storage_order, state, norm, now), *held[10:])
+        lines = SlotCache(*held[:5], position, now, *held[10:])
         new = call if tokens == 1 else call.rows(slice(None), slice(step, step + 1))
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
@@ -71,10 +66,10 @@ def attend_evict(
         if due is not None and due.is_cpu and not bool(due.any()):
             continue
         before = Slots(
-            position.clone(),
-            storage_order,
+            position,
             state,
-            norm,
+            quota,
+            new.v[:, :, 0],
             implementation.pool_in_order,
             due=due,
             keys=_keys_of(held, layer, call.q.shape[3]) if rule.reads_keys else None,
@@ -85,20 +80,16 @@ def attend_evict(
             ranks=ranks,
         )
         worth, state_after = rule.observe(attention, before)
-        state_after = state_after.contiguous()
         allowed = rule.quota_now(quota, due, worth, position)
-        keep = implementation.evict_lowest(worth, position, state_after, allowed, rule.window)
-        order_after = rule.next_storage_order(worth, before, keep)
-        if state_after is not state:
-            state.copy_(state_after)
-        if order_after is not storage_order:
-            storage_order.copy_(order_after)
+        keep = implementation.evict_lowest(worth, position, allowed, rule.window)
+        if rule.numbers_per_entry:
+            state.copy_(torch.where(keep, state_after, 0.0))
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 
 def _keys_of(held: EvictBuffers, layer: int, key_dim: int) -> Tensor:
     """Return the keys in the slots of a layer, ``[B, K, S, D]``, anything in empty ones."""
-    kv_heads, width = held.table.shape[3:]
+    kv_heads, width = held.slot_positions.shape[2:]
     begins = held.offsets[:, layer * kv_heads :][:, :kv_heads]
     rows = _pool_rows(begins, width - held.tail_k.shape[3], held.pool_k)
     pool = held.pool_k.gather(1, rows[..., None].expand(-1, -1, held.pool_k.shape[2]))
@@ -120,42 +111,38 @@ def _pool_rows(begins: Tensor, slots: int, pool: Tensor) -> Tensor:
     return (begins[..., None] + slot).clamp(max=pool.shape[1] - 1).long().flatten(1)
 
 
-def first_slots(prompt: PrefillBuffers, start: Tensor, columns: int, window: int) -> tuple[Tensor, Tensor]:
-    """Return the slot table and the slots' decode state right after a prompt was packed.
+def first_slots(
+    prompt: PrefillBuffers, start: Tensor, columns: int, window: int, numbers: int
+) -> tuple[Tensor, Tensor]:
+    """Return the positions in the slots and the decode state right after a prompt was packed.
 
     Args:
-        start: first real column int64 ``[B]``. columns: N. window: prompt columns in the tail.
+        start: first real column int64 ``[B]``. columns: N. window: prompt columns in the tail. numbers: per entry, of
+            the decode rule.
     """
-    offsets, pool_v, tail_v = prompt.offsets, prompt.pool_v, prompt.tail_v
-    planes = prompt.slots[reference.POSITION], prompt.slots[reference.STORAGE_ORDER]
-    layers, b, kv_heads, capacity, _ = tail_v.shape
-    lengths = offsets.diff(dim=1)
+    layers, b, kv_heads, capacity, _ = prompt.tail_k.shape
+    lengths, device = prompt.offsets.diff(dim=1), start.device
     pool_slots = int(lengths.max())
-    total = pool_slots + capacity
-    table = torch.full((2, b, layers * kv_heads, total), EMPTY, dtype=torch.int32, device=offsets.device)
-    decode_state = torch.zeros(2, b, layers * kv_heads, total, dtype=torch.float32, device=offsets.device)
-    present = torch.arange(pool_slots, device=offsets.device) < lengths[..., None]
-    flat = _pool_rows(offsets[:, :-1], pool_slots, pool_v)
-    norm = _l1_norm(pool_v)
-    for plane, source in enumerate(planes):
-        found = source.gather(1, flat).view(present.shape)
-        table[plane, :, :, :pool_slots] = torch.where(present, found, ABSENT)
-    for plane, source in enumerate((prompt.slot_stats[reference.DECODE_STATE], norm)):
-        decode_state[plane, :, :, :pool_slots] = torch.where(present, source.gather(1, flat).view(present.shape), 0.0)
-    newest = torch.arange(columns - window, columns, device=offsets.device) - start[:, None]
-    real = newest >= 0
-    tail = slice(pool_slots, pool_slots + window)
-    table[SLOT_POSITION, :, :, tail] = torch.where(real, newest, EMPTY)[:, None].int()
-    table[SLOT_ORDER, :, :, tail] = (newest + columns)[:, None].int()
-    decode_state[SLOT_STATE, :, :, tail] = (
-        prompt.window_stats[reference.DECODE_STATE, ..., :window].flatten(1, 2) * real[:, None]
-    )
-    tail_norm = _l1_norm(tail_v[:, :, :, :window]).transpose(0, 1).flatten(1, 2)
-    decode_state[SLOT_NORM, :, :, tail] = torch.where(real[:, None], tail_norm, 0.0)
-    shape = (2, b, layers, kv_heads, total)
-    return tuple(t.view(shape).transpose(1, 2).contiguous() for t in (table, decode_state))  # type: ignore[return-value]
+    shape = (b, layers * kv_heads, pool_slots + capacity)
+    position = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+    decode_state = torch.zeros(numbers, *shape, dtype=torch.float32, device=device)
+    present = torch.arange(pool_slots, device=device) < lengths[..., None]
+    flat = _pool_rows(prompt.offsets[:, :-1], pool_slots, prompt.pool_k)
 
+    def of_pool(plane: Tensor, absent: int) -> Tensor:
+        return torch.where(present, plane.gather(1, flat).view(present.shape), absent)
 
-def _l1_norm(values: Tensor) -> Tensor:
-    """Return the L1 norm of each row, fp32, without copying the rows to fp32."""
-    return torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.promote_types(values.dtype, torch.float32)).float()
+    newest = torch.arange(columns - window, columns, device=device) - start[:, None]
+    real, tail = (newest >= 0)[:, None], slice(pool_slots, pool_slots + window)
+    position[..., :pool_slots] = of_pool(prompt.slots[reference.POSITION], ABSENT)
+    position[..., tail] = torch.where(real, newest[:, None], EMPTY).int()
+    planes = slice(reference.NUMBERS, reference.NUMBERS + numbers)
+    stats = zip(decode_state, prompt.slot_stats[planes], prompt.window_stats[planes], strict=True)
+    for state, of_slots, of_window in stats:
+        state[..., :pool_slots] = of_pool(of_slots, 0)
+        state[..., tail] = of_window[..., :window].flatten(1, 2) * real
+
+    def by_layer(x: Tensor) -> Tensor:
+        return x.unflatten(-2, (layers, kv_heads)).transpose(-4, -3).contiguous()
+
+    return by_layer(position), by_layer(decode_state)

@@ -43,13 +43,11 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
 ]
 
 _ROW_BLOCK = 512
-OWNER, RANK, POSITION, STORAGE_ORDER = 0, 1, 2, 3
-"""Planes of the slot table, int32 ``[4, B, E]``.
-
-``layer * K + head`` (-1 = empty), order of entry, true position, storage order of the decode rule.
-"""
-MASS, DECODE_STATE = 0, 1
-"""Planes of the stats, fp32: attention mass, and decode state of each entry; its score where layers compete."""
+OWNER, RANK, POSITION = 0, 1, 2
+"""Planes of the slot table, int32 ``[3, B, E]``: ``layer * K + head`` (-1 = empty), order of entry, true position."""
+MASS, NUMBERS = 0, 1
+"""Planes of the stats, fp32: attention mass, then the numbers of the decode rule; where layers compete, the score in
+place of the first."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
@@ -191,7 +189,7 @@ def score_layer(
         ranks: processes that share the heads of the layer.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
-        fp32 ``[2, B, K, N]``: the attention mass (mean over window rows and group) and the first decode state; weight
+        fp32 ``[F, B, K, N]``: the attention mass (mean over window rows and group) and the first decode state; weight
         fp64 ``[B]``.
     """
 
@@ -214,8 +212,9 @@ def score_rows(
     """
     b, kv_heads, n, _ = k.shape
     scored: list[Tensor] = []
-    stats = k.new_zeros(2, b, kv_heads, n, dtype=torch.float32)
+    stats = k.new_zeros(policy.stat_planes, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
+    numbers = 0 if rule is None else rule.numbers_per_entry
     weight = k.new_zeros(b, dtype=torch.float64)
     for rows, column in groups:
         window = min(policy.window, n - column)
@@ -225,10 +224,11 @@ def score_rows(
         every = obs.all_heads(own)
         scored.append(F.pad(obs.real(every, float("-inf")), (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
-        if rule is not None:
-            stats[DECODE_STATE, rows, :, column:] = obs.real(rule.start(obs))
+        if rule is not None and numbers:
+            scores = F.pad(obs.real(own, float("-inf")), (0, window), value=float("-inf"))
+            stats[NUMBERS : NUMBERS + numbers, rows, :, column:] = obs.real(rule.start(obs, scores))
         if policy.compares_layers:
-            stats[DECODE_STATE, rows, :, column : n - window] = obs.real(own)
+            stats[NUMBERS, rows, :, column : n - window] = obs.real(own)
         layer_weight = policy.checked_weight(obs, obs.real(every))
         if layer_weight is not None:
             weight[rows] = layer_weight
@@ -264,8 +264,8 @@ def cascade_step(
     """
     k, v, start = candidates.k, candidates.v, candidates.start
     kv_heads, n = k.shape[1:3]
-    keep, rank, storage_order = reallocate_budgets(buffers, candidates, layer, policy, ranks)
-    owner, order, position, stored = buffers.slots
+    keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
+    owner, order, position = buffers.slots
     true_position = torch.arange(n, device=k.device) - start[:, None]
     for row in range(k.shape[0]):
         head, column = keep[row].nonzero(as_tuple=True)
@@ -280,7 +280,6 @@ def cascade_step(
         owner[row, slot] = (layer * kv_heads + head).int()
         order[row, slot] = rank[row, head, column]
         position[row, slot] = true_position[row, column].int()
-        stored[row, slot] = storage_order[row, head, column].int()
         buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
     keep_window(buffers, candidates, layer, min(policy.window, n))
@@ -288,16 +287,16 @@ def cascade_step(
 
 def reallocate_budgets(
     buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Reallocate budgets: free slots of earlier layers and select entries of this layer.
 
     Args:
         candidates: ``start`` on the device of the scores.
     Returns:
-        keep mask bool ``[B, K, N]``; rank int32 ``[B, K, N]``; storage order of the decode rule.
+        keep mask bool ``[B, K, N]``; rank int32 ``[B, K, N]``.
     """
     scores, entries, slots = candidates.scores, buffers.entries, buffers.slots
-    b, kv_heads, n = scores.shape
+    kv_heads, n = scores.shape[1:]
     buffers.layer_weights[:, layer] = candidates.weight
     available = (n - candidates.start - policy.window).clamp(min=0)
     if policy.compares_layers:
@@ -306,19 +305,15 @@ def reallocate_budgets(
     owner_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), EMPTY)
     rank = policy.rank(scores, entries)
-    storage_order = (torch.arange(n, device=scores.device) - candidates.start[:, None])[:, None].expand(b, kv_heads, n)
-    rule = policy.decode_rule()
-    if rule is not None:
-        storage_order = rule.first_storage_order(scores, storage_order, entries)
     keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
-    return ranks.local_shard(keep, 1), ranks.local_shard(rank, 1), ranks.local_shard(storage_order, 1)
+    return ranks.local_shard(keep, 1), ranks.local_shard(rank, 1)
 
 
 def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks) -> Tensor:
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
-    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[DECODE_STATE]), 1)
+    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[NUMBERS]), 1)
     of_layer = ranks.gather(slots[OWNER].clamp(min=0) // candidates.k.shape[1], 1)
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)

@@ -192,11 +192,11 @@ def _fake_site(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (b, kv_heads, n, _), ranks = call.k.shape, rest[-1]
+    (b, kv_heads, n, _), (policy, _, ranks) = call.k.shape, rest[-3:]
     return (
         _fake_output(call),
         call.k.new_empty(b, kv_heads * ranks.size, n, dtype=torch.float32),
-        call.k.new_empty(2, b, kv_heads, n, dtype=torch.float32),
+        call.k.new_empty(policy.stat_planes, b, kv_heads, n, dtype=torch.float32),
         call.k.new_empty(b, dtype=torch.float64),
     )
 

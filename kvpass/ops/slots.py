@@ -19,8 +19,6 @@ from kvpass.rotation import is_rotated, rotated_output, rotated_queries
 
 EMPTY, ABSENT = -1, -2
 """Positions of a free slot, and of an unusable one (such as behind a head's pool segment)."""
-NEWEST = 1 << 30
-"""Added to a new token's position to make it the last in storage order."""
 
 
 def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
@@ -37,7 +35,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     new = rotated_queries(call, lines) if is_rotated(lines, call.q.shape[3]) else call
     q, k, v, scale, softcap, sinks = new
     rows, heads, _, key_dim = q.shape
-    position, tables, value_dim = lines.position, lines.tables, v.shape[3]
+    position, now, value_dim = lines.position, lines.now, v.shape[3]
     kv_heads, width = position.shape[1:]
     group, behind = heads // kv_heads, width - lines.tail_k.shape[3]
     if not bool((position == EMPTY).any(2).all()):
@@ -64,13 +62,9 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
             weights = attention_weights(logits, none_hidden, softcap, extra)
             out[row, of_head, 0] = (weights @ values).to(q.dtype)
             attention[row, of_head][:, index[live]] = weights
-            if tables is not None:
-                storage_order, decode_state, norm, now = tables
+            if now is not None:
                 position[row, head, slot] = now[row]
-                storage_order[row, head, slot] = now[row] + NEWEST
-                decode_state[row, head, slot] = 0.0
-                norm[row, head, slot] = call.v[row, head, 0].float().abs().sum()
-    return (out if new is call else rotated_output(out, call)), None if tables is None else attention
+    return (out if new is call else rotated_output(out, call)), None if now is None else attention
 
 
 def _line(lines: SlotCache, layer: int, row: int, head: int) -> tuple[Side, Side]:
@@ -83,17 +77,15 @@ def _line(lines: SlotCache, layer: int, row: int, head: int) -> tuple[Side, Side
     return side_at(lines, "pool", (row, kept)), side_at(lines, "tail", tail)
 
 
-def evict_lowest(worth: Tensor, position: Tensor, decode_state: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Evict the lowest scores after a step: empty their slots, set their decode_state to 0.
+def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
+    """Evict the lowest scores after a step: empty their slots.
 
     Args:
-        worth: fp32 ``[B, K, S]``. position: int32, same shape. decode_state: fp32, same shape. quota: entries
-            a head may hold besides the newest ``window``, int64 ``[B, K]``.
+        worth: fp32 ``[B, K, S]``. position: int32, same shape. quota: entries a head may hold besides the newest
+            ``window``, int64 ``[B, K]``.
     Returns:
         which slots still hold an entry, bool ``[B, K, S]``.
     """
     keep = keep_mask(worth, position.long(), quota, window)
-    loses = (position >= 0) & ~keep
-    position.masked_fill_(loses, EMPTY)
-    decode_state.masked_fill_(loses, 0.0)
+    position.masked_fill_((position >= 0) & ~keep, EMPTY)
     return keep

@@ -136,6 +136,12 @@ class Policy(ABC):
         return isinstance(self.layers(), GlobalLayers)
 
     @property
+    def stat_planes(self) -> int:
+        """Numbers that a prompt holds for each entry: attention mass, then those of the decode rule, or the score."""
+        rule = self.decode_rule()
+        return 1 + max(0 if rule is None else rule.numbers_per_entry, self.compares_layers)
+
+    @property
     def least_score(self) -> float:
         """Lowest score that is kept where scores of all layers compete; ``-inf``: the budget alone decides."""
         layers = self.layers()

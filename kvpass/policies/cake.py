@@ -130,7 +130,7 @@ class Cake(Policy):
             pool=self.pool,
             kernel_size=self.kernel_size,
             group=self.group,
-            storage_order=self.parity == "code",
+            released=self.parity == "code",
         )
 
     def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:

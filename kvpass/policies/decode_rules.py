@@ -20,6 +20,9 @@ from kvpass.policies.scheduler import invert
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 
+_BEHIND = 1 << 30
+"""Added to the position of an entry that has no place in storage order: it is stored behind those that have one."""
+
 
 def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
     """Rank each head's slots, best score first, ties to the lower ``storage_order``; int64 ``[B, K, C]``."""
@@ -58,7 +61,8 @@ def pool_in_order(
     """Pool attention ``[B, H, C]`` of older entries over neighbours in storage order; reduce over the group.
 
     Args:
-        position, storage_order: as in :class:`Slots`. window: newest tokens, which are left out.
+        position: as in :class:`Slots`. storage_order: ascending, same shape and dtype. window: newest tokens, which are
+            left out.
         pool, kernel_size, group: as in :mod:`kvpass.policies.scores`.
     Returns:
         fp32 ``[B, K, C]``, 0 in slots that are left out.
@@ -79,9 +83,10 @@ class Slots:
 
     Attributes:
         position: true position, int32 or int64 ``[B, K, C]``, negative = empty.
-        storage_order: ascending, same shape and dtype; a new token comes last.
-        decode_state: of each entry, fp32 ``[B, K, C]``; 0 for the new token.
-        value_norm: L1 norm of each value row, fp32 ``[B, K, C]``.
+        decode_state: the rule's numbers, fp32 ``[numbers_per_entry, B, K, C]``; 0 for tokens that came since the last
+            call of :meth:`DecodeRule.observe`, as the new one.
+        quota: entries a head may hold besides the newest ``window``, int64 ``[B, K]``.
+        values: of the new token, ``[B, K, Dv]``.
         pool_in_order: :func:`pool_in_order`, or a kernel that does the same.
         due: heads from which the step evicts, as :meth:`DecodeRule.due` says, bool ``[B, K]``; None: all.
         keys: for rules that say ``reads_keys``, ``[B, K, C, D]``, RoPE applied, anything in empty slots.
@@ -93,9 +98,9 @@ class Slots:
     """
 
     position: Tensor
-    storage_order: Tensor
     decode_state: Tensor
-    value_norm: Tensor
+    quota: Tensor
+    values: Tensor
     pool_in_order: Callable[[Tensor, Tensor, Tensor, int, Pool, int, Group], Tensor] = pool_in_order
     due: Tensor | None = None
     keys: Tensor | None = None
@@ -112,29 +117,10 @@ class Slots:
         """
         return self.ranks.gather(x, 1)
 
-
-def first_by_score(scores: Tensor, position: Tensor, spared: Tensor) -> Tensor:
-    """Return the storage order of released code after a prompt: best scores first, then what was not scored.
-
-    Args:
-        scores, position: as in :meth:`DecodeRule.first_storage_order`. spared: heads that went through no selection,
-            bool ``[B, K]``; they keep the order of positions.
-    """
-    scored = scores > float("-inf")
-    moved = scored & ~spared[:, :, None]
-    return torch.where(moved, rank_slots(scores, position), position + position.shape[2])
-
-
-def by_score(scores: Tensor, slots: Slots, window: int, evicted: Tensor) -> Tensor:
-    """Return the storage order of released code after a step: best scores first, then the newest ``window`` tokens.
-
-    Args:
-        scores: fp32 ``[B, K, C]``. evicted: heads that are stored anew, bool ``[B, K]``; others keep their order.
-    """
-    compete = evictable_slots(slots.position, window)
-    rank = rank_slots(torch.where(compete, scores, float("-inf")), slots.storage_order)
-    stored = torch.where(compete, rank, 2 * slots.position.shape[2] + slots.position)
-    return torch.where(evicted[:, :, None], stored, slots.storage_order)
+    @property
+    def is_new(self) -> Tensor:
+        """Whether a slot holds the new token, bool ``[B, K, C]``; every head holds it."""
+        return self.position == self.position.amax((1, 2), keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +147,13 @@ class DecodeRule:
 
     @property
     def starts_at_zero(self) -> bool:
-        """Whether :meth:`start` is that of this class, so that what layers compete by can be in its place before."""
-        return type(self).start is DecodeRule.start
+        """Whether every entry of a prompt starts at 0, so that what layers compete by can be in its place before."""
+        return self.numbers_per_entry == 0 or type(self).start is DecodeRule.start
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.
 
-        On the CPU a step in which no head is due calls neither :meth:`observe` nor :meth:`next_storage_order`.
+        On the CPU a step in which no head is due does not call :meth:`observe`.
 
         Args:
             position: as in :class:`Slots`. quota: entries a head may hold besides the newest ``window``, int64
@@ -187,10 +173,19 @@ class DecodeRule:
         """Return the slots that a head needs, from its quota and the entries it holds, int64 of any shape."""
         return torch.maximum(quota + (self.window + self.every), held + 1)
 
+    @property
+    def numbers_per_entry(self) -> int:
+        """Numbers that the cache holds for each entry, outside the budget: :attr:`Slots.decode_state`."""
+        return 0
+
     @takes_padding
-    def start(self, obs: Observation) -> Tensor:
-        """Return the first decode state of every prompt entry, fp32 ``[B, K, N]``."""
-        return obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32)
+    def start(self, obs: Observation, scores: Tensor) -> Tensor:
+        """Return the numbers of every prompt entry, fp32 ``[numbers_per_entry, B, K, N]``.
+
+        Args:
+            scores: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored.
+        """
+        return obs.keys.new_zeros(self.numbers_per_entry, *obs.keys.shape[:3], dtype=torch.float32)
 
     @property
     def rows_per_head(self) -> int:
@@ -209,25 +204,69 @@ class DecodeRule:
         """
         return rows
 
-    def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
-        """Return the storage order of the prompt after prefill, int64 ``[B, K, N]``, below ``2 * N``.
-
-        Args:
-            scores: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored. position: same shape.
-            entries: evictable entries per KV head per layer on average, int64 ``[B]``.
-        """
-        return position
-
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Return scores and decode state after a step, fp32 ``[B, K, C]``, from attention ``[B, H, C]``.
+        """Return scores fp32 ``[B, K, C]`` and the decode state after a step, from attention ``[B, H, C]``.
 
-        Scores of heads that are not due are not read.
+        Scores of heads that are not due are not read, nor is the state of evicted entries.
         """
         raise NotImplementedError
 
-    def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
-        """Return the storage order after the step that kept ``keep``."""
-        return slots.storage_order
+
+@dataclass(frozen=True, kw_only=True)
+class StoredByScore(DecodeRule):
+    """Base class of rules that use neighbours in storage order, and whose released code stores a head's entries anew.
+
+    Otherwise storage order is that of positions. The released code stores entries by descending score when it evicts;
+    the rule's number of an entry is then its place, 1, 2, ..., and 0 for what is stored behind, in order of positions.
+
+    Args:
+        released: entries are stored as the released code does.
+    """
+
+    released: bool = False
+
+    def is_spared(self, scored: Tensor, entries: Tensor) -> Tensor:
+        """Return which heads the released code does not store anew after a prompt, bool ``[B, K]``.
+
+        Args:
+            scored: entries of a head that have a score, int64 ``[B, K]``. entries: evictable ones per KV head per layer
+                on average, int64 ``[B, 1]``.
+        """
+        raise NotImplementedError
+
+    def is_stored_anew(self, slots: Slots) -> Tensor:
+        """Return which heads a step of the released code stores anew, bool ``[B, K]``: those from which it evicts."""
+        return evictable_slots(slots.position, self.window).sum(2) > slots.quota
+
+    @property
+    def numbers_per_entry(self) -> int:
+        """The place of an entry."""
+        return int(self.released)
+
+    @takes_padding
+    def start(self, obs: Observation, scores: Tensor) -> Tensor:
+        if not self.released:
+            return super().start(obs, scores)
+        scored = scores > float("-inf")
+        stored = scored & ~self.is_spared(scored.sum(2), obs.entries_per_head[:, None])[:, :, None]
+        rank = invert(scores.argsort(dim=2, descending=True, stable=True))
+        return torch.where(stored, rank + 1, 0).float()[None]
+
+    def storage_order(self, slots: Slots) -> Tensor:
+        """Return numbers that ascend in storage order, as :attr:`Slots.position`."""
+        if not self.released:
+            return slots.position
+        place = slots.decode_state[0].to(slots.position.dtype)
+        return torch.where(place > 0, place, slots.position + _BEHIND)
+
+    def places(self, scores: Tensor, slots: Slots) -> Tensor:
+        """Return the decode state after a step that gave these scores, fp32 ``[B, K, C]``."""
+        if not self.released:
+            return slots.decode_state
+        compete = evictable_slots(slots.position, self.window)
+        rank = rank_slots(torch.where(compete, scores, float("-inf")), self.storage_order(slots))
+        anew = self.is_stored_anew(slots)[:, :, None]
+        return torch.where(anew, torch.where(compete, rank + 1, 0), slots.decode_state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +287,7 @@ class LastQuery(DecodeRule):
     reads_all_heads: ClassVar[bool] = True
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.decode_state), slots.decode_state
+        return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.position), slots.decode_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,46 +304,47 @@ class Accumulated(DecodeRule):
     rows: int | None = None
     divisor: int = 1
 
+    @property
+    def numbers_per_entry(self) -> int:
+        """The sum, and of VATP the norm."""
+        return 2 if self.value_norm else 1
+
     @takes_padding
-    def start(self, obs: Observation) -> Tensor:
+    def start(self, obs: Observation, scores: Tensor) -> Tensor:
         over_rows = obs.column_sum if self.rows is None else obs.recent_sum(self.rows)
         total = reduce_group(over_rows, obs.kv_heads, self.group) / self.divisor
-        return total * obs.value_norm if self.value_norm else total
+        return torch.stack([total * obs.value_norm, obs.value_norm]) if self.value_norm else total[None]
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        added = reduce_group(attention, slots.decode_state.shape[1], self.group)
-        decode_state = slots.decode_state + (added * slots.value_norm if self.value_norm else added)
+        added = reduce_group(attention, slots.position.shape[1], self.group)
+        if self.value_norm:
+            total, norm = slots.decode_state
+            norm = torch.where(slots.is_new, slots.values.float().abs().sum(-1, keepdim=True), norm)
+            decode_state = torch.stack([total + added * norm, norm])
+        else:
+            decode_state = slots.decode_state + added
         if self.sinks == 0:
-            return decode_state, decode_state
-        return torch.where(slots.position < self.sinks, torch.finfo(torch.float32).max, decode_state), decode_state
+            return decode_state[0], decode_state
+        first = slots.position < self.sinks
+        return torch.where(first, torch.finfo(torch.float32).max, decode_state[0]), decode_state
 
 
 @dataclass(frozen=True, kw_only=True)
-class PooledLastQuery(DecodeRule):
+class PooledLastQuery(StoredByScore):
     """CAKE: score by the new query's attention, pooled over neighbouring older entries, averaged over the group.
 
-    Neighbours are taken in position order, or with ``storage_order``, as in the released code, in storage order. That
-    order is by descending score in every head that went through a selection; prompts of up to ``budget + window``
-    tokens did not.
+    Neighbours are taken in storage order. The released code stores every head anew that went through a selection;
+    prompts of up to ``budget + window`` tokens did not.
     """
 
     pool: Pool = "avg"
     kernel_size: int = 5
     group: Group = "mean"
-    storage_order: bool = False
 
-    def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
-        if not self.storage_order:
-            return position
-        spared = (scores > float("-inf")).sum(2) <= entries[:, None] + self.window
-        return first_by_score(scores, position, spared)
+    def is_spared(self, scored: Tensor, entries: Tensor) -> Tensor:
+        return scored <= entries + self.window
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         how = (self.window, self.pool, self.kernel_size, self.group)
-        return slots.pool_in_order(attention, slots.position, slots.storage_order, *how), slots.decode_state
-
-    def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
-        if not self.storage_order:
-            return slots.storage_order
-        evicted = ((slots.position >= 0) & ~keep).any(2)
-        return by_score(scores, slots, self.window, evicted)
+        scores = slots.pool_in_order(attention, slots.position, self.storage_order(slots), *how)
+        return scores, self.places(scores, slots)

@@ -187,16 +187,20 @@ class OwnScores(DecodeRule):
     sinks: int
     threshold: float | None
 
+    @property
+    def numbers_per_entry(self) -> int:
+        """The score."""
+        return 1
+
     @takes_padding
-    def start(self, obs: Observation) -> Tensor:
-        return prompt_scores(obs, self.sinks)
+    def start(self, obs: Observation, scores: Tensor) -> Tensor:
+        return prompt_scores(obs, self.sinks)[None]
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         assert slots.token_scores is not None
-        now = slots.position.amax((1, 2), keepdim=True)
-        new = sinks_first(slots.token_scores[..., None], now, self.sinks)
-        state = torch.where(slots.position == now, new, slots.decode_state)
-        return state, state
+        new = sinks_first(slots.token_scores[..., None], slots.position, self.sinks)
+        state = torch.where(slots.is_new, new, slots.decode_state)
+        return state[0], state
 
     def quota_now(self, quota: Tensor, due: Tensor | None, worth: Tensor, position: Tensor) -> Tensor:
         if self.threshold is None:

@@ -194,8 +194,8 @@ class Observation:
         return columns if self.padding is None else columns - self.padding[:, None, None]
 
     def real(self, x: Tensor, instead: float = 0.0) -> Tensor:
-        """Return a statistic ``[B, heads, n]`` of the first n columns, with another number in padding."""
-        return x if self.padding is None else torch.where(self._is_real[..., : x.shape[2]], x, instead)
+        """Return a statistic ``[..., B, heads, n]`` of the first n columns, with another number in padding."""
+        return x if self.padding is None else torch.where(self._is_real[..., : x.shape[-1]], x, instead)
 
     @cached_property
     def _is_real(self) -> Tensor:

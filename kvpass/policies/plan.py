@@ -206,11 +206,9 @@ def _plan_row(
         per_layer = []
         quota = policy.decode_quota((keep & scored).sum(3), entries, available)
         for i, obs in enumerate(sites):
-            storage_order = _positions_of(keep[i])
-            if rule is not None:
-                storage_order = rule.first_storage_order(scores[i], storage_order, entries)
+            decode_state = None if rule is None else rule.start(obs, scores[i])
             tokens = (tensor[:, i] for tensor in decode)
-            per_layer.append(decode_layer(rule, obs, keep[i], storage_order, quota[i], *tokens))
+            per_layer.append(decode_layer(rule, obs, keep[i], decode_state, quota[i], *tokens))
         steps = torch.stack(per_layer, 1)
     return keep, scores.masked_fill(~scored, float("nan")), budgets, steps
 
@@ -219,7 +217,7 @@ def decode_layer(
     rule: DecodeRule | None,
     obs: Observation,
     keep: Tensor,
-    storage_order: Tensor,
+    decode_state: Tensor | None,
     quota: Tensor,
     queries: Tensor,
     keys: Tensor,
@@ -230,7 +228,7 @@ def decode_layer(
 
     Args:
         rule: None: tokens are only appended.
-        keep: prompt entries that prefill kept, bool ``[B, K, N]``. storage_order: int64 ``[B, K, N]``.
+        keep: prompt entries that prefill kept, bool ``[B, K, N]``. decode_state: as ``rule.start`` gives it.
         quota: entries a head may hold besides the newest ``rule.window``, int64 ``[B, K]``.
         queries, keys, values: of the new tokens, ``[S, B, heads, D]``.
         token_scores: of these, for rules that read them, fp32 ``[S, B, K]``.
@@ -238,17 +236,14 @@ def decode_layer(
     steps, length = queries.shape[0], obs.length
     live = pad(keep, (0, steps))
     every = _positions_of(live)
-    if rule is None:
+    if rule is None or decode_state is None:
         return torch.stack([live | ((every >= length) & (every <= length + s)) for s in range(steps)])
     k = torch.cat([obs.keys.float(), keys.float().permute(1, 2, 0, 3)], 2)
     rows = rule.first_rows(obs) if rule.rows_per_head else None
-    value_norm = torch.cat([obs.value_norm, values.float().abs().sum(-1).permute(1, 2, 0)], 2)
-    decode_state = pad(rule.start(obs), (0, steps))
-    storage_order = pad(storage_order, (0, steps))
+    decode_state = pad(decode_state, (0, steps))
     masks = []
     for s in range(steps):
-        new = every == length + s
-        live, storage_order = live | new, torch.where(new, 2 * every.shape[2] + every, storage_order)
+        live = live | (every == length + s)
         q = queries[s].float().unflatten(1, (obs.kv_heads, obs.group))
         logits = torch.einsum("bkgd,bknd->bkgn", q, k) * obs.scale
         attention = logits.masked_fill(~live[:, :, None], float("-inf")).softmax(-1).flatten(1, 2)
@@ -258,9 +253,9 @@ def decode_layer(
             rows = rule.next_rows(rows, q, position.amax((1, 2)))
         slots = Slots(
             position,
-            storage_order,
             torch.where(live, decode_state, 0.0),
-            value_norm,
+            quota,
+            values[s],
             due=due,
             keys=k,
             token_scores=None if token_scores is None else token_scores[s],
@@ -270,7 +265,6 @@ def decode_layer(
         )
         worth, decode_state = rule.observe(attention, slots)
         live = keep_mask(worth, position, rule.quota_now(quota, due, worth, position), rule.window)
-        storage_order = rule.next_storage_order(worth, slots, live)
         masks.append(live)
     return torch.stack(masks)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import DecodeRule, Slots, by_score, evictable_slots, first_by_score
+from kvpass.policies.decode_rules import DecodeRule, Slots, StoredByScore, evictable_slots
 from kvpass.policies.observation import Observation, softcapped
 from kvpass.policies.options import check_float, check_int, check_odd, option
 from kvpass.policies.scores import pool_scores
@@ -82,19 +82,14 @@ class RKV(Policy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Redundancy(DecodeRule):
-    """R-KV while decoding; options as in :class:`RKV`.
-
-    Args:
-        released: evict when the authors' code does, and take neighbours in its storage order.
-    """
+class Redundancy(StoredByScore):
+    """R-KV while decoding; options as in :class:`RKV`. The authors' code also evicts in other steps."""
 
     reads_keys: ClassVar[bool] = True
 
     kernel_size: int
     importance: float
     threshold: float
-    released: bool
 
     @property
     def rows_per_head(self) -> int:
@@ -118,10 +113,12 @@ class Redundancy(DecodeRule):
         tokens_before = position.amax((1, 2))[:, None]
         return (tokens_before % self.every == 0) & ((position >= 0).sum(2) - quota >= self.window)
 
-    def first_storage_order(self, scores: Tensor, position: Tensor, entries: Tensor) -> Tensor:
-        if not self.released:
-            return position
-        return first_by_score(scores, position, (scores > float("-inf")).sum(2) < entries[:, None])
+    def is_spared(self, scored: Tensor, entries: Tensor) -> Tensor:
+        return scored < entries
+
+    def is_stored_anew(self, slots: Slots) -> Tensor:
+        assert slots.due is not None
+        return slots.due
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         assert slots.keys is not None and slots.rows is not None
@@ -130,21 +127,16 @@ class Redundancy(DecodeRule):
         logits = softcapped(products * slots.scale, slots.softcap).amax(2)
         logits = logits.masked_fill(~compete, torch.finfo(torch.float32).min)
         shares = torch.where(compete, logits.softmax(-1), 0.0).mean(2)
-        where = slots.position, slots.storage_order
+        stored = self.storage_order(slots)
+        where = slots.position, stored
         attended = slots.pool_in_order(shares.contiguous(), *where, self.window, "max", self.kernel_size, "max")
         held = slots.position >= 0
-        last = torch.iinfo(slots.storage_order.dtype).max
-        order = torch.where(held, slots.storage_order, last).argsort(dim=2, stable=True)
+        order = torch.where(held, stored, torch.iinfo(stored.dtype).max).argsort(dim=2, stable=True)
         keys = slots.keys.float().gather(2, order[..., None].expand_as(slots.keys))
         in_order = redundancy(keys, held.gather(2, order), self.threshold)
         redundant = torch.zeros_like(in_order).scatter(2, order, in_order)
-        return self.importance * attended - (1 - self.importance) * redundant, slots.decode_state
-
-    def next_storage_order(self, scores: Tensor, slots: Slots, keep: Tensor) -> Tensor:
-        if not self.released:
-            return slots.storage_order
-        assert slots.due is not None
-        return by_score(scores, slots, self.window, slots.due)
+        scores = self.importance * attended - (1 - self.importance) * redundant
+        return scores, self.places(scores, slots)
 
 
 def redundancy(keys: Tensor, held: Tensor, threshold: float) -> Tensor:

@@ -322,6 +322,7 @@ class KVPassImpl(AttentionImpl):
         """The buffers of a prompt: pool and tails in its block, if that holds no codes; the rest for this step only."""
         sizes = {"B": 1, "E": block["pool_k"].shape[1], "L": self.layout.layers, "K": self.layout.kv_heads}
         sizes["W"] = sizes["C"] = max(self.policy.window, 1)
+        sizes["F"] = self.policy.stat_planes
         sizes["D"] = sizes["V"] = self.layout.head_dim
         names = ("slots", "slot_stats", "layer_weights", "window_stats")
         made = {name: BUFFERS[name].new(sizes, offsets.device) for name in names}

@@ -288,7 +288,7 @@ def test_threads_evict_together_what_one_evicts(name):
     seen, meeting = TOKENS + 15 - start, Meeting()
     parts = in_threads(lambda ranks: decoded(policy, start, ranks), meeting)
     if name == "tova":
-        slots = parts[0].cached_state["table"].shape[-1]
+        slots = parts[0].cached_state["slot_positions"].shape[-1]
         assert meeting.sent[-15 * LAYERS :] == [4 * ROWS * KV_HEADS * GROUP // SIZE * slots] * (15 * LAYERS)
     one = decoded(policy, start, ONE_PROCESS)
     assert torch.equal(torch.cat([part.quota for part in parts], 2), one.quota)

@@ -21,7 +21,6 @@ from kvpass.operands import (
     PolicyInputs,
     PrefillBuffers,
     SlotCache,
-    SlotTables,
 )
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
@@ -173,7 +172,7 @@ def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
     found = compress(device, policy, entries, dtype, dim, PLACE)
     assert torch.equal(found.offsets.cpu(), expected.offsets), "other numbers of entries per head"
     live = expected.slots[reference.OWNER] >= 0
-    for plane in (reference.OWNER, reference.POSITION, reference.STORAGE_ORDER):
+    for plane in (reference.OWNER, reference.POSITION):
         assert torch.equal(found.slots.cpu()[plane][live], expected.slots[plane][live]), f"plane {plane}"
     for table in ("pool_k", "pool_v"):
         assert torch.equal(getattr(found, table).cpu()[live], getattr(expected, table)[live]), f"{table}: other rows"
@@ -335,16 +334,16 @@ def test_a_token_enters_a_cache_of_constant_size(dtype, dim, softcap, with_sinks
     line = (rows, KV_HEADS, width)
     position = torch.rand(line, generator=generator).argsort(-1).int()
     position[:, :, ::7] = slots.EMPTY
-    tables = SlotTables(position.clone(), torch.ones(line), torch.ones(line), torch.tensor([500, 501, 502]))
-    place = [x.to(PLACE, copy=True) for x in (position, *tables)]
+    now = torch.tensor([500, 501, 502])
+    place = [x.to(PLACE, copy=True) for x in (position, now)]
     call = Attention(*site(dtype, dim, dim, tokens=1), 0.2, softcap, sinks_of(with_sinks))
     twins = [exact(x) for x in held]
-    expected, weights = slots.attend_slots(exact(call), SlotCache(*twins, position, tables), 1)
-    found, got = device.attend_slots(call, SlotCache(*held, place[0], SlotTables(*place[1:])), 1)
+    expected, weights = slots.attend_slots(exact(call), SlotCache(*twins, position, now), 1)
+    found, got = device.attend_slots(call, SlotCache(*held, *place), 1)
     check("output", found, expected, ERROR[dtype])
     check("weights", got, weights, ERROR[dtype])
     assert all(torch.equal(exact(x), twin) for x, twin in zip(held, twins, strict=True))
-    assert torch.equal(place[0].cpu(), position) and torch.equal(place[1].cpu(), tables[0])
+    assert torch.equal(place[0].cpu(), position)
 
 
 # -- contracts ---------------------------------------------------------------------------------------------------------

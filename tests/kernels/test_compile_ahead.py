@@ -103,7 +103,6 @@ def call_everything(
         PartialAttention,
         PrefillBuffers,
         SlotCache,
-        SlotTables,
     )
     from kvpass.ops import entry_formats
 
@@ -128,15 +127,15 @@ def call_everything(
 
     stored = (dims[0], 0 if dims == LATENT else dims[1])
     pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in stored]
-    tables = [torch.zeros(4, rows, entries, dtype=torch.int32), torch.zeros(2, rows, entries)]
-    order = [torch.zeros(rows, kv_heads, tokens, dtype=torch.int32) for _ in range(2)]
+    tables = [torch.zeros(3, rows, entries, dtype=torch.int32), torch.zeros(2, rows, entries)]
+    rank = torch.zeros(rows, kv_heads, tokens, dtype=torch.int32)
     stats, source = torch.zeros(2, rows, kv_heads, tokens), torch.zeros(rows, entries, dtype=torch.int32)
     offsets = torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32)
     tail = [torch.zeros(layers, rows, kv_heads, capacity, dim, dtype=dtype) for dim in stored]
     unread = torch.zeros(0)
     buffers = PrefillBuffers(*pool, *tables, unread, unread, *tail, offsets, unread)
     candidates = Candidates(call.k, call.v, unread, stats, unread, start).stored_in(buffers)
-    gather.gather_winners(source, *order, candidates, buffers, 1)
+    gather.gather_winners(source, rank, candidates, buffers, 1)
     gather.pack(buffers)
 
     used = torch.zeros((), dtype=torch.int64)
@@ -146,8 +145,7 @@ def call_everything(
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
     line = (rows, kv_heads, capacity + 40)
-    position, decode_state = torch.zeros(line, dtype=torch.int32), torch.zeros(line)
-    tables = SlotTables(position, decode_state, decode_state, start)
+    position = torch.zeros(line, dtype=torch.int32)
     for entry_format, bits in BITS.items() if max(dims) <= 256 else ():
         if bits < 8 and any(dim % 8 for dim in dims):
             continue
@@ -155,7 +153,7 @@ def call_everything(
         ragged_decode.attend_ragged(site(1), packed, 1)
         ragged_extend.attend_extend(site(17), packed, 1)
         scales = [getattr(packed, f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
-        slot_decode.attend_slots(site(1), SlotCache(*packed[:5], position, tables, *scales), 1)
+        slot_decode.attend_slots(site(1), SlotCache(*packed[:5], position, start, *scales), 1)
 
     if dims[0] == dims[1]:
         indexed = held._replace(tail_used=start, row_index=start)
@@ -163,14 +161,12 @@ def call_everything(
             ragged_decode.attend_ragged(site(count), indexed, 1)
         ragged_extend.attend_extend(site(17), indexed, 1)
 
-    slot_decode.attend_slots(site(1), SlotCache(*pool, offsets, *tail, position, tables), 1)
+    slot_decode.attend_slots(site(1), SlotCache(*pool, offsets, *tail, position, start), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
     slot_decode.attend_slots(site(1), SlotCache(None, None, None, *tail, ring), 1)
     how = ("max", 7, "max") if options else ("avg", 5, "mean")
     slot_lines.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
-    slot_lines.evict_lowest(
-        decode_state, position, decode_state, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW
-    )
+    slot_lines.evict_lowest(torch.zeros(line), position, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW)
 
 
 def of_everything(launches: dict[Launch, None]) -> Iterator[tuple[Launch, int]]:

@@ -12,7 +12,7 @@ from kvpass.kernels import gather
 from kvpass.kernels.gather import assign_slots
 from kvpass.operands import Candidates, PrefillBuffers
 from kvpass.ops import reference
-from kvpass.ops.reference import OWNER, POSITION, RANK, STORAGE_ORDER
+from kvpass.ops.reference import OWNER, POSITION, RANK
 
 EMPTY = -1
 
@@ -52,13 +52,13 @@ def test_winners_that_do_not_fit() -> None:
     assert assign_slots(keep, owner)[1].tolist() == [1, 2, 3, -1, -1, -1, 4, 5]
 
 
-def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
+def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype, planes: int = 2) -> list[Tensor]:
     """pool_k, pool_v, slots, slot_stats with contents that differ everywhere."""
     return [
         torch.randn(rows, entries, dim).to(dtype),
         torch.randn(rows, entries, value_dim).to(dtype),
-        torch.randint(100, 200, (4, rows, entries), dtype=torch.int32),
-        torch.randn(2, rows, entries),
+        torch.randint(100, 200, (3, rows, entries), dtype=torch.int32),
+        torch.randn(planes, rows, entries),
     ]
 
 
@@ -67,35 +67,33 @@ def buffers(pool: list[Tensor], offsets: Tensor) -> PrefillBuffers:
     return PrefillBuffers(*pool, *(torch.zeros(0) for _ in range(4)), offsets, torch.zeros(0))
 
 
-def gather_winners(
-    source: Tensor, rank: Tensor, storage_order: Tensor, pool: list[Tensor], layer: int, **of: Tensor
-) -> None:
+def gather_winners(source: Tensor, rank: Tensor, pool: list[Tensor], layer: int, **of: Tensor) -> None:
     candidates = Candidates(scores=torch.zeros(0), weight=torch.zeros(0), **of)
-    gather.gather_winners(source, rank, storage_order, candidates, buffers(pool, torch.zeros(0)), layer)
+    gather.gather_winners(source, rank, candidates, buffers(pool, torch.zeros(0)), layer)
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "columns", "entries", "dim", "value_dim", "dtype"),
+    ("rows", "kv_heads", "columns", "entries", "dim", "value_dim", "dtype", "planes"),
     [
-        (1, 1, 5, 3, 64, 64, torch.float32),
-        (2, 3, 40, 70, 80, 80, torch.float16),
-        (2, 2, 33, 64, 192, 128, torch.float32),
-        (1, 2, 100, 129, 100, 16, torch.bfloat16),
-        (1, 1, 4097, 300, 64, 64, torch.float32),
-        (2, 1, 40, 70, 72, 0, torch.float32),
-        (2, 1, 40, 70, 576, 0, torch.float16),
-        (1, 2, 9, 20, 288, 512, torch.float32),
+        (1, 1, 5, 3, 64, 64, torch.float32, 2),
+        (2, 3, 40, 70, 80, 80, torch.float16, 1),
+        (2, 2, 33, 64, 192, 128, torch.float32, 3),
+        (1, 2, 100, 129, 100, 16, torch.bfloat16, 1),
+        (1, 1, 4097, 300, 64, 64, torch.float32, 2),
+        (2, 1, 40, 70, 72, 0, torch.float32, 2),
+        (2, 1, 40, 70, 576, 0, torch.float16, 1),
+        (1, 2, 9, 20, 288, 512, torch.float32, 3),
     ],
 )
 def test_gather_winners(
-    rows: int, kv_heads: int, columns: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype
+    rows: int, kv_heads: int, columns: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype, planes: int
 ) -> None:
     k = torch.randn(rows, columns, kv_heads, dim).to(dtype).transpose(1, 2)
     v = torch.randn(rows, columns, kv_heads, value_dim).to(dtype).transpose(1, 2)
-    rank, storage_order = torch.randint(1000, (2, rows, kv_heads, columns), dtype=torch.int32)
-    stats = torch.randn(2, rows, kv_heads, columns)
+    rank = torch.randint(1000, (rows, kv_heads, columns), dtype=torch.int32)
+    stats = torch.randn(planes, rows, kv_heads, columns)
     start = torch.arange(rows) * 2
-    given = make_pool(rows, entries, dim, value_dim, dtype)
+    given = make_pool(rows, entries, dim, value_dim, dtype, planes)
     expected = [tensor.clone() for tensor in given]
     source = torch.where(torch.rand(rows, entries) < 0.4, torch.randint(kv_heads * columns, (rows, entries)), -1).int()
     source[0, -1] = kv_heads * columns - 1
@@ -103,11 +101,11 @@ def test_gather_winners(
         head, column = divmod(int(source[row, slot]), columns)
         expected[0][row, slot] = k[row, head, column]
         expected[1][row, slot] = v[row, head, column]
-        entry = (5 * kv_heads + head, rank[row, head, column], column - start[row], storage_order[row, head, column])
-        for plane, value in zip((OWNER, RANK, POSITION, STORAGE_ORDER), entry, strict=True):
+        entry = (5 * kv_heads + head, rank[row, head, column], column - start[row])
+        for plane, value in zip((OWNER, RANK, POSITION), entry, strict=True):
             expected[2][plane, row, slot] = int(value)
         expected[3][:, row, slot] = stats[:, row, head, column]
-    gather_winners(source, rank, storage_order, given, 5, k=k, v=v, stats=stats, start=start)
+    gather_winners(source, rank, given, 5, k=k, v=v, stats=stats, start=start)
     for found, wanted in zip(given, expected, strict=True):
         assert same_bits(found, wanted)
 
@@ -119,7 +117,7 @@ def test_nothing_moves_where_nothing_is_kept() -> None:
     prompt = torch.full((1, 2, 9, 16), torch.nan)
     source = torch.full((1, 40), -1, dtype=torch.int32)
     stats, start = torch.zeros(2, 1, 2, 9), torch.zeros(1, dtype=torch.int64)
-    gather_winners(source, table, table, given, 0, k=prompt, v=prompt, stats=stats, start=start)
+    gather_winners(source, table, given, 0, k=prompt, v=prompt, stats=stats, start=start)
     assert all(same_bits(found, wanted) for found, wanted in zip(given, before, strict=True))
 
 
@@ -131,7 +129,7 @@ def test_nothing_moves_where_nothing_is_kept() -> None:
         ({"v": torch.zeros(1, 2, 8, 16)}, "v is"),
         ({"k": torch.zeros(1, 2, 9, 32)[..., ::2]}, "k has strides"),
         ({"start": torch.zeros(1, dtype=torch.int32)}, "start is"),
-        ({"slots": torch.zeros(40, 1, 4, dtype=torch.int32).permute(2, 1, 0)}, "slots has strides"),
+        ({"slots": torch.zeros(40, 1, 3, dtype=torch.int32).permute(2, 1, 0)}, "slots has strides"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
@@ -142,7 +140,7 @@ def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
     arguments = {
         "source": torch.zeros(1, 40, dtype=torch.int32),
         **dict.fromkeys(["k", "v"], prompt),
-        **dict.fromkeys(["rank", "storage_order"], torch.zeros(1, 2, 9, dtype=torch.int32)),
+        "rank": torch.zeros(1, 2, 9, dtype=torch.int32),
         "stats": torch.zeros(2, 1, 2, 9),
         "start": torch.zeros(1, dtype=torch.int64),
     }

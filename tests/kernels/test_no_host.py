@@ -90,7 +90,7 @@ def test_a_prefill_up_to_its_packed_pool(
     assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
     check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
     check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
-    check("stats", stats, (2, ROWS, KV_HEADS, TOKENS), torch.float32)
+    check("stats", stats, (policy.stat_planes, ROWS, KV_HEADS, TOKENS), torch.float32)
     check("weight", weight, (ROWS,), torch.float64)
     shape = (LAYERS, ROWS, KV_HEADS, (DIM, DIM), CAPACITY)
     buffers = prefill_buffers(policy, entries, *shape, dtype=dtype, device="meta")
@@ -131,8 +131,8 @@ def test_a_step_that_evicts(
     name: str, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
 ) -> None:
     policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
-    wide = (2, LAYERS, ROWS, KV_HEADS, CAPACITY + 20)
-    held = [on_device(*wide, dtype=torch.int32), on_device(*wide)]
+    wide, numbers = (LAYERS, ROWS, KV_HEADS, CAPACITY + 20), policy.decode_rule().numbers_per_entry
+    held = [on_device(*wide, dtype=torch.int32), on_device(numbers, *wide)]
     held += [on_device(LAYERS, ROWS, KV_HEADS, dtype=torch.int64), on_device(ROWS, dtype=torch.int64)]
     if rows := policy.decode_rule().rows_per_head:
         held += [on_device(LAYERS, ROWS, KV_HEADS, GROUP, rows, DIM)]

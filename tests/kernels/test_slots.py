@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, Attention, SlotCache, SlotTables
+from kvpass.operands import BITS, Attention, SlotCache
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import dequantise, quantised
@@ -48,7 +48,7 @@ class SlotsCase:
     tail_k: Tensor
     tail_v: Tensor
     position: Tensor
-    tables: SlotTables | None
+    now: Tensor | None
     layer: int
     scale: float
     softcap: float | None = None
@@ -83,16 +83,13 @@ class SlotsCase:
         return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks), lines, self.layer
 
     @property
-    def decode_state(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Everything a call may write or must leave alone."""
-        named = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return named | dict(zip(("storage_order", "decode_state", "norm", "now"), self.tables or (), strict=False))
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
     def copy(self) -> SlotsCase:
-        tables = None if self.tables is None else SlotTables(*(x.clone() for x in self.tables))
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        copies = {name: x.clone() for name, x in tensors.items() if isinstance(x, Tensor) and name != "position"}
-        return replace(self, **copies, position=self.position + 0, tables=tables)
+        copies = {name: x.clone() for name, x in self.tensors.items() if name != "position"}
+        return replace(self, **copies, position=self.position + 0)
 
     def exact(self) -> tuple[Exact, Exact]:
         """Output ``[B, H, 1, Dv]`` and weights ``[B, H, S]``, one line after another."""
@@ -141,7 +138,7 @@ def slots_case(
     capacity: int = 24,
     live: float = 0.8,
     pool: bool = True,
-    tables: bool = True,
+    recorded: bool = True,
     dtype: torch.dtype = torch.float32,
     softcap: float | None = None,
     sinks: bool = False,
@@ -187,13 +184,7 @@ def slots_case(
     v = k[..., :value_dim] if in_keys else random(rows, 1, kv_heads, value_dim or dim).transpose(1, 2)
     if in_keys:
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
-    line = (rows, kv_heads, width)
-    written = SlotTables(
-        torch.randint(0, 99, line, generator=generator, dtype=torch.int32),
-        torch.rand(line, generator=generator),
-        torch.rand(line, generator=generator),
-        torch.randint(width + 3, width + 99, (rows,), generator=generator),
-    )
+    now = torch.randint(width + 3, width + 99, (rows,), generator=generator)
     return SlotsCase(
         q=random(rows, 1, group * kv_heads, dim).transpose(1, 2),
         k=k,
@@ -204,7 +195,7 @@ def slots_case(
         tail_k=tails[0],
         tail_v=tails[1],
         position=position,
-        tables=written if tables else None,
+        now=now if recorded else None,
         layer=layer,
         scale=dim**-0.5,
         softcap=softcap,
@@ -213,19 +204,19 @@ def slots_case(
 
 
 def check(case: SlotsCase, way: Callable[..., Any]) -> None:
-    """Output and weights exact but for rounding; the tables and every entry the reference's, but for the norm."""
+    """Output and weights exact but for rounding; the positions and every entry the reference's."""
     expected, found = case.copy(), case.copy()
     right = case.exact()
     for name, answer in (("eager", slots.attend_slots(*expected.arguments)), ("found", way(*found.arguments))):
         assert answer[0].dtype == case.q.dtype and answer[0].transpose(1, 2).is_contiguous()
         assert_rounded(name, answer[0], right[0])
-        if case.tables is None:
+        if case.now is None:
             assert answer[1] is None
         else:
             assert_rounded(f"weights, {name}", answer[1], right[1])
-    for name, tensor in expected.decode_state.items():
-        other = found.decode_state[name]
-        if name == "norm" or name.endswith("scale"):
+    for name, tensor in expected.tensors.items():
+        other = found.tensors[name]
+        if name.endswith("scale"):
             torch.testing.assert_close(other, tensor, atol=0, rtol=EPS * case.v.shape[3] ** 0.5, equal_nan=True)
         else:
             assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
@@ -254,9 +245,9 @@ def test_values_stored_in_keys(way: Callable[..., Any], group: int, dim: int, va
     check(slots_case([[19], [40]], group=group, dim=dim, value_dim=value_dim, in_keys=True), way)
 
 
-@pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], tables=[True, False])
-def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, tables: bool) -> None:
-    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, tables=tables), WAYS[way])
+@pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], recorded=[True, False])
+def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, recorded: bool) -> None:
+    check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, recorded=recorded), WAYS[way])
 
 
 @pairwise(
@@ -266,7 +257,7 @@ def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, tables:
     live=[0.5, 1.0],
 )
 def test_codes(way: str, entry_format: EntryFormat, dims: tuple[int, int], live: float) -> None:
-    """A new entry takes the slot of an evicted one, in pool or tail; its norm is that before it is rounded."""
+    """A new entry takes the slot of an evicted one, in pool or tail."""
     case = slots_case(LENGTHS, group=3, dim=dims[0], value_dim=dims[1], live=live, sinks=True, softcap=20.0)
     check(case.packed(entry_format), WAYS[way])
 
@@ -284,7 +275,7 @@ def test_bfloat16_on_the_cpu() -> None:
 @pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
 def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
     """As those of a ring: the same positions for all heads, in one place in memory, and nothing written down."""
-    case = slots_case([[0, 0]], capacity=capacity, pool=False, tables=False, live=0.0)
+    case = slots_case([[0, 0]], capacity=capacity, pool=False, recorded=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
     columns[capacity // 2] = EMPTY
     case.tail_k.copy_(torch.randn(case.tail_k.shape))
@@ -317,8 +308,9 @@ def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
         ({"v": torch.zeros(2, 3, 1, 32, dtype=torch.float16)}, "v (is|has)"),
         ({"q": torch.zeros(2, 7, 1, 32)}, "7 heads"),
         ({"position": torch.zeros(2, 3, 94, dtype=torch.int64)}, "position (is|has)"),
-        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32)}, "storage_order (is|has)"),
-        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32), "tables": None}, "20 slots"),
+        ({"now": torch.zeros(2, dtype=torch.int32)}, "now (is|has)"),
+        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32)}, "20 slots"),
+        ({"position": torch.zeros(2, 3, 20, dtype=torch.int32), "now": None}, "20 slots"),
         ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v (is|has)"),
     ],
 )
@@ -327,10 +319,8 @@ def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any]
     before = case.copy()
     with pytest.raises(ValueError, match=named):
         way(*replace(case, **change).arguments)
-    for name, tensor in before.decode_state.items():
-        assert torch.equal(
-            tensor.contiguous().view(torch.uint8), case.decode_state[name].contiguous().view(torch.uint8)
-        )
+    for name, tensor in before.tensors.items():
+        assert torch.equal(tensor.contiguous().view(torch.uint8), case.tensors[name].contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("way", [slots.attend_slots, cpu.attend_slots], ids=["eager", "cpu"])
@@ -347,7 +337,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
     case = slots_case(THREE_HEADS)
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
-        cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), tables=None).arguments)
+        cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), now=None).arguments)
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -371,13 +361,12 @@ def test_evict_losers_equals_the_eager_reference(way: str, seed: int, width: int
     position[torch.rand(line, generator=generator) < 0.2] = EMPTY
     position[torch.rand(line, generator=generator) < 0.1] = ABSENT
     position[..., int(torch.randint(width, (1,), generator=generator))] = 2 * width  # every head has the newest
-    decode_state = torch.rand(line, generator=generator)
     quota = torch.randint(0, width + 2, (2, 3), generator=generator)
-    expected, found = [position.clone(), decode_state.clone()], [position.clone(), decode_state.clone()]
-    keep = slots.evict_lowest(worth, *expected, quota, window)
-    assert torch.equal(LOSERS[way](worth, *found, quota, window), keep)
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-    assert torch.equal(keep, expected[0] >= 0)
+    expected, found = position.clone(), position.clone()
+    keep = slots.evict_lowest(worth, expected, quota, window)
+    assert torch.equal(LOSERS[way](worth, found, quota, window), keep)
+    assert torch.equal(found, expected)
+    assert torch.equal(keep, expected >= 0)
 
 
 @pairwise(
@@ -434,7 +423,7 @@ def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.
     [
         ({"worth": torch.zeros(2, 3, 4)}, "worth (is|has)"),
         ({"position": torch.zeros(2, 3, 5, dtype=torch.int64)}, "position (is|has)"),
-        ({"decode_state": torch.zeros(2, 3, 10)[..., ::2]}, "decode_state|contiguous"),
+        ({"position": torch.zeros(2, 3, 10, dtype=torch.int32)[..., ::2]}, "position|contiguous"),
         ({"quota": torch.zeros(2, dtype=torch.int64)}, "quota (is|has)"),
     ],
 )
@@ -443,9 +432,8 @@ def test_losers_of_another_line(way: Callable[..., Tensor], change: dict[str, Te
     given = {
         "worth": torch.zeros(line),
         "position": torch.zeros(line, dtype=torch.int32),
-        "decode_state": torch.ones(line),
         "quota": torch.ones(2, 3, dtype=torch.int64),
     }
     with pytest.raises(ValueError, match=named):
         way(**{**given, **change}, window=1)
-    assert given["decode_state"].all()
+    assert not given["position"].any()

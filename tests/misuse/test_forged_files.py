@@ -188,7 +188,7 @@ def put(*at, value):
 
 def fill_line(table):
     """Every position that a line does not hold goes into its tail of 72 slots."""
-    line = table[0, 0, 0, 0]
+    line = table[0, 0, 0]
     others = [position for position in range(53) if position not in line.tolist()]
     line[-len(others) :] = torch.tensor(others)
     return table
@@ -259,22 +259,22 @@ ONLY_APPENDING = {
 }
 ONLY_EVICTING = {
     "a position in a spare slot": of("store0_pool_positions", lambda x: torch.where(x < 0, 1, x)),
-    "no table": without("store0_table"),
-    "a table of int64": of("store0_table", lambda x: x.long()),
-    "a shorter table": of("store0_table", lambda x: x[..., 1:]),
+    "no table": without("store0_slot_positions"),
+    "a table of int64": of("store0_slot_positions", lambda x: x.long()),
+    "a shorter table": of("store0_slot_positions", lambda x: x[..., 1:]),
     "a table and decode_state without a pool": lambda tensors: {
         **tensors,
-        "store0_table": tensors["store0_table"][..., -72:],
+        "store0_slot_positions": tensors["store0_slot_positions"][..., -72:],
         "store0_decode_state": tensors["store0_decode_state"][..., -72:],
     },
-    "a slot of a token to come": of("store0_table", put(0, 0, 0, 0, 0, value=53)),
-    "a slot of the largest position": of("store0_table", put(0, 0, 0, 0, 0, value=2**31 - 1)),
-    "a slot below every position": of("store0_table", put(0, 0, 0, 0, 0, value=-3)),
-    "a slot of the pool is absent": of("store0_table", put(0, 0, 0, 0, 0, value=-2)),
-    "a slot of the tail is absent": of("store0_table", put(0, 0, 0, 0, -1, value=-2)),
-    "a slot behind a segment can be taken": of("store0_table", lambda x: x.clamp(min=-1)),
-    "a position in two slots": of("store0_table", put(0, 0, 0, 0, slice(0, 2), value=5)),
-    "more entries in a tail than came": of("store0_table", fill_line),
+    "a slot of a token to come": of("store0_slot_positions", put(0, 0, 0, 0, value=53)),
+    "a slot of the largest position": of("store0_slot_positions", put(0, 0, 0, 0, value=2**31 - 1)),
+    "a slot below every position": of("store0_slot_positions", put(0, 0, 0, 0, value=-3)),
+    "a slot of the pool is absent": of("store0_slot_positions", put(0, 0, 0, 0, value=-2)),
+    "a slot of the tail is absent": of("store0_slot_positions", put(0, 0, 0, -1, value=-2)),
+    "a slot behind a segment can be taken": of("store0_slot_positions", lambda x: x.clamp(min=-1)),
+    "a position in two slots": of("store0_slot_positions", put(0, 0, 0, slice(0, 2), value=5)),
+    "more entries in a tail than came": of("store0_slot_positions", fill_line),
     "a quota below 0": of("store0_quota", put(0, 0, 0, value=-1)),
     "a quota that is not there": of("store0_quota", put(0, 0, 0, value=10**6)),
     "the largest quota": of("store0_quota", put(0, 0, 0, value=2**63 - 1)),

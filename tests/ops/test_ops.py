@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops.schemas  # noqa: F401
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RecompressBuffers
-from kvpass.ops import evict, reference, slots
+from kvpass.ops import reference, slots
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
 from numeric_checks import Exact, assert_close, assert_rounded, exact_attention, observe, prefill_buffers
@@ -98,13 +98,13 @@ def test_opcheck_attend_evict(impl):
     pool_k, pool_v, offsets, tail_k, tail_v = without_nan(decode_state()[:5])
     lengths = offsets.diff(dim=1).view(2, 2, 2).transpose(0, 1)
     longest = int(lengths.max())
-    table = torch.full((2, 2, 2, 2, longest + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
-    table[..., :longest][:, torch.arange(longest) >= lengths[..., None]] = slots.ABSENT
-    table[evict.SLOT_POSITION, ..., longest : longest + 5] = torch.arange(5)
-    memory = torch.zeros(2, 2, 2, 2, table.shape[-1])
+    positions = torch.full((2, 2, 2, longest + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
+    positions[..., :longest][torch.arange(longest) >= lengths[..., None]] = slots.ABSENT
+    positions[..., longest : longest + 5] = torch.arange(5)
+    memory = torch.zeros(1, *positions.shape)
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
-    held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, table, memory, quota, position)
+    held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, positions, memory, quota, position)
     torch.library.opcheck(
         OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec, None)
     )
@@ -234,7 +234,7 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         last = torch.maximum(torch.tensor(n - window), start)
         scores[((column < start[:, None]) | (column >= last[:, None]))[:, None].expand_as(scores)] = float("-inf")
         weight = torch.randint(0, 4, (rows,), generator=g).double()
-        stats = torch.rand(2, rows, kv_heads, n, generator=g)
+        stats = torch.rand(policy.stat_planes, rows, kv_heads, n, generator=g)
         reference.cascade_step(state, Candidates(k, v, scores, stats, weight, start), layer, policy)
         all_scores.append(scores)
         keys.append(k)

@@ -339,12 +339,12 @@ def test_contract_5_cake_decodes_like_the_released_code_from_its_own_storage_ord
     for layer in range(layers):
         obs = Observation(q[layer], k[layer], v[layer], dim**-0.5, policy.window, layer, layers)
         order = case.want["cache_order_after_prefill"][layer].long()
-        storage_order = torch.zeros(order.shape[0], length + 1, dtype=torch.int64)
-        storage_order.scatter_(1, torch.where(order < 0, length, order), torch.arange(order.shape[1]).expand_as(order))
+        places = torch.arange(1.0, order.shape[1] + 1).expand_as(order)
+        state = torch.zeros(order.shape[0], length + 1).scatter(1, torch.where(order < 0, length, order), places)
         keep = case.want["keep_mask"][None, layer]
         quota = policy.decode_quota(keep[..., : obs.evictable].sum(2), entries, torch.tensor([length - policy.window]))
         steps = decode_layer(
-            policy.decode_rule(), obs, keep, storage_order[None, :, :length], quota, *(x[:, layer] for x in decode)
+            policy.decode_rule(), obs, keep, state[None, None, :, :length], quota, *(x[:, layer] for x in decode)
         )
         want = case.want["decode_keep_mask"][:, layer]
         if case.ties:

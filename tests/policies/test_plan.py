@@ -597,7 +597,7 @@ class GivenScores(Policy):
 def kept_of(buffers: PrefillBuffers, like: Tensor) -> Tensor:
     """The entries in the pool, bool ``[L, B, K, N]`` as another mask."""
     keep, kv_heads = torch.zeros_like(like), like.shape[2]
-    owner, _, position, _ = buffers.slots.long()
+    owner, _, position = buffers.slots.long()
     row, slot = (owner >= 0).nonzero(as_tuple=True)
     owner, position = owner[row, slot], position[row, slot]
     keep[owner // kv_heads, row, owner % kv_heads, position] = True
@@ -694,14 +694,15 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     rule = policy.decode_rule()
     if rule is not None:
         position = torch.empty(2, 2, 24, dtype=torch.int64, device="meta")
-        slots = Slots(
-            position, rule.first_storage_order(scores, position[..., :21], entries), rule.start(obs), obs.value_norm
-        )
+        state = rule.start(obs, torch.nn.functional.pad(scores, (0, 3)))
+        assert state.shape == (rule.numbers_per_entry, 2, 2, 24) and state.dtype == torch.float32
+        slots = Slots(position, state, entries[:, None], obs.values[:, :, 0])
         due = rule.due(position, entries[:, None])
-        slots = replace(slots, storage_order=position, due=due, keys=torch.empty(2, 2, 24, 4, device="meta"))
+        slots = replace(slots, due=due, keys=torch.empty(2, 2, 24, 4, device="meta"))
         if rule.rows_per_head:
             rows = rule.next_rows(rule.first_rows(obs), torch.empty(2, 2, 2, 4, device="meta"), entries)
             slots = replace(slots, rows=rows)
-        worth, _ = rule.observe(torch.empty(2, 4, 24, device="meta"), slots)
+        worth, after = rule.observe(torch.empty(2, 4, 24, device="meta"), slots)
+        assert after.shape == state.shape
         keep = keep_mask(worth, position, policy.decode_quota(position.sum(2), entries, entries), rule.window)
-        assert rule.next_storage_order(worth, slots, keep).shape == (2, 2, 24)
+        assert keep.shape == (2, 2, 24)

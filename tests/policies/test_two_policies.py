@@ -12,7 +12,6 @@ from torch import Tensor
 
 import kvpass
 from kvpass.eval.policy_spec import parse_policies
-from kvpass.ops import evict
 from kvpass.policies import from_spec, resolve
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.plan import plan
@@ -87,9 +86,11 @@ def test_a_padded_batch_keeps_what_the_prompts_policy_does_and_decodes_as_plan_s
 class Since(DecodeRule):
     """Evicts what had the least attention since the prompt."""
 
+    numbers_per_entry = 1
+
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        state = slots.decode_state + reduce_group(attention, slots.decode_state.shape[1], "sum")
-        return state, state
+        state = slots.decode_state + reduce_group(attention, slots.position.shape[1], "sum")
+        return state[0], state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +107,9 @@ def test_a_state_of_each_entry_begins_at_zero_where_layers_competed_by_their_sco
     fast.set_policy("kvzap", BUDGET, window=8, **KVZAP, decode_policy="attended", decode_window=4)
     cache = fast(random_ids(2, 40)).past_key_values
     (store,) = cache.full_layers
-    assert not store.decode_state[evict.SLOT_STATE].any()
+    assert not store.decode_state.any()
     fast(random_ids(2, 1), past_key_values=cache)
-    state = store.decode_state[evict.SLOT_STATE]
+    state = store.decode_state[0]
     left = 4 - state.sum((2, 3))  # of each layer and row: 4 query heads, and what was paid to evicted entries
     assert bool((left > -1e-5).all()) and bool((left < 2).all())
     from_spec.cache_clear()

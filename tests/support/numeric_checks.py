@@ -85,10 +85,10 @@ def prefill_buffers(
     slots = slots or policy.capacity(int(limits.max()), layers, kv_heads)
     made = [
         *(torch.full((rows, slots, dim), torch.nan, dtype=dtype) for dim in dims),
-        torch.full((4, rows, slots), -1, dtype=torch.int32),
-        torch.zeros(2, rows, slots),
+        torch.full((3, rows, slots), -1, dtype=torch.int32),
+        torch.zeros(policy.stat_planes, rows, slots),
         torch.zeros(rows, layers, dtype=torch.float64),
-        torch.zeros(2, rows, layers, kv_heads, max(policy.window, 1)),
+        torch.zeros(policy.stat_planes, rows, layers, kv_heads, max(policy.window, 1)),
         *(torch.full((layers, rows, kv_heads, tail, dim), torch.nan, dtype=dtype) for dim in dims),
         torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32),
         limits,
