@@ -16,6 +16,8 @@ from masked_oracle import MaskedOracle, Transcript, kept_columns
 from pairwise import quick
 from tiny_models import VOCABULARY, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
+
 LAYERS, KV_HEADS, HIDDEN, WINDOW, SINKS, BUDGET = 3, 2, 64, 5, 3, 12
 
 
