@@ -134,6 +134,15 @@ class FullAttentionLayers(CachePart):
             also["output_errors"] = self._output_errors
         return self._prefill._asdict() | also
 
+    def capacity(self, entries: int) -> int:
+        """Return the most slots of the pool that a prompt of any length takes.
+
+        Args:
+            entries: evictable ones per KV head per layer.
+        """
+        heads = self.geometry.kv_heads * self.ranks.size  # all entries may be of this process
+        return self.policy.capacity(entries, self.geometry.layers, heads)
+
     def begin_prefill(
         self,
         budgets: Sequence[int],
@@ -158,8 +167,7 @@ class FullAttentionLayers(CachePart):
         b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
         entries = [max(budget - window, 0) for budget in budgets]
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
-        heads = g.kv_heads * self.ranks.size  # all entries may be of this process
-        slots = max(2, min(self.policy.capacity(max(entries), g.layers, heads), bound))
+        slots = max(2, min(self.capacity(max(entries)), bound))
         tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
 
         sizes = {

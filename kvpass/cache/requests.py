@@ -24,15 +24,13 @@ class RequestCache(CompressedCache):
     Args:
         prompt: a cache of one row of the same model and budget, of any prompt; it is not changed. entries: of its
             budget, window included. room: tokens that a request may append. rows: how many.
-    Attributes:
-        chosen: rows of the next call.
     """
 
     selects_rows = True
 
     def __init__(self, prompt: CompressedCache, entries: int, room: int, rows: int) -> None:
         vars(self).update(vars(prompt))
-        self.policy, self.record, self.ids, self.fills = prompt.policy, None, None, ()
+        self.record, self.ids, self.fills = None, None, ()
         self.columns = self.appended = 1
         self._stores = [_empty_rows(store, entries, room, rows) for store in prompt.full_layers]
         self.parts: list[CachePart] = [*self._stores]
@@ -98,8 +96,8 @@ def _shapes(
     store: FullAttentionLayers, entries: int, room: int, rows: int
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Yield name, buffer and shape of what takes the place of each buffer of a prompt."""
-    window, g = store.policy.window, store.geometry
-    pool = max(store.policy.capacity(max(entries - window, 0), g.layers, g.kv_heads), 2)
+    window = store.policy.window
+    pool = max(store.capacity(max(entries - window, 0)), 2)
     sizes = {"B": rows, "Z": rows, "E": pool, "C": max(window, 1) + room}
     for name in _names(store):
         x: Tensor = getattr(store, name)

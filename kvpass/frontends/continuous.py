@@ -52,6 +52,8 @@ _UNSUPPORTED = {
 class Manager(ContinuousBatchingManager):
     """The manager of transformers for a kvpass model: what ``init_continuous_batching`` returns.
 
+    Attributes:
+        room: tokens that a request may append.
     Raises:
         ValueError: the model, its policy or budget or a setting is unsupported; the message says why.
     """
@@ -64,9 +66,9 @@ class Manager(ContinuousBatchingManager):
         self, model: Any, generation_config: GenerationConfig, config: ContinuousBatchingConfig, hints: Any = None
     ) -> None:
         self._rules: Rules = model._kvpass.rules_now
-        self._room = getattr(hints, "max_generated_length", 0) or generation_config.max_new_tokens or 0
+        self.room = getattr(hints, "max_generated_length", 0) or generation_config.max_new_tokens or 0
         _check(model, self._rules, config)
-        if self._room < 1:
+        if self.room < 1:
             raise ValueError("continuous batching needs max_new_tokens: a request's block has room for so many tokens")
         self._prompt = _example(model, self._rules)
         layout, budget, window = self._prompt.layout, self._rules.budget, self._rules.policy.window
@@ -75,7 +77,6 @@ class Manager(ContinuousBatchingManager):
             raise ValueError(f"continuous batching of models with {reason} is not supported: {_INSTEAD}")
         self._entries = budget.check(window + 2, window, layout.token_bytes(self._rules.entry_format))
         super().__init__(model, generation_config, config, hints)
-        self._check_length(getattr(hints, "max_prompt_length", 0) + self._room)
         resolved = self.continuous_batching_config
         resolved.use_cuda_graph, resolved.use_async_batching = (False, False), False
         resolved.varlen_compile_config = resolved.decode_compile_config = None
@@ -83,7 +84,7 @@ class Manager(ContinuousBatchingManager):
         one_of("scheduler_type", resolved.scheduler_type, SCHEDULER_MAPPING)
         resolved.max_batch_tokens = resolved.max_batch_tokens or MOST_TOKENS
         resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, resolved.max_batch_tokens)
-        self._block_bytes = RequestCache.row_bytes(self._prompt, self._entries, self._room)
+        self._block_bytes = RequestCache.row_bytes(self._prompt, self._entries, self.room)
         self._blocks = self._count_blocks(layout.token_bytes("model"))
 
     def switch_to_cb_friendly_attn(self, *args: Any) -> None:
@@ -105,16 +106,17 @@ class Manager(ContinuousBatchingManager):
         ids = list(input_ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_prompt(self.model, ids)
-        if new is None or not 1 <= new <= self._room:
-            raise ValueError(f"max_new_tokens={new!r}: a request's block has room for 1 to {self._room} tokens")
-        self._check_length(len(ids) + new)
+        if new is None or not 1 <= new <= self.room:
+            raise ValueError(f"max_new_tokens={new!r}: a request's block has room for 1 to {self.room} tokens")
+        self.check_length(len(ids) + new)
         return super().add_request(ids, request_id, new, *args, **kwargs)
 
     def serves(self, model: CompressedModel, hints: Any) -> bool:
         """Whether it has the policy and budget that the model has now, and room for the requests to come."""
-        return model._kvpass.rules_now == self._rules and getattr(hints, "max_generated_length", 0) <= self._room
+        return model._kvpass.rules_now == self._rules and getattr(hints, "max_generated_length", 0) <= self.room
 
-    def _check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int) -> None:
+        """Raise for more tokens of a prompt and its answer than the decoder takes."""
         longest = self.model._kvpass.captures.longest
         if longest is not None and tokens > longest:
             raise ValueError(
@@ -145,7 +147,7 @@ class Manager(ContinuousBatchingManager):
             return self.batch_processor
         config, model = self.continuous_batching_config, self.model
         cache = _OneBlockCache(config, model, self._blocks, self._block_bytes)
-        self._step = _Step(model, self._rules, RequestCache(self._prompt, self._entries, self._room, self._blocks))
+        self._step = _Step(model, self._rules, RequestCache(self._prompt, self._entries, self.room, self._blocks))
         margin = config.safety_margin or 0.0  # blocks do not grow, so none is kept free
         kind: Any = SCHEDULER_MAPPING[config.scheduler_type]
         scheduler = kind(cache, margin, config.max_requests_per_batch)
@@ -177,11 +179,13 @@ def manager(
     workload_hints: Any = None,
 ) -> Manager:
     """Return that of ``init_continuous_batching``: the one that the model keeps, if it serves, or a new one."""
-    held = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(held, Manager) and held.serves(model, workload_hints):
-        return held
-    config = continuous_batching_config or ContinuousBatchingConfig()
-    return Manager(model, generation_config or model.generation_config, config, workload_hints)
+    found = getattr(model, "_cached_continuous_batching_manager", None)
+    if not isinstance(found, Manager) or not found.serves(model, workload_hints):
+        config = continuous_batching_config or ContinuousBatchingConfig()
+        found = Manager(model, generation_config or model.generation_config, config, workload_hints)
+    longest, new = (getattr(workload_hints, f"max_{part}_length", 0) for part in ("prompt", "generated"))
+    found.check_length(longest + (new or found.room))
+    return found
 
 
 def check_prompt(model: Any, ids: Sequence[int]) -> None:

@@ -35,6 +35,16 @@ class Continued(NamedTuple):
         return None if found is None else cls(*found)
 
 
+def block_size(layout: BlockLayout, tokens: int, params: Any) -> BlockSize:
+    """Return what an admitted request needs; the scheduler, which gives it, and workers, which use it, must agree.
+
+    Args:
+        tokens: of its prompt, with those of its document. params: its sampling parameters.
+    """
+    document = Continued.of(params)
+    return layout.size_of(tokens, params.max_tokens, document.tokens if document else 0)
+
+
 class Prompt(NamedTuple):
     """The prompt of a request that runs.
 
@@ -93,10 +103,10 @@ class Rows:
             self._prompts.pop(row, None)
         for row, params, ids, _ in added:
             self._prompts.pop(row, None)
-            document, numbers = Continued.of(params), {prompt.number for prompt in self._prompts.values()}
+            numbers = {prompt.number for prompt in self._prompts.values()}
             number = next(each for each in itertools.count() if each not in numbers)
-            size = self.layout.size_of(len(ids), params.max_tokens, document.tokens if document else 0)
-            self._prompts[row] = Prompt.of(ids, size, number, document)
+            size = block_size(self.layout, len(ids), params)
+            self._prompts[row] = Prompt.of(ids, size, number, Continued.of(params))
         for source, target, swapped in moved:
             prompt, other = self._prompts.pop(source, None), self._prompts.pop(target, None)
             if prompt is not None:

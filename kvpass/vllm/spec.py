@@ -11,7 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from kvpass.vllm.admission import Continued
+from kvpass.vllm.admission import block_size
 from kvpass.vllm.layout import SLOTS, BlockLayout
 
 
@@ -36,9 +36,7 @@ class OneBlockManager(SingleTypeKVCacheManager):
     def units(self, request_id: str) -> int:
         """Return how many of vLLM's blocks a request needs."""
         request = self.requests[request_id]
-        document = Continued.of(request.sampling_params)
-        tokens = request.num_prompt_tokens, request.sampling_params.max_tokens
-        return self.layout.units(self.layout.size_of(*tokens, document.tokens if document else 0))
+        return self.layout.units(block_size(self.layout, request.num_prompt_tokens, request.sampling_params))
 
     def first_free(self, units: int) -> int:
         """Return where a free run of so many begins at which the longest would not pass the end; -1 without one."""

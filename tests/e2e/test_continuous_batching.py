@@ -231,3 +231,13 @@ def test_request_that_does_not_fit_is_refused(tight):
     few = compiled_once("gpt2", **SMALL)[1]
     with pytest.raises(ValueError, match="does not take more than 2048"):
         few.generate_batch([[1] * 2040], generation_config=GREEDY)
+
+
+def test_a_manager_that_is_kept_refuses_a_prompt_that_is_too_long():
+    fast = kvpass.compile(tiny_model("gpt2", layers=2), policy="lava", budget=24, window=8, backend="eager")
+    answers(fast, PROMPTS[:2], persistent_manager=True)
+    try:
+        with pytest.raises(ValueError, match="does not take more than 2048"):
+            fast.generate_batch([[1] * 2040], generation_config=GREEDY, max_new_tokens=NEW, persistent_manager=True)
+    finally:
+        fast.destroy_cached_continuous_batching_manager()
