@@ -51,7 +51,7 @@ def graph_to_json(gm: GraphModule, paths: Mapping[int, str]) -> dict[str, Any]:
         marks = {name: value for name, value in node.meta.items() if name.startswith("kvpass_") and name != SLOPES}
         if marks.keys() - _MARKS:
             raise NoTextError(f"{node} has {sorted(marks)}")
-        target = [node.target, *_input(node, paths)] if node.op == "placeholder" else _target(node)
+        target = [node.target, *_input(node, paths)] if node.op == "placeholder" else target_text(node)
         where = module_path_of(node), lines.setdefault(line_of(node), len(lines))
         nodes.append([node.op, node.name, target, _plain(node.args, place), _plain(node.kwargs, place), *where, marks])
     return {"nodes": nodes, "lines": list(lines)}
@@ -145,12 +145,6 @@ def _input(node: Node, paths: Mapping[int, str]) -> list[Any]:
     elif isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
         return ["size", source.base.local_name, source.idx]  # type: ignore[attr-defined]
     raise NoTextError(f"the input {node} is no tensor of the model by its path, no argument and no size of one")
-
-
-def _target(node: Node) -> str:
-    if node.op not in ("call_function", "call_method", "output"):
-        raise NoTextError(f"{node} is a {node.op}")
-    return target_text(node.target)
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -203,18 +203,10 @@ def _key(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node])
     """What a part does to its inputs, and what those are."""
     order = {node: place for place, node in enumerate((*inputs, *nodes))}
 
-    def frozen(value: Any) -> Hashable:
-        if isinstance(value, Node):
-            return "node", order[value]
-        if isinstance(value, (tuple, list)):
-            return type(value).__name__, *map(frozen, value)
-        if isinstance(value, dict):
-            return "dict", *((name, frozen(part)) for name, part in value.items())
-        if isinstance(value, slice):
-            return "slice", *map(frozen, (value.start, value.stop, value.step))
-        return type(value).__name__, str(value) if isinstance(value, (float, torch.SymInt)) else value
+    def arguments(node: Node) -> str:
+        return repr(map_arg((node.args, node.kwargs), lambda operand: f"%{order[operand]}"))
 
-    calls = ((node.op, node.target, frozen(node.args), frozen(node.kwargs)) for node in nodes)
+    calls = ((node.op, node.target, arguments(node)) for node in nodes)
     return *(_kind(recorded(node)) for node in inputs), *calls, *map(order.__getitem__, outputs)
 
 

@@ -1,11 +1,10 @@
-"""A graph, its weights and its recorded values as text: equal texts mean that a check gives the same result."""
+"""A graph, its weights and its inputs as text: equal texts mean that a check gives the same result."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,17 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
 from kvpass.graphs.canonical import batch_and_tokens
-from kvpass.graphs.fx_utils import (
-    is_module_tensor,
-    is_scalar,
-    module_tensor,
-    recorded,
-    source_of,
-    storage_of,
-    symbols_of,
-)
+from kvpass.graphs.fx_utils import dim_of, is_module_tensor, module_tensor, recorded, source_of, storage_of, symbols_of
 from kvpass.graphs.verify.examples import hinted_sizes
 
 _SAMPLES = 256
@@ -44,8 +36,12 @@ def graph_text(gm: GraphModule) -> list[str]:
         NoTextError: it calls what belongs to none of torch, transformers and kvpass, or the content of a weight is out
             of reach.
     """
-    place = {node: index for index, node in enumerate(gm.graph.nodes)}
-    shared = {storage_of(node): index for node, index in reversed(place.items())}  # by the first that holds it
+    for node in gm.graph.nodes:
+        if node.op.startswith("call_"):
+            target_text(node)
+        map_aggregate((node.args, node.kwargs), _check_plain)
+    inputs = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    shared = {storage_of(node): place for place, node in reversed([*enumerate(inputs)])}  # by the first that holds it
     settings = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.version.cuda
     given = symbols_of(batch_and_tokens(gm))
     sizes = sorted((str(symbol), size) for symbol, size in hinted_sizes(gm).items() if symbol not in given)
@@ -53,37 +49,35 @@ def graph_text(gm: GraphModule) -> list[str]:
         str(settings),
         str(sizes),
         transformers.__version__,
-        *(f"{shared[storage_of(node)]} {' '.join(_of_node(gm, node, place))}" for node in place),
+        gm.graph.python_code("self").src,
+        *(f"{shared[storage_of(node)]} {_input_text(gm, node)}" for node in inputs),
     ]
 
 
-def _of_node(gm: GraphModule, node: Node, place: dict[Node, int]) -> Iterator[str]:
-    def text(value: Any) -> str:
-        if isinstance(value, Node):
-            return f"%{place[value]}"
-        if isinstance(value, (tuple, list)):
-            return f"{type(value).__name__}({','.join(map(text, value))})"
-        if isinstance(value, dict):
-            return f"dict({','.join(f'{text(name)}:{text(part)}' for name, part in value.items())})"
-        if isinstance(value, slice):
-            return f"slice({text((value.start, value.stop, value.step))})"
-        return _of_value(value)
-
-    yield node.op
-    yield "" if node.op in ("placeholder", "output") else target_text(node.target)
-    yield text(node.args)
-    yield text(node.kwargs)
-    yield _of_value(recorded(node))
-    if node.op == "placeholder":
-        yield getattr(source_of(node), "name", "")
-    if is_module_tensor(node) and not is_scalar(node):
-        yield content_text(module_tensor(gm, node))
+def _check_plain(value: Any) -> Any:
+    """Raise unless an argument is in the code of a graph as what it is."""
+    if not isinstance(value, (Node, torch.SymInt, torch.SymFloat, torch.SymBool, torch.memory_format, *_PLAIN)):
+        raise NoTextError(f"{type(value).__name__} has no text")
+    return value
 
 
-def target_text(target: Any) -> str:
-    """A function by its name, under which it must be found; a method or an attribute by its own."""
-    if isinstance(target, str):
-        return target
+def _input_text(gm: GraphModule, node: Node) -> str:
+    value, source = recorded(node), getattr(source_of(node), "name", "")
+    if not isinstance(value, Tensor):
+        return f"{value} {source}"
+    form = value.dtype, value.device, value.requires_grad, *map(dim_of, (*value.shape, *value.stride()))
+    return f"{form} {source} {content_text(module_tensor(gm, node)) if is_module_tensor(node) else ''}"
+
+
+def target_text(node: Node) -> str:
+    """What a node calls: a function by its name, under which it must be found; a method by its own.
+
+    Raises:
+        NoTextError: a function of no library, or not found by its name; a module.
+    """
+    target = node.target
+    if node.op in ("call_method", "output"):
+        return str(target)
     operators = torch._ops.OpOverload, torch._ops.OpOverloadPacket
     if isinstance(target, operators) and str(target).split(".")[0] in NAMESPACES:
         return str(target)
@@ -94,19 +88,6 @@ def target_text(target: Any) -> str:
                 if operator.attrgetter(name)(sys.modules[home]) is target:
                     return f"{home}.{name}"
     raise NoTextError(f"{target} is no function of torch by that name")
-
-
-def _of_value(value: Any) -> str:
-    if isinstance(value, Tensor):
-        sizes = ",".join(_of_value(size) for size in (*value.shape, *value.stride()))
-        return f"tensor({value.dtype},{value.device},{value.requires_grad},{sizes})"
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return str(value.node.expr)
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}({','.join(map(_of_value, value))})"
-    if type(value) in _PLAIN or isinstance(value, torch.memory_format):
-        return repr(value)
-    raise NoTextError(f"{type(value).__name__} has no text")
 
 
 def content_text(weight: Tensor | None) -> str:
