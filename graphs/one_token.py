@@ -14,7 +14,7 @@ decoder on one token is the one that it takes for several: that is what the toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,12 +31,9 @@ from kvpass.torch_compat import (
     FakeTensorMode,
     TensorProperty,
     ValueRanges,
-    drop_shape_guards,
     enable_python_dispatcher,
     set_symbol_bounds,
-    shape_guards,
     sizes_of_inputs,
-    symbol_bounds,
 )
 
 _LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)
@@ -53,16 +50,17 @@ def admit_one_token(shapes: ShapeEnv, tokens: Dim) -> None:
         # an input that the graph does not use has a symbol of its own
         given = [source for source in sources if STATE_PREFIX not in source.name]
         if symbol in symbols or any((source.prop, source.idx) == (TensorProperty.SIZE, 1) for source in given):
-            bounds = symbol_bounds(shapes, symbol)
+            bounds = shapes.bound_sympy(symbol)
             if bounds.lower == 2:
                 set_symbol_bounds(shapes, symbol, ValueRanges(1, bounds.upper))
-    guards = [guard for guard in shape_guards(shapes) if guard.expr.free_symbols == symbols]
-    drop_shape_guards(shapes, [guard for guard in guards if _excludes_only_one(guard.expr)])
+    shapes.guards[:] = [guard for guard in shapes.guards if not _excludes_only_one(guard.expr, symbols)]
 
 
-def _excludes_only_one(guard: sympy.Basic) -> bool:
-    """Whether a guard on one symbol says that it is not 1, and nothing else."""
-    (symbol,) = guard.free_symbols
+def _excludes_only_one(guard: sympy.Basic, symbols: Set[sympy.Symbol]) -> bool:
+    """Whether a guard says that the one symbol is not 1, and nothing else."""
+    if guard.free_symbols != symbols:
+        return False
+    (symbol,) = symbols
     one, *others = (guard.xreplace({symbol: sympy.Integer(length)}) for length in (1, *_LENGTHS))
     return isinstance(guard, sympy.Ne) and one == sympy.false and all(other == sympy.true for other in others)
 
@@ -70,14 +68,14 @@ def _excludes_only_one(guard: sympy.Basic) -> bool:
 @contextmanager
 def several_tokens(shapes: ShapeEnv, tokens: Dim) -> Iterator[None]:
     """What is compiled inside may take two tokens or more for granted; the graph of one has none of the symbol."""
-    known = {symbol: symbol_bounds(shapes, symbol) for symbol in symbols_of([tokens])}
+    known = {symbol: shapes.bound_sympy(symbol) for symbol in symbols_of([tokens])}
     for symbol, bounds in known.items():
         set_symbol_bounds(shapes, symbol, ValueRanges(max(bounds.lower, 2), bounds.upper))
     try:
         yield
     finally:
         for symbol, bounds in known.items():
-            set_symbol_bounds(shapes, symbol, ValueRanges(bounds.lower, symbol_bounds(shapes, symbol).upper))
+            set_symbol_bounds(shapes, symbol, ValueRanges(bounds.lower, shapes.bound_sympy(symbol).upper))
 
 
 def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -> list[Any]:

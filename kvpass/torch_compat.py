@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
@@ -63,11 +63,6 @@ LazyGraphModule = _LazyGraphModule
 """A graph whose code is written when it is first run: most copies of a decoder never are."""
 
 
-def symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol) -> ValueRanges:
-    """What a symbol of a capture may be."""
-    return shapes.var_to_range[symbol]
-
-
 def set_symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol, bounds: ValueRanges) -> None:
     """Let a symbol be within other bounds."""
     shapes.var_to_range[symbol] = bounds
@@ -80,11 +75,6 @@ def sizes_of_inputs(shapes: ShapeEnv) -> dict[sympy.Symbol, list[TensorPropertyS
         for symbol, sources in shapes.var_to_sources.items()
     }
     return {symbol: sources for symbol, sources in found.items() if sources}
-
-
-def shape_guards(shapes: ShapeEnv) -> Iterable[ShapeGuard]:
-    """What the capture so far takes for granted of its sizes."""
-    return shapes.guards
 
 
 def process_group(name: Any) -> dist.ProcessGroup:
@@ -202,8 +192,3 @@ def _find_vector_instructions() -> None:
 def storage_users(tensor: Tensor) -> int:
     """Count what refers to the storage of a tensor, from Python or not; the number for one tensor is a constant."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def drop_shape_guards(shapes: ShapeEnv, dropped: Collection[ShapeGuard]) -> None:
-    """Take less for granted. Before Dynamo writes the guards of its capture."""
-    shapes.guards[:] = [guard for guard in shapes.guards if guard not in dropped]

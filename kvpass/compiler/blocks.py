@@ -31,7 +31,6 @@ from kvpass.graphs.verify.tables import InputLookup
 from kvpass.operands import Attention, Expansion
 from kvpass.ops.latents import absorbed, attend_prompt
 from kvpass.ops.schemas import implementation
-from kvpass.torch_compat import shape_guards, symbol_bounds
 
 AUTO_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Tokens of a block over all rows of a batch, by default. On two CPU cores 1024 was fastest (256 to 16384 tried, a
@@ -72,8 +71,8 @@ def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int],
     """
     tokens = batch_and_tokens(gm)[1]
     assert shapes is not None and isinstance(tokens, sympy.Symbol), "split_layers has looked"
-    lowest = symbol_bounds(shapes, tokens).lower
-    guards = [guard.expr for guard in shape_guards(shapes) if guard.expr.free_symbols == {tokens}]
+    lowest = shapes.bound_sympy(tokens).lower
+    guards = [guard.expr for guard in shapes.guards if guard.expr.free_symbols == {tokens}]
 
     @functools.cache
     def allowed(length: int) -> bool:

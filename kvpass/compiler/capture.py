@@ -45,7 +45,6 @@ from kvpass.torch_compat import (
     UserError,
     compile_lock,
     maybe_mark_dynamic,
-    shape_guards,
     tracing,
 )
 
@@ -124,7 +123,7 @@ class Capture:
     @property
     def guards(self) -> list[ShapeGuard]:
         """What it takes for granted of its sizes."""
-        return list(shape_guards(self._shapes))
+        return list(self._shapes.guards)
 
     @classmethod
     def of_trace(cls, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> Capture:

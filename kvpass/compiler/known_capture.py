@@ -29,7 +29,7 @@ from kvpass.graphs.one_token import record_values
 from kvpass.graphs.passes import DISABLE, DUMP
 from kvpass.graphs.verify.graph_text import NoTextError
 from kvpass.remembered import keep, keeps_results, recall
-from kvpass.torch_compat import dynamo_runs, modes_are_active, shape_guards
+from kvpass.torch_compat import dynamo_runs, modes_are_active
 
 Run = Callable[[Sequence[Any]], Tensor]
 """Runs a graph on its inputs, for the call that is under way."""
@@ -129,7 +129,7 @@ def _check_guards(gm: GraphModule) -> None:
     """Check that a capture takes nothing for granted but of the number of tokens: kvpass knows where it ends."""
     shapes, tokens = backend_mode().shape_env, symbols_of([batch_and_tokens(gm)[1]])
     assert shapes is not None
-    for guard in shape_guards(shapes):
+    for guard in shapes.guards:
         expression = shapes.replace(guard.expr)
         if expression != sympy.true and expression.free_symbols != tokens:
             raise NoTextError(f"the capture takes {expression} for granted")
