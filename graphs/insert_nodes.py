@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from kvpass.graphs.canonical import SITE, SLOPES
 from kvpass.graphs.fx_utils import recorded, refuse
-from kvpass.graphs.verify.logits import LogitRule
+from kvpass.graphs.verify.causal_mask import Band
 
 
 def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:
@@ -47,16 +47,18 @@ def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
     gm.graph.erase_node(node)
 
 
-def emit_site(gm: GraphModule, call: Node, q: Node, k: Node, v: Node, rule: LogitRule) -> Node:
+def emit_site(
+    gm: GraphModule, call: Node, q: Node, k: Node, v: Node, scale: float, band: Band, softcap: float | None = None
+) -> Node:
     """Insert an attention op for ``call`` at the graph's insertion point.
 
     Args:
-        q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``.
+        q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``. band: what the mask does.
     """
-    site = gm.graph.call_function(SITE, (q, k, v, rule.scale, rule.band.window, rule.softcap))
+    site = gm.graph.call_function(SITE, (q, k, v, scale, band.window, softcap))
     b, h, t, _ = recorded(q).shape
     example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)
-    site.meta = {"example_value": example, SLOPES: rule.band.slopes}
+    site.meta = {"example_value": example, SLOPES: band.slopes}
     for name in ("nn_module_stack", "stack_trace"):
         site.meta[name] = call.meta.get(name)
     return site

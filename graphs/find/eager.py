@@ -16,12 +16,10 @@ A walk of the graph finds the products before and after a softmax. What lies bet
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -43,12 +41,9 @@ from kvpass.graphs.fx_utils import (
     value_inputs,
 )
 from kvpass.graphs.insert_nodes import emit_site
-from kvpass.graphs.verify.causal_mask import MaskPart, starts_of
-from kvpass.graphs.verify.examples import NotCausalError, concrete
+from kvpass.graphs.verify.causal_mask import MaskPart
+from kvpass.graphs.verify.examples import NotCausalError
 from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
-
-_MAX_PRODUCTS = 2**24
-"""Most products in an example that has all rows and heads at once."""
 
 
 @dataclass(frozen=True)
@@ -165,49 +160,8 @@ def _prove(gm: GraphModule, flow: DataFlow, match: _Match, heads: int, proofs: d
     part, weights = part_of(match.logits, match.softmax), part_of(match.out.left.node, match.out.node)
     key = _text(weights, scores)
     if key not in proofs:
-        proofs[key] = _prove_parts(part, weights, scores, heads)
+        proofs[key] = prove_logits(part, weights, scores, heads)
     return proofs[key]
-
-
-def _prove_parts(part: MaskPart, weights: MaskPart, scores: Node, heads: int) -> LogitRule:
-    shape = shape_of(scores)
-
-    def product_shape(length: int) -> tuple[int, ...]:
-        *lead, rows, columns = concrete(shape, part.sizes(length))
-        if math.prod((*lead, rows, columns)) > _MAX_PRODUCTS:
-            lead = [1] * len(lead)  # masks by head broadcast to the products, and one head of those shows all masks
-        return (*lead, rows, columns)
-
-    def logits(length: int, start: int, products: Tensor) -> Tensor:
-        return part.run(length, start, {scores: products.clone()})
-
-    lengths, shortest = part.lengths, part.lengths.shortest
-    rule = prove_logits(part, logits, product_shape, heads, recorded(scores))
-    example = torch.zeros(product_shape(shortest), dtype=torch.float64, device=recorded(scores).device)
-    part.check_content(lambda odd: part.run(shortest, 0, {scores: example.clone()}, odd))
-    for length in lengths.short or lengths.longest:
-        for start in starts_of(length):
-            zeros = torch.zeros(product_shape(length), dtype=torch.float64, device=recorded(scores).device)
-            _check_softmax(rule, weights, scores, logits(length, start, zeros).reshape(zeros.shape), length, start)
-    return rule
-
-
-def _check_softmax(rule: LogitRule, weights: MaskPart, scores: Node, mask: Tensor, length: int, start: int) -> None:
-    """Check on random products that the weights are the softmax of the logits, without dropout.
-
-    Args:
-        mask: the logits for products of zero.
-    """
-    generator = torch.Generator().manual_seed(1)
-    products = torch.randn(mask.shape, generator=generator, dtype=torch.float64, device="cpu") * 3 / rule.scale
-    products = products.to(mask.device)
-    got = weights.run(length, start, {scores: products.clone()})
-    expected = (rule.logits(products) + mask).softmax(-1)
-    tolerance = max(2e-6, 4 * torch.finfo(got.dtype).eps) if got.is_floating_point() else 0.0
-    if got.numel() != expected.numel() or not torch.allclose(
-        got.double().reshape(mask.shape), expected, rtol=0.0, atol=tolerance
-    ):
-        raise NotCausalError(f"its weights {weights.name} are not the softmax of its logits (dropout, sinks?)")
 
 
 def _text(part: MaskPart, scores: Node) -> str:
@@ -229,7 +183,7 @@ def _replace(gm: GraphModule, flow: DataFlow, match: _Match, heads: tuple[Node, 
     out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
     between = flow.needed([match.out.left.node])
     with gm.graph.inserting_before(out):
-        site = emit_site(gm, out, *heads, replace(rule, scale=scale))
+        site = emit_site(gm, out, *heads, scale, rule.band, rule.softcap)
         result = insert_result(gm, site, match.out)
     out.replace_all_uses_with(result)
     gm.graph.erase_node(out)

@@ -24,7 +24,6 @@ from kvpass.graphs.find.sdpa import check_heads
 from kvpass.graphs.fx_utils import arguments_of, refuse
 from kvpass.graphs.insert_nodes import emit_site, insert_method, replace_output
 from kvpass.graphs.verify.causal_mask import Band
-from kvpass.graphs.verify.logits import LogitRule
 
 _OPERATOR = re.compile(r"flash_?attn::_flash_attn_forward")
 _PACKED = re.compile(
@@ -87,7 +86,6 @@ def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
         if call.get("causal") is not True and shape[2] != 1:
             raise refuse(node, "it is not causal")
         scale = int(shape[3]) ** -0.5 if scale is None else float(scale)
-        band = Band(None if left < 0 else left + 1)
-        site = emit_site(gm, node, q, k, v, LogitRule(scale, float(softcap) or None, band))
+        site = emit_site(gm, node, q, k, v, scale, Band(None if left < 0 else left + 1), float(softcap) or None)
         out = insert_method(gm, "transpose", site, 1, 2)
     replace_output(gm, node, out)

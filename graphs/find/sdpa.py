@@ -23,7 +23,6 @@ from kvpass.graphs.fx_utils import DataFlow, Dim, arguments_of, erase_dead_nodes
 from kvpass.graphs.insert_nodes import emit_site
 from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
-from kvpass.graphs.verify.logits import LogitRule
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
 _TARGETS = {F.scaled_dot_product_attention, _ATEN, _ATEN.default}
@@ -130,6 +129,6 @@ def _replace(gm: GraphModule, node: Node, band: Band) -> None:
     query = call["query"]
     scale = int(recorded(query).shape[3]) ** -0.5 if call["scale"] is None else float(call["scale"])
     with gm.graph.inserting_before(node):
-        site = emit_site(gm, node, query, call["key"], call["value"], LogitRule(scale, None, band))
+        site = emit_site(gm, node, query, call["key"], call["value"], scale, band)
     node.replace_all_uses_with(site)
     gm.graph.erase_node(node)

@@ -1,28 +1,27 @@
-"""Prove what an attention call computes from products of queries and keys.
+"""Prove what written-out attention computes from products of queries and keys.
 
 Logits must be a multiple of the product (or its soft-capping), the same for every entry, and hidden where the causal
-mask, or one of a sliding window, hides. The graph from products to logits runs on chosen products, so any order of
-scaling, capping and masking is recognised. Anything else raises.
+mask, or one of a sliding window, hides. The weights must be their softmax. The graph from products to weights runs on
+chosen products, so any order of scaling, capping and masking is recognised. Anything else raises.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
-from kvpass.graphs.verify.causal_mask import NEGLIGIBLE_LOGIT, Band, MaskPart, prove_band, starts_of
-from kvpass.graphs.verify.causal_mask import band as causal_band
-from kvpass.graphs.verify.examples import NotCausalError
+from kvpass.graphs.fx_utils import recorded, shape_of
+from kvpass.graphs.verify.causal_mask import NEGLIGIBLE_LOGIT, Band, MaskPart, band, prove_band, starts_of
+from kvpass.graphs.verify.examples import NotCausalError, concrete, random_like
 
 _LARGE = 1e6
 _TOLERANCE = 2e-6
-Logits = Callable[[int, int, Tensor], Tensor]
-"""Maps to logits: token symbol, first position, products ``[..., T, T]``."""
+_MAX_PRODUCTS = 2**24
+"""Most products in an example that has all rows and heads at once."""
 
 
 @dataclass(frozen=True)
@@ -39,63 +38,83 @@ class LogitRule:
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
 
-def prove_logits(
-    part: MaskPart, logits: Logits, product_shape: Callable[[int], tuple[int, ...]], heads: int, like: Tensor
-) -> LogitRule:
+def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) -> LogitRule:
     """Return scale, soft-capping and mask of an attention call.
 
     Args:
-        part: of the logits. product_shape: shape of the products at a value of the token symbol. heads: query heads.
-        like: the recorded products.
+        part: of the logits. weights: of what the values are multiplied with. scores: the products, ``[..., T, T]``.
+        heads: query heads.
     Raises:
         NotCausalError: with the reason.
     """
+    like, lengths = recorded(scores), part.lengths
     floor = max(NEGLIGIBLE_LOGIT, torch.finfo(like.dtype).min)
 
     def zeros(length: int) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=like.device).expand(product_shape(length))
+        *lead, rows, columns = concrete(shape_of(scores), part.sizes(length))
+        if math.prod((*lead, rows, columns)) > _MAX_PRODUCTS:
+            lead = [1] * len(lead)  # masks by head broadcast to the products, and one head of those shows all masks
+        return torch.zeros((), dtype=torch.float64, device=like.device).expand(*lead, rows, columns)
 
-    def run(length: int, start: int, products: Tensor) -> Tensor:
-        result = logits(length, start, products)
+    def logits(length: int, start: int, products: Tensor, odd: Node | None = None) -> Tensor:
+        result = part.run(length, start, {scores: products.clone()}, odd)
         if not result.is_floating_point():
             raise NotCausalError(f"its logits have dtype {result.dtype}")
         return result
 
     def mask(length: int, start: int) -> Tensor:
-        return run(length, start, zeros(length))
+        return logits(length, start, zeros(length))
 
-    band, longest = prove_band(part, mask, heads, floor)
+    found, longest = prove_band(part, mask, heads, floor)
     rule: LogitRule | None = None
-    for length in (*part.lengths.short, longest):
+    for length in (*lengths.short, longest):
         for start in starts_of(length):
-            rule = _check_rule(partial(run, length, start), zeros(length), rule, band, part.name, floor)
+            nothing, grid = mask(length, start), random_like(zeros(length), {})
+            if rule is None:
+                filled = (logits(length, start, torch.full_like(grid, fill)) for fill in (1.0, _LARGE))
+                one, most = (float(each.flatten()[0] - nothing.flatten()[0]) for each in filled)
+                rule = _rule_of(one, most, found)
+            _check_logits(rule, grid, logits(length, start, grid), nothing, floor, part.name)
+            if length != longest or not lengths.short:
+                generator = torch.Generator().manual_seed(1)
+                normal = torch.randn(grid.shape, generator=generator, dtype=grid.dtype, device="cpu")
+                products = normal.to(like.device) * 3 / rule.scale
+                got = weights.run(length, start, {scores: products.clone()})
+                _check_softmax(rule, products, got, nothing, weights.name)
+    part.check_content(lambda odd: logits(lengths.shortest, 0, zeros(lengths.shortest), odd))
     assert rule is not None
     return rule
 
 
-def _check_rule(
-    logits: Callable[[Tensor], Tensor], zeros: Tensor, rule: LogitRule | None, band: Band, name: str, floor: float
-) -> LogitRule:
-    """Return the rule that the logits follow; ``rule`` when it is already known.
+def _check_logits(rule: LogitRule, products: Tensor, got: Tensor, nothing: Tensor, floor: float, name: str) -> None:
+    """Check logits ``got`` for some products, and ``nothing`` for products of zero.
 
     Raises:
-        NotCausalError: they follow none.
+        NotCausalError: they do not follow the rule.
     """
-    grid = _grid(zeros)
-    nothing = _as(logits(zeros), grid)
-    if rule is None:
-        one, most = (logits(torch.full_like(zeros, fill)).flatten()[0] for fill in (1.0, _LARGE))
-        rule = _rule_of(float(one - nothing.flatten()[0]), float(most - nothing.flatten()[0]), band)
-    got = _as(logits(grid), grid)
-    seen = causal_band(grid.shape[-1], band.window, got.device).expand(got.shape)
-    without_mask = rule.logits(grid)
+    got, nothing = _as(got, products), _as(nothing, products)
+    seen = band(products.shape[-1], rule.band.window, got.device).expand(got.shape)
+    without_mask = rule.logits(products)
     expected = (without_mask + nothing).to(got.dtype)
     tolerance = max(_TOLERANCE, 4 * torch.finfo(got.dtype).eps)
     size = without_mask.abs() + nothing.abs() + max(abs(rule.scale), 1e-3)  # their sum may be small
     close = (got == expected) | ((got - expected).abs() <= tolerance * size)
     if not bool(close[seen].all()) or not bool((got[~seen] <= floor / 2).all()):
         raise NotCausalError(f"its logits {name} are not a multiple of query times key, or its soft-capping")
-    return rule
+
+
+def _check_softmax(rule: LogitRule, products: Tensor, got: Tensor, nothing: Tensor, name: str) -> None:
+    """Check that the weights ``got`` for some products are the softmax of the logits, without dropout.
+
+    Raises:
+        NotCausalError: they are not.
+    """
+    expected = (rule.logits(products) + _as(nothing, products)).softmax(-1)
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(got.dtype).eps) if got.is_floating_point() else 0.0
+    if got.numel() != expected.numel() or not torch.allclose(
+        got.double().reshape(expected.shape), expected, rtol=0.0, atol=tolerance
+    ):
+        raise NotCausalError(f"its weights {name} are not the softmax of its logits (dropout, sinks?)")
 
 
 def _as(logits: Tensor, products: Tensor) -> Tensor:
@@ -120,11 +139,3 @@ def _rule_of(one: float, most: float, band: Band) -> LogitRule:
     if one >= most:
         raise NotCausalError(f"its logits do not grow with the product: {one} for 1, {most} for {_LARGE:g}")
     return LogitRule(most * math.atanh(one / most), most, band)
-
-
-def _grid(like: Tensor) -> Tensor:
-    """Return random products of both signs from 1e-3 to 1e4."""
-    generator = torch.Generator().manual_seed(0)
-    exponent = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu") * 7 - 3
-    sign = torch.randint(0, 2, like.shape, generator=generator, device="cpu") * 2 - 1
-    return (sign * 10.0**exponent).to(like)
