@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from kvpass.graphs.fx_utils import is_module_tensor, is_scalar, reached, shape_of, target_name
@@ -56,7 +57,7 @@ def output_projection(site: Node) -> OutputProjection | None:
         sizes = shape_of(user)
         if sizes is None:
             return None
-        if name in _SWAPS and not tokens_first and shape_of(node) == shape and _order(user) == (0, 2, 1, 3):
+        if name in _SWAPS and not tokens_first and shape_of(node) == shape and _swaps_heads_and_tokens(user):
             tokens_first = True
         elif name in _RESHAPES and tokens_first and not (sizes[-1] == heads * dim or sizes[-2:] == (heads, dim)):
             return None
@@ -76,19 +77,10 @@ def _is_gated(product: Node, x: Node) -> bool:
     return any(target_name(_through(gate, (*_RESHAPES, *_COPIES, "to", "type_as"))) in _GATES for gate in factors)
 
 
-def _order(node: Node) -> tuple[int, ...] | None:
-    """Return the axes of its operand, of 4, in the order in which ``transpose`` or ``permute`` gives them."""
-    axes = node.args[1:] if len(node.args) != 2 else node.args[1]
-    if node.kwargs or not isinstance(axes, (tuple, list)) or not all(isinstance(axis, int) for axis in axes):
-        return None
-    given = [int(axis) % 4 for axis in axes]
-    if target_name(node) == "permute":
-        return tuple(given)
-    order = list(range(4))
-    if len(given) != 2:
-        return None
-    order[given[0]], order[given[1]] = order[given[1]], order[given[0]]
-    return tuple(order)
+def _swaps_heads_and_tokens(call: Node) -> bool:
+    """Whether a ``transpose`` or ``permute`` of 4 axes swaps the middle two."""
+    example = torch.empty(2, 3, 5, 7, device="meta")
+    return bool(getattr(example, target_name(call))(*call.args[1:], **call.kwargs).shape == (2, 5, 3, 7))
 
 
 def _product_with_weight(call: Node) -> tuple[Node, Node, bool] | None:
