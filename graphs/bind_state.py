@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, source_of
+from kvpass.graphs.fx_utils import Dim, dim_of, is_module_tensor, recorded, shape_of, source_of
 from kvpass.graphs.host_weights import is_host_weight
 from kvpass.torch_compat import FakeTensorMode, LazyGraphModule, LocalSource, TracingContext
 
@@ -39,8 +39,7 @@ def placeholders(gm: GraphModule) -> list[Node]:
 
 def held_by_module(gm: GraphModule) -> list[int]:
     """Return the indices of inputs that are parameters and buffers of the module."""
-    sources = map(source_of, placeholders(gm))
-    return [place for place, source in enumerate(sources) if source.guard_source.is_unspecialized_nn_module()]
+    return [place for place, node in enumerate(placeholders(gm)) if is_module_tensor(node)]
 
 
 def input_named(gm: GraphModule, name: str) -> int | None:

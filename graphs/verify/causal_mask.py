@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from kvpass.graphs.fx_utils import (
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,
     EvaluationError,
-    Lengths,
     NotCausalError,
     NotEvaluatedError,
     SizeMap,
@@ -70,7 +69,7 @@ class Band:
     window: int | None
     slopes: tuple[float, ...] | None = None
 
-    def is_close(self, other: Band, tolerance: float = 1e-5) -> bool:
+    def is_close(self, other: Band, tolerance: float) -> bool:
         """Return whether two bands are equal up to rounding of the slopes."""
         mine, theirs = self.slopes or (), other.slopes or ()
         same = self.window == other.window and len(mine) == len(theirs)
@@ -157,8 +156,7 @@ class MaskPart:
             row = torch.tensor(_ODD_ROW, device="cpu").repeat(size[-1] // len(_ODD_ROW) + 1)[: size[-1]]
         return row.to(value).expand(size).contiguous()
 
-    @cached_property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> tuple[list[int], str | None]:
         """Values for the token symbol to try, see :func:`example_lengths`."""
         planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
         planes *= _COST_OF_LOGITS if self.products else 1
@@ -223,13 +221,13 @@ def prove_causal(part: MaskPart, heads: int) -> Band:
     Raises:
         NotCausalError: with the reason.
     """
-    found, _ = prove_band(part, part.run, heads, NEGLIGIBLE_LOGIT)
-    part.check_content(lambda odd: part.run(part.lengths.shortest, 0, odd=odd))
+    found, lengths = prove_band(part, part.run, heads, NEGLIGIBLE_LOGIT)
+    part.check_content(lambda odd: part.run(lengths[0], 0, odd=odd))
     return found
 
 
-def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, floor: float) -> tuple[Band, int]:
-    """Return window and slopes of a mask ``[..., T, T]``, and the length that showed the window.
+def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, floor: float) -> tuple[Band, list[int]]:
+    """Return window and slopes of a mask ``[..., T, T]``, and the values of the token symbol that showed it, ascending.
 
     Args:
         part: of the mask, or of logits. mask: called with token symbol and first position. heads: query heads.
@@ -237,13 +235,14 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
     Raises:
         NotCausalError: with the reason.
     """
-    lengths, count = part.lengths, part.count
-    longest, value = _longest(mask, lengths, count)
-    window = window_of(attended_of(value, floor), count(longest))
+    candidates, undecided = part.lengths()
+    longest, value = _longest(mask, candidates, part.count)
+    short = [length for length in EXAMPLE_LENGTHS if length < longest and part.tokens != longest]
+    window = window_of(attended_of(value, floor), part.count(longest))
     slopes: list[tuple[tuple[float, ...] | None, float]] = []
-    for length in (longest, *lengths.short):
+    for length in (longest, *short):
         rounding = torch.finfo(torch.bfloat16).eps if length > EXAMPLE_LENGTHS[-1] else 0.0
-        tokens = count(length)
+        tokens = part.count(length)
         for start in starts_of(length):
             value = value if (length, start) == (longest, 0) else mask(length, start)
             attended = attended_of(value, floor)
@@ -252,23 +251,22 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
     first = Band(window, slopes[-1][0])
     if not all(first.is_close(Band(window, other), tolerance) for other, tolerance in slopes):
         raise NotCausalError(_BIAS)
-    if lengths.undecided is not None:
-        raise NotCausalError(lengths.undecided)
-    return first, longest
+    if undecided is not None:
+        raise NotCausalError(undecided)
+    return first, [*short, longest]
 
 
-def _longest(mask: Callable[[int, int], Tensor], lengths: Lengths, count: Callable[[int], int]) -> tuple[int, Tensor]:
-    """Return the longest length for which the mask can be evaluated, and the mask."""
-    for length in lengths.longest:
-        try:
+def _longest(
+    mask: Callable[[int, int], Tensor], candidates: list[int], count: Callable[[int], int]
+) -> tuple[int, Tensor]:
+    """Return the first length for which the mask can be evaluated, and the mask."""
+    *preferred, last = candidates
+    for length in preferred:
+        with suppress(NotEvaluatedError):
             value = mask(length, 0)
-        except NotEvaluatedError:
-            if length == lengths.longest[-1]:
-                raise
-            continue
-        if length == lengths.longest[-1] or all(size in (1, count(length)) for size in value.shape[-2:]):
-            return length, value
-    raise AssertionError("there is a longest length")
+            if all(size in (1, count(length)) for size in value.shape[-2:]):
+                return length, value
+    return last, mask(last, 0)
 
 
 def band(length: int, window: int | None, device: torch.device | None = None) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import SITE
 from kvpass.graphs.fx_utils import (
     DataFlow,
@@ -85,24 +85,6 @@ class NotCausalError(Exception):
 
 class NotEvaluatedError(NotCausalError):
     """It cannot be evaluated for that many tokens."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Values for the token symbol.
-
-    Attributes:
-        longest: by preference; the first that can be evaluated decides the window. short: to try beside it.
-        undecided: why a mask that fits at all of these may still have a window.
-    """
-
-    longest: tuple[int, ...]
-    short: tuple[int, ...] = ()
-    undecided: str | None = None
-
-    @property
-    def shortest(self) -> int:
-        return (*self.longest, *self.short)[-1]
 
 
 def concrete(value: Any, sizes: SizeMap) -> Any:
@@ -234,6 +216,8 @@ class ExampleRun(Interpreter):
                 self.env[operand] = stand_in(operand, node, self.sizes)
         try:
             self.env[node] = self.run_node(node)
+        except UnsupportedAttentionError:
+            raise
         except Exception as error:
             raise EvaluationError(f"{node.name} fails on an example of sizes {dict(self.sizes)}: {error}") from error
         return self.env[node]
@@ -379,8 +363,8 @@ def stored_numbers(tensors: Iterable[Tensor]) -> set[int]:
 
 def example_lengths(
     tokens: Dim, tensors: Collection[Tensor], numbers: Collection[int], planes: int, most: float = math.inf
-) -> Lengths:
-    """Values for the token symbol to evaluate.
+) -> tuple[list[int], str | None]:
+    """Values for the token symbol, of which the first that can be evaluated decides the window of a mask.
 
     A window is a number in the graph or the shape of a stored mask, so the longest example goes beyond the former or to
     the end of the latter. It also tells positions from token ids: its row 0, 1, 2... holds every number that the graph
@@ -390,9 +374,11 @@ def example_lengths(
         tensors: what the graph reads from modules. numbers: what it may compare positions with.
         planes: elements of the result per pair of tokens. most: tokens that the capture holds for, tried last: what can
             be evaluated beyond them shows more.
+    Returns:
+        the lengths by preference, and why a mask that fits may still have a window, if it may.
     """
     if isinstance(tokens, int):  # such a capture is compared with another one, or refused in the end
-        return Lengths((tokens,))
+        return [tokens], None
     reach = max(numbers, default=0)
     needed = max(reach + _MARGIN, EXAMPLE_LENGTHS[-1])
     shapes = [value.shape for value in tensors if value.ndim >= 2]
@@ -404,9 +390,8 @@ def example_lengths(
     longest += [int(most)] if most < min(longest) else []
     if longest[0] > MAX_EXAMPLE_TOKENS:
         needs = f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens"
-        return Lengths(EXAMPLE_LENGTHS[1:], EXAMPLE_LENGTHS[:1], f"{needs}, more than {MAX_EXAMPLE_TOKENS}")
-    short = tuple(length for length in EXAMPLE_LENGTHS if length < min(longest))
-    return Lengths(tuple(dict.fromkeys(length for length in longest if length <= longest[0])), short)
+        return [EXAMPLE_LENGTHS[-1]], f"{needs}, more than {MAX_EXAMPLE_TOKENS}"
+    return list(dict.fromkeys(length for length in longest if length <= longest[0])), None
 
 
 def text_length(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> int:

@@ -47,7 +47,7 @@ def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
     Raises:
         NotCausalError: with the reason.
     """
-    like, lengths = recorded(scores), part.lengths
+    like = recorded(scores)
     floor = max(NEGLIGIBLE_LOGIT, torch.finfo(like.dtype).min)
 
     def zeros(length: int) -> Tensor:
@@ -65,9 +65,9 @@ def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
     def mask(length: int, start: int) -> Tensor:
         return logits(length, start, zeros(length))
 
-    found, longest = prove_band(part, mask, heads, floor)
+    found, lengths = prove_band(part, mask, heads, floor)
     rule: LogitRule | None = None
-    for length in (*lengths.short, longest):
+    for length in lengths:
         for start in starts_of(length):
             nothing, grid = mask(length, start), random_like(zeros(length), {})
             if rule is None:
@@ -75,13 +75,13 @@ def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
                 one, most = (float(each.flatten()[0] - nothing.flatten()[0]) for each in filled)
                 rule = _rule_of(one, most, found)
             _check_logits(rule, grid, logits(length, start, grid), nothing, floor, part.name)
-            if length != longest or not lengths.short:
+            if length < lengths[-1] or len(lengths) == 1:
                 generator = torch.Generator().manual_seed(1)
                 normal = torch.randn(grid.shape, generator=generator, dtype=grid.dtype, device="cpu")
                 products = normal.to(like.device) * 3 / rule.scale
                 got = weights.run(length, start, {scores: products.clone()})
                 _check_softmax(rule, products, got, nothing, weights.name)
-    part.check_content(lambda odd: logits(lengths.shortest, 0, zeros(lengths.shortest), odd))
+    part.check_content(lambda odd: logits(lengths[0], 0, zeros(lengths[0]), odd))
     assert rule is not None
     return rule
 
