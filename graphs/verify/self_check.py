@@ -15,7 +15,7 @@ tokens, special treatment of the first or last token of a call, and positions th
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,6 +59,7 @@ from kvpass.graphs.verify.examples import (
     SizeMap,
     concrete,
     counting_calls,
+    evaluate,
     example_sizes,
     hinted_sizes,
     input_dependent_nodes,
@@ -312,12 +313,33 @@ class _Offsets:
 
 
 class _Run(ExampleRun):
-    """One of the runs, of ``length`` tokens; ``seen`` tokens went before its own."""
+    """One of the runs, of ``length`` tokens; ``seen`` tokens went before its own, the last of them in ``before``."""
 
-    def __init__(self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any]) -> None:
+    def __init__(
+        self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any], before: _Run | None = None
+    ) -> None:
         feeds = {offsets.seen: torch.tensor(seen, device="cpu"), **env}
-        super().__init__(offsets.gm, offsets.sizes(length), feeds, {SITE: token_wise_site})
-        self.seen, self.length = seen, length
+        instead: dict[Any, Callable[..., Any]] = {SITE: token_wise_site}
+        if before is not None:
+            instead[READ_STATE] = before.state
+        super().__init__(offsets.gm, offsets.sizes(length), feeds, instead)
+        self.offsets, self.seen, self.length = offsets, seen, length
+
+    def state(self, like: Tensor, layer: int, name: str, *_: Any) -> Tensor:
+        """What this run writes for the next one, of which as much is run ahead as that needs; the run does not change.
+
+        Raises:
+            UnsupportedAttentionError: it would change.
+        """
+        (write,) = (node for node in self.offsets.writes if state_of(node) == (layer, name))
+        (target,) = write.all_input_nodes
+        needed = self.offsets.flow.needed([target], stop=self.env)
+        missing = [node for node in needed if node not in self.env and node.op != "placeholder"]
+        for place, node in enumerate(missing):
+            if not set(missing[:place]).issuperset(mutated_inputs(node)):
+                raise _no_example(node, "it writes into a tensor that was made before a state is read")
+        state: Tensor = evaluate(self.offsets.gm, target, missing, self.env, self.sizes, instead=self.instead)
+        return state
 
 
 class _Lockstep:
@@ -333,11 +355,13 @@ class _Lockstep:
         self.matched: set[Node] = set()
         starts = [sum(pieces[:place]) for place in range(len(pieces))]
         self.whole = self._begin(text, 0, sum(pieces))
-        self.parts = [self._begin(text, seen, length) for seen, length in zip(starts, pieces, strict=True)]
+        self.parts: list[_Run] = []
+        for seen, length in zip(starts, pieces, strict=True):
+            self.parts.append(self._begin(text, seen, length, *self.parts[-1:]))
 
-    def _begin(self, text: Mapping[Node, Tensor], seen: int, length: int) -> _Run:
+    def _begin(self, text: Mapping[Node, Tensor], seen: int, length: int, before: _Run | None = None) -> _Run:
         env = {node: self._part(node, value, seen, length) for node, value in text.items()}
-        return _Run(self.offsets, length, seen, env)
+        return _Run(self.offsets, length, seen, env, before)
 
     def _part(self, node: Node, value: Tensor, seen: int, length: int) -> Tensor:
         if not is_module_tensor(node):
@@ -388,10 +412,6 @@ class _Lockstep:
 
     def _call(self, node: Node) -> None:
         whole = self.whole.call(node)
-        if node.target is READ_STATE:
-            for place, run in enumerate(self.parts):
-                run.env[node] = self._state_before(place, node, {})
-            return
         shifted = self.offsets.shifted.get(node)
         if not shifted or not self._matches_with_shifted(node, whole, shifted):
             for run in self.parts:
@@ -409,39 +429,6 @@ class _Lockstep:
             for exact, part in filter(None, views):
                 if 0 not in part.stride():
                     part.copy_(exact)
-
-    def _state_before(self, place: int, read: Node, known: dict[tuple[int, Node], Tensor]) -> Tensor:
-        """What a piece reads: what the one before it writes, of which as much is run ahead as that needs.
-
-        Args:
-            known: values of earlier pieces, by piece and node.
-        """
-        (write,) = (node for node in self.offsets.writes if state_of(node) == state_of(read))
-        if place == 0:
-            return self.parts[0].call(read)
-        key = (place - 1, write)
-        if key not in known:
-            known[key] = self._ahead(place - 1, write, known)
-        return known[key]
-
-    def _ahead(self, place: int, write: Node, known: dict[tuple[int, Node], Tensor]) -> Tensor:
-        """The value of ``write`` in a piece that has not come there yet; the piece does not change."""
-        run, target = self.parts[place], write.args[0]
-        assert isinstance(target, Node)
-        scratch = _Run(self.offsets, run.length, run.seen, run.env)
-        needed = self.offsets.flow.needed([target], stop=scratch.env)
-        missing = [node for node in needed if node not in scratch.env and node.op != "placeholder"]
-        made: set[Node] = set()
-        for node in missing:
-            if not made.issuperset(mutated_inputs(node)):
-                raise _no_example(node, "it writes into a tensor that was made before a state is read")
-            if node.target is READ_STATE:
-                scratch.env[node] = self._state_before(place, node, known)
-            else:
-                scratch.call(node)
-            made.add(node)
-        state: Tensor = scratch.env[target]
-        return state
 
     def _matches_with_shifted(self, node: Node, whole: Any, shifted: Mapping[Node, Node]) -> bool:
         """Whether all pieces are right when positions go on from the tokens seen; else nothing has happened.
