@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.fx_utils import DataFlow, Dim, arguments_of, erase_dead_nodes, recorded, refuse, shape_of
 from kvpass.graphs.insert_nodes import emit_site
-from kvpass.graphs.verify.causal_mask import Band, mask_part, prove_causal
+from kvpass.graphs.verify.causal_mask import Band, MaskPart, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
@@ -84,7 +84,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
     if is_causal:
         raise refuse(node, "both attn_mask and is_causal=True are given")
     try:
-        part = mask_part(gm, flow, node, mask, call["query"])
+        part = MaskPart(gm, flow, mask, before=node, batch=q[0], tokens=q[2])
         key = (mask, q, tuple(part.calls))
         if key not in proofs:
             proofs[key] = prove_causal(part, heads)

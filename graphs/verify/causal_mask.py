@@ -9,7 +9,8 @@ section 3).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
+    dim_of,
     is_module_tensor,
     is_scalar,
     module_tensor,
@@ -29,21 +31,28 @@ from kvpass.graphs.fx_utils import (
 )
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,
+    MARGIN,
     EvaluationError,
     NotCausalError,
     NotEvaluatedError,
     SizeMap,
     concrete,
     evaluate,
-    example_lengths,
     example_sizes,
     numbers_of,
     stored_numbers,
 )
-from kvpass.graphs.verify.length_guards import most_tokens
+from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.torch_compat import FakeTensor
 
 _OFFSET = 5
+
+_MAX_EXAMPLE_TOKENS = 8192
+"""Longest example that is evaluated; a window that cannot be seen within it is not decided."""
+
+_FLOOR = 2048
+_MAX_FLOOR_ELEMENTS = 2**22
+"""The longest example has 2048 tokens even where no number asks for that, or fewer to have no more elements."""
 
 _COST_OF_LOGITS = 8
 """Cost of evaluating logits several times in float64, relative to a mask once."""
@@ -69,12 +78,6 @@ class Band:
     window: int | None
     slopes: tuple[float, ...] | None = None
 
-    def is_close(self, other: Band, tolerance: float) -> bool:
-        """Return whether two bands are equal up to rounding of the slopes."""
-        mine, theirs = self.slopes or (), other.slopes or ()
-        same = self.window == other.window and len(mine) == len(theirs)
-        return same and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(mine, theirs, strict=True))
-
 
 class MaskPart:
     """The nodes that make a mask, or logits, ready to run on examples.
@@ -97,8 +100,10 @@ class MaskPart:
     ) -> None:
         """Select the nodes that make ``result`` from inputs and ``given`` nodes, as of ``before``.
 
+        Args:
+            result: a mask, bool (True = attend) or additive, broadcastable to ``[B, H, T, T]``, or logits.
         Raises:
-            NotCausalError: it depends on a tensor of a module whose content cannot be read.
+            NotCausalError: its content cannot be read, or that of a tensor of a module that it depends on.
         """
         writes = [write for node in given for write in flow.writes_to(node, before=before)]
         sources = flow.sources([result, *writes], before=before, stop=given)
@@ -106,6 +111,8 @@ class MaskPart:
         self.batch, self.tokens = batch, tokens
         self.inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and node not in given]
         self.calls = [node for node in sources if node not in self.inputs and node not in given]
+        if not self.calls and not given:
+            raise NotCausalError(f"its mask is the input {self.name}, whose content is unknown. {_LEAVE_OUT}")
         self.tensors = {node: self._content(node) for node in self.inputs if is_module_tensor(node)}
         self.products = set(given)
         self.products.update(node for node in self.calls if not self.products.isdisjoint(value_inputs(node)))
@@ -124,25 +131,26 @@ class MaskPart:
         """Return the number of tokens when the token symbol is ``length``."""
         return int(concrete(self.tokens, self.sizes(length)))
 
-    def run(
-        self, length: int, start: int, given: Mapping[Node, Tensor] | None = None, odd: Node | None = None
-    ) -> Tensor:
-        """Return the result for positions ``start``, ``start + 1``...; ``odd`` is an input that gets other numbers.
+    def run(self, length: int, start: int, given: Mapping[Node, Tensor] | None = None) -> Tensor:
+        """Return the result for positions ``start``, ``start + 1``...
 
+        Args:
+            given: values of nodes, inputs among them.
         Raises:
             NotCausalError: it cannot be evaluated, or is no tensor.
         """
         sizes = self.sizes(length)
-        feeds = {node: self._feed(node, start, sizes, odd) for node in self.inputs if not is_scalar(node)}
+        values = {node: value.clone() for node, value in (given or {}).items()}
+        feeds = {node: self._feed(node, start, sizes) for node in self.inputs if not is_scalar(node)}
         try:
-            value = evaluate(self.gm, self.result, self.calls, {**feeds, **(given or {})}, sizes)
+            value = evaluate(self.gm, self.result, self.calls, {**feeds, **values}, sizes)
         except EvaluationError as error:
             raise NotEvaluatedError(f"its mask cannot be evaluated: {error}") from error
         if not isinstance(value, Tensor):
             raise NotCausalError(f"its mask is a {type(value).__name__}")
         return value
 
-    def _feed(self, node: Node, start: int, sizes: SizeMap, odd: Node | None) -> Tensor:
+    def _feed(self, node: Node, start: int, sizes: SizeMap) -> Tensor:
         if node in self.tensors:
             return self.tensors[node]
         value, shape = recorded(node), shape_of(node)
@@ -151,31 +159,53 @@ class MaskPart:
                 f"its mask depends on the input {node.name}, which is no row of positions. {_LEAVE_OUT}"
             )
         size = concrete(shape, sizes)
-        row = torch.arange(start, start + size[-1], device="cpu")
-        if node is odd:
-            row = torch.tensor(_ODD_ROW, device="cpu").repeat(size[-1] // len(_ODD_ROW) + 1)[: size[-1]]
-        return row.to(value).expand(size).contiguous()
+        return torch.arange(start, start + size[-1], device="cpu").to(value).expand(size).contiguous()
 
     def lengths(self) -> tuple[list[int], str | None]:
-        """Values for the token symbol to try, see :func:`example_lengths`."""
+        """Return values for the token symbol, by preference, and why a mask that fits them may still have a window.
+
+        A window is a number in the graph or the shape of a stored mask, so the longest example goes beyond the former
+        or to the end of the latter. It also tells positions from token ids: its row 0, 1, 2... holds every number that
+        the graph could compare an id with. The most tokens that the capture holds for come last: what can be evaluated
+        beyond them shows more.
+        """
+        if isinstance(self.tokens, int):  # such a capture is compared with another one, or refused in the end
+            return [self.tokens], None
+        least, shapes = EXAMPLE_LENGTHS[-1], [value.shape for value in self.tensors.values()]
+        reach = max(numbers_of(self.calls, self.products) | stored_numbers(self.tensors.values()), default=0)
+        needed = max(reach + MARGIN, least)
+        squares = (shape[-1] for shape in shapes if len(shape) > 1 and shape[-1] == shape[-2] > least)
+        stored = max(squares, default=0)
         planes = max(math.prod(concrete(shape_of(self.result) or (), self.sizes(1))), 1)
         planes *= _COST_OF_LOGITS if self.products else 1
-        most = most_tokens(self.gm, self.result, self.tokens)
-        numbers = numbers_of(self.calls, self.products) | stored_numbers(self.tensors.values())
-        return example_lengths(self.tokens, self.tensors.values(), numbers - {self.tokens}, planes, most)
+        floor = min(_FLOOR, math.isqrt(_MAX_FLOOR_ELEMENTS // planes))
+        tables = {size for shape in shapes for size in shape if size > least}
+        beyond = [max(needed, floor), *sorted(tables, reverse=True), needed]
+        longest = [stored] if stored and stored >= reach else beyond
+        sizes = [size for size in recorded(self.result).shape if isinstance(size, torch.SymInt)]
+        size = next((size for size in sizes if dim_of(size) == self.tokens), 0)
+        most = longest_length(self.gm, size, sys.maxsize)
+        longest += [most] if most is not None and most < min(longest) else []
+        if longest[0] > _MAX_EXAMPLE_TOKENS:
+            needs = f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens"
+            return [least], f"{needs}, more than {_MAX_EXAMPLE_TOKENS}"
+        return list(dict.fromkeys(length for length in longest if length <= longest[0])), None
 
-    def check_content(self, run: Callable[[Node | None], Tensor]) -> None:
+    def check_content(self, length: int, given: Mapping[Node, Tensor] | None = None) -> None:
         """Check that the result depends on an input only if it holds the tokens' positions.
 
         Args:
-            run: returns the result; the input passed to it holds no positions.
+            given: values of nodes, as for :meth:`run`.
         Raises:
             NotCausalError: the result depends on other content.
         """
         for node in self.inputs:
             if self.tokens == 1 or is_scalar(node) or node in self.tensors:
                 continue
-            if not torch.equal(run(None), run(node)) and not _holds_positions(node):
+            row = self._feed(node, 0, self.sizes(length))
+            odd = torch.tensor(_ODD_ROW, device="cpu").repeat(row.shape[-1])[: row.shape[-1]].to(row).expand_as(row)
+            same = torch.equal(self.run(length, 0, given), self.run(length, 0, {**(given or {}), node: odd}))
+            if not same and not _holds_positions(node):
                 raise NotCausalError(
                     f"its mask depends on what the input {node.name} holds, which is no row of positions when captured"
                 )
@@ -198,23 +228,6 @@ def starts_of(length: int) -> tuple[int, ...]:
     return (0,) if length > EXAMPLE_LENGTHS[-1] else (0, _OFFSET)
 
 
-def mask_part(gm: GraphModule, flow: DataFlow, site: Node, mask: Node, q: Node) -> MaskPart:
-    """Return the part that makes the mask of an attention call.
-
-    Args:
-        flow: data flow of ``gm``. site: the attention call. mask: its mask, bool (True = attend) or additive,
-            broadcastable to ``[B, H, T, T]``. q: its queries, ``[B, H, T, D]``.
-    Raises:
-        NotCausalError: its content cannot be read.
-    """
-    shape = shape_of(q)
-    assert shape is not None and len(shape) == 4
-    part = MaskPart(gm, flow, mask, before=site, batch=shape[0], tokens=shape[2])
-    if not part.calls:
-        raise NotCausalError(f"its mask is the input {mask.name}, whose content is unknown. {_LEAVE_OUT}")
-    return part
-
-
 def prove_causal(part: MaskPart, heads: int) -> Band:
     """Prove a mask causal and return what it does.
 
@@ -222,7 +235,7 @@ def prove_causal(part: MaskPart, heads: int) -> Band:
         NotCausalError: with the reason.
     """
     found, lengths = prove_band(part, part.run, heads, NEGLIGIBLE_LOGIT)
-    part.check_content(lambda odd: part.run(lengths[0], 0, odd=odd))
+    part.check_content(lengths[0])
     return found
 
 
@@ -248,12 +261,17 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
             attended = attended_of(value, floor)
             slopes.append((_slopes(value, attended, tokens, heads, rounding), max(2 * rounding, 1e-5)))
             check_band(attended, window, tokens, start, part.name)
-    first = Band(window, slopes[-1][0])
-    if not all(first.is_close(Band(window, other), tolerance) for other, tolerance in slopes):
+    found = slopes[-1][0]
+    if not all(_are_close(found or (), other or (), tolerance) for other, tolerance in slopes):
         raise NotCausalError(_BIAS)
     if undecided is not None:
         raise NotCausalError(undecided)
-    return first, [*short, longest]
+    return Band(window, found), [*short, longest]
+
+
+def _are_close(slopes: Sequence[float], others: Sequence[float], tolerance: float) -> bool:
+    pairs = zip(slopes, others, strict=False)
+    return len(slopes) == len(others) and all(math.isclose(a, b, rel_tol=tolerance) for a, b in pairs)
 
 
 def _longest(

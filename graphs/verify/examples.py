@@ -1,6 +1,6 @@
 """Run parts of a graph on examples: values for the symbols of a capture, inputs, and how many tokens are needed.
 
-An example must be long enough for every number in the graph to make a difference: ``example_lengths`` chooses for a
+An example must be long enough for every number in the graph to make a difference: ``MaskPart.lengths`` chooses for a
 mask, ``text_length`` for a whole graph.
 """
 
@@ -60,13 +60,8 @@ LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_im
 _MAX_TEXT_TOKENS = 4096
 """Longest example of a text; what a graph does only beyond is not seen."""
 
-MAX_EXAMPLE_TOKENS = 8192
-"""Longest example that is evaluated; a window that cannot be seen within it is not decided."""
-
-_MARGIN = 5
-_FLOOR = 2048
-_MAX_FLOOR_ELEMENTS = 2**22
-"""The longest example has 2048 tokens even where no number asks for that, or fewer to have no more elements."""
+MARGIN = 5
+"""By how many tokens an example goes beyond a number."""
 
 _LARGEST_NUMBER = 1e9
 """Numbers from here on hide entries, they are no windows."""
@@ -361,39 +356,6 @@ def stored_numbers(tensors: Iterable[Tensor]) -> set[int]:
     return windows_of(found)
 
 
-def example_lengths(
-    tokens: Dim, tensors: Collection[Tensor], numbers: Collection[int], planes: int, most: float = math.inf
-) -> tuple[list[int], str | None]:
-    """Values for the token symbol, of which the first that can be evaluated decides the window of a mask.
-
-    A window is a number in the graph or the shape of a stored mask, so the longest example goes beyond the former or to
-    the end of the latter. It also tells positions from token ids: its row 0, 1, 2... holds every number that the graph
-    could compare an id with.
-
-    Args:
-        tensors: what the graph reads from modules. numbers: what it may compare positions with.
-        planes: elements of the result per pair of tokens. most: tokens that the capture holds for, tried last: what can
-            be evaluated beyond them shows more.
-    Returns:
-        the lengths by preference, and why a mask that fits may still have a window, if it may.
-    """
-    if isinstance(tokens, int):  # such a capture is compared with another one, or refused in the end
-        return [tokens], None
-    reach = max(numbers, default=0)
-    needed = max(reach + _MARGIN, EXAMPLE_LENGTHS[-1])
-    shapes = [value.shape for value in tensors if value.ndim >= 2]
-    stored = max((shape[-1] for shape in shapes if shape[-1] == shape[-2] > 1), default=0)
-    stored = stored if stored > EXAMPLE_LENGTHS[-1] else 0
-    floor = min(_FLOOR, math.isqrt(_MAX_FLOOR_ELEMENTS // planes))
-    tables = {size for value in tensors for size in value.shape if size > EXAMPLE_LENGTHS[-1]}
-    longest = [stored] if stored and stored >= reach else [max(needed, floor), *sorted(tables, reverse=True), needed]
-    longest += [int(most)] if most < min(longest) else []
-    if longest[0] > MAX_EXAMPLE_TOKENS:
-        needs = f"deciding whether its mask has a sliding window needs an example of {longest[0]} tokens"
-        return [EXAMPLE_LENGTHS[-1]], f"{needs}, more than {MAX_EXAMPLE_TOKENS}"
-    return list(dict.fromkeys(length for length in longest if length <= longest[0])), None
-
-
 def text_length(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> int:
     """Tokens of an example beyond every number that positions or lengths are held against; 0 without such a number."""
     contents = (module_tensor(gm, node) for node in live if is_module_tensor(node))
@@ -402,7 +364,7 @@ def text_length(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> int:
     numbers |= windows_of(number for node in live for number in numbers_in(recorded(node), symbols_of([tokens])))
     fractions = [abs(value) for value in literals_of(calls, floats=True) if 1 / _MAX_TEXT_TOKENS < abs(value) < 1]
     numbers |= windows_of(number / fraction for fraction in fractions for number in numbers)
-    return max((number + _MARGIN for number in numbers if number < _MAX_TEXT_TOKENS), default=0)
+    return max((number + MARGIN for number in numbers if number < _MAX_TEXT_TOKENS), default=0)
 
 
 def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[Node]]:

@@ -7,16 +7,14 @@ the end of a table of positions, is allowed: decoding ends there.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from kvpass.graphs.fx_utils import Dim, dim_of, recorded, shape_of, symbols_of
+from kvpass.graphs.fx_utils import dim_of, shape_of, symbols_of
 from kvpass.torch_compat import ShapeGuard, int_oo
 
 _SHORT = range(2, 130)
@@ -74,17 +72,6 @@ def fixed_length(length: int, guards: Sequence[ShapeGuard]) -> ValueError:
 def _line_of(guard: ShapeGuard) -> str:
     """Return the line of code that a guard comes from; "" if not recorded."""
     return guard.sloc.maybe_user_loc or ""
-
-
-def most_tokens(gm: GraphModule, node: Node, tokens: Dim) -> float:
-    """Like :func:`longest_length` for any ``shortest``; infinite when the capture holds for any number.
-
-    Args:
-        node: a node whose tensor has a token axis.
-    """
-    sizes = [size for size in recorded(node).shape if isinstance(size, torch.SymInt) and dim_of(size) == tokens]
-    longest = longest_length(gm, sizes[0], sys.maxsize) if sizes else None
-    return math.inf if longest is None else longest
 
 
 def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | None, sympy.Basic]:

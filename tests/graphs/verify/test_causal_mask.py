@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
-from kvpass.graphs.fx_utils import DataFlow
-from kvpass.graphs.verify.causal_mask import band, mask_part, prove_causal
+from kvpass.graphs.fx_utils import DataFlow, shape_of
+from kvpass.graphs.verify.causal_mask import MaskPart, band, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
 
 HEADS, TOKENS, DIM = 2, 11, 4
@@ -200,7 +200,9 @@ def decide_masks(
         for node in gm.graph.nodes:
             if is_raw_attention(node):
                 try:
-                    decided.append(prove_causal(mask_part(gm, flow, node, node.args[3], node.args[0]), HEADS).window)
+                    batch, _, tokens, _ = shape_of(node.args[0])
+                    part = MaskPart(gm, flow, node.args[3], before=node, batch=batch, tokens=tokens)
+                    decided.append(prove_causal(part, HEADS).window)
                 except NotCausalError as error:
                     decided.append(str(error))
         return gm.forward
