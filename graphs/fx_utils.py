@@ -18,6 +18,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.operator_schemas import normalize_function
 
@@ -144,10 +145,7 @@ def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
 
 def symbols_in(node: Node) -> set[sympy.Symbol]:
     """Return the symbols that a node's numbers depend on; sizes of tensors do not count."""
-    value = recorded(node) if is_scalar(node) else ()
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    symbolic = (part for part in parts if isinstance(part, (torch.SymInt, torch.SymFloat, torch.SymBool)))
-    return {symbol for part in symbolic for symbol in part.node.expr.free_symbols}
+    return set(free_symbols(recorded(node))) if is_scalar(node) else set()
 
 
 def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:

@@ -108,21 +108,20 @@ def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMo
     for node, value in zip(placeholders(gm), inputs, strict=True):
         if isinstance(value, int) and isinstance(recorded(node), torch.SymInt):
             node.replace_all_uses_with(value)  # type: ignore[arg-type]
-    return record_values(gm, inputs, mode)
+    record_values(gm, inputs, mode)
+    return sum(node.op.startswith("call_") for node in gm.graph.nodes)
 
 
-def record_values(gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
-    """Record the values that fake inputs give; returns how many calls were recorded."""
-    recorder = _Recorder(gm, mode)
+def record_values(gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> None:
+    """Record the values that fake inputs give."""
     with mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo records: else polar fixes the number of rows
-        recorder.run(*inputs)
-    return recorder.calls
+        _Recorder(gm, mode).run(*inputs)
 
 
 class _Recorder(Interpreter):
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(gm)
-        self.mode, self.calls, self.extra_traceback = mode, 0, False
+        self.mode, self.extra_traceback = mode, False
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
@@ -130,5 +129,4 @@ class _Recorder(Interpreter):
             value = self.mode.from_tensor(value)
         if n.op != "output":
             n.meta["example_value"] = value
-        self.calls += n.op.startswith("call_")
         return value

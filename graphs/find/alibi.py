@@ -18,8 +18,10 @@ marked as :mod:`~kvpass.graphs.verify.offset_positions` reads it, so it goes on 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from kvpass.graphs.canonical import SLOPES, find_sites
 from kvpass.graphs.fx_utils import recorded, refuse
@@ -44,30 +46,17 @@ def fold_alibi_pass(gm: GraphModule) -> int:
             raise refuse(site.node, "a bias that grows with the position (ALiBi) beside soft-capping cannot be folded")
         key = recorded(site.k)
         with gm.graph.inserting_before(site.node), key.fake_mode:
-            tokens = insert_method(gm, "size", site.k, 2)
-            order = insert_function(gm, site.node, torch.arange, tokens, device=key.device)
-            low = insert_function(gm, site.node, torch.remainder, order, _STEP)
-            high = insert_function(gm, site.node, torch.sub, order, low)
+            insert = partial(insert_function, gm, site.node)
+            order = insert(torch.arange, insert_method(gm, "size", site.k, 2), device=key.device)
+            low = insert(torch.remainder, order, _STEP)
+            high = insert(torch.sub, order, low)
             for part in (low, high):
                 part.meta[MARK] = (0,)
-            columns = insert_function(gm, site.node, torch.stack, [high, low], -1)
-            ramp = insert_function(
-                gm,
-                site.node,
-                torch.tensor,
-                [slope / site.scale for slope in slopes],
-                dtype=key.dtype,
-                device=key.device,
-            )
-            q = _widened(gm, site.node, site.q, insert_method(gm, "view", ramp, -1, 1, 1))
-            k = _widened(gm, site.node, site.k, insert_method(gm, "to", columns, key.dtype))
-        site.node.update_arg(0, q)
-        site.node.update_arg(1, k)
+            ramp = insert(torch.tensor, [slope / site.scale for slope in slopes], dtype=key.dtype, device=key.device)
+            of_queries = insert_method(gm, "view", ramp, -1, 1, 1)
+            of_keys = insert_method(gm, "to", insert(torch.stack, [high, low], -1), key.dtype)
+            for place, rows, columns in ((0, site.q, of_queries), (1, site.k, of_keys)):
+                zeros = insert(torch.zeros_like, insert_method(gm, "narrow", rows, -1, 0, 2))  # columns are broadcast
+                site.node.update_arg(place, insert(torch.cat, [rows, insert(torch.add, zeros, columns)], -1))
         changed += 1
     return changed
-
-
-def _widened(gm: GraphModule, site: Node, rows: Node, columns: Node) -> Node:
-    """Append two columns to ``rows``; ``columns`` is broadcast to the other axes."""
-    shape = insert_function(gm, site, torch.zeros_like, insert_method(gm, "narrow", rows, -1, 0, 2))
-    return insert_function(gm, site, torch.cat, [rows, insert_function(gm, site, torch.add, shape, columns)], -1)
