@@ -308,6 +308,22 @@ def reached(targets: Iterable[Node], inputs: Callable[[Node], Iterable[Node]]) -
     return found
 
 
+def made_of(nodes: Iterable[Node], is_source: Callable[[Node], bool]) -> set[Node]:
+    """Return those of the nodes, in execution order, that are a source or whose elements come from one."""
+    found: set[Node] = set()
+    for node in nodes:
+        if is_source(node) or not found.isdisjoint(value_inputs(node)):
+            found.add(node)
+    return found
+
+
+def through(node: Node, names: Collection[str]) -> Node:
+    """Return the node before all calls of these names, which read one tensor."""
+    while node.op in ("call_method", "call_function") and target_name(node) in names:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def storage_of(node: Node) -> object:
     """Return a key of the storage of a node's tensor; views share it. Unknown tensors have their own."""
     value = recorded(node)

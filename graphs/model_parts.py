@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from kvpass.graphs.fx_utils import is_module_tensor, is_scalar, reached, shape_of, target_name
+from kvpass.graphs.fx_utils import is_module_tensor, is_scalar, reached, shape_of, target_name, through
 
 _RESHAPES = ("view", "reshape", "flatten", "_unsafe_view", "unflatten")
 _COPIES = ("contiguous", "clone")
@@ -74,7 +74,7 @@ def _is_gated(product: Node, x: Node) -> bool:
     if target_name(product) not in ("mul", "mul_") or shape_of(product) != shape_of(x):
         return False
     factors = (factor for factor in product.args if factor is not x and isinstance(factor, Node))
-    return any(target_name(_through(gate, (*_RESHAPES, *_COPIES, "to", "type_as"))) in _GATES for gate in factors)
+    return any(target_name(through(gate, (*_RESHAPES, *_COPIES, "to", "type_as"))) in _GATES for gate in factors)
 
 
 def _swaps_heads_and_tokens(call: Node) -> bool:
@@ -113,10 +113,3 @@ def attention_input(q: Node, k: Node, v: Node) -> Node | None:
             return None
         found |= read
     return found.pop() if len(found) == 1 else None
-
-
-def _through(node: Node, names: tuple[str, ...]) -> Node:
-    """Return the node before all calls of these names."""
-    while node.op.startswith("call_") and target_name(node) in names:
-        node = node.all_input_nodes[0]
-    return node

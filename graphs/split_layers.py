@@ -245,19 +245,15 @@ def _logits(gm: GraphModule) -> Node:
 
 def _dependent(calls: Sequence[Node], inputs: Collection[Node]) -> set[Node]:
     """Return the inputs, and the calls whose elements or shapes depend on theirs."""
-    shared: dict[object, list[Node]] = defaultdict(list)
+    own, shared = set(calls), defaultdict[object, list[Node]](list)
     for node in calls:
         shared[storage_of(node)].append(node)
-    writes = [(node, storage_of(operand)) for node in calls for operand in mutated_inputs(node)]
-    found, before = set(inputs), 0
-    while len(found) > before:
-        before = len(found)
-        for node in calls:
-            if any(operand in found and not is_scalar(operand) for operand in node.all_input_nodes):
-                found.add(node)
-        for node, storage in writes:
-            found.update(shared[storage] if node in found else ())
-    return found
+
+    def dependents(node: Node) -> list[Node]:
+        written = [held for operand in mutated_inputs(node) for held in shared[storage_of(operand)]]
+        return [*written, *own.intersection(node.users)]
+
+    return reached(inputs, dependents)
 
 
 def _users(node: Node) -> Iterator[Node]:

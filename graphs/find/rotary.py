@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass.graphs.canonical import Site
-from kvpass.graphs.fx_utils import DataFlow, is_integral, is_module_tensor, is_scalar, recorded, shape_of, value_inputs
+from kvpass.graphs.fx_utils import DataFlow, is_integral, is_module_tensor, is_scalar, made_of, recorded, shape_of
 from kvpass.graphs.verify.examples import EvaluationError, concrete, evaluate, example_sizes
 
 _POSITIONS = (0, 1, 5, 40, 1000, 30000, 1000000)
@@ -57,7 +57,8 @@ def _found(q: Node) -> Node | None:
     if gm is None or batch is None or tokens is None or not isinstance(dim, int) or dim % 2:
         return None
     flow = DataFlow(gm)
-    layers = {node for node in _made_of_matrices(flow.nodes) if len(shape_of(node) or (0,) * 4) != 4}  # no queries yet
+    of_matrices = made_of(flow.nodes, lambda node: is_module_tensor(node) and len(shape_of(node) or ()) > 1)
+    layers = {node for node in of_matrices if len(shape_of(node) or (0,) * 4) != 4}  # no queries yet
     sources = flow.sources([q], stop=layers)
     given = layers & {*sources}
     inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and not is_scalar(node)]
@@ -92,13 +93,3 @@ def _found(q: Node) -> Node | None:
     turned = first * angles.cos() + torch.cat([-first[..., half:], first[..., :half]], -1) * angles.sin()
     tolerance = max(_TOLERANCE, 8 * torch.finfo(made.dtype).eps) * float(first.abs().max())
     return found[0] if torch.allclose(made.double(), turned, rtol=0.0, atol=tolerance) else None
-
-
-def _made_of_matrices(nodes: Sequence[Node]) -> set[Node]:
-    """Return nodes, in execution order, that are made of a tensor of the model with two axes or more."""
-    found: set[Node] = set()
-    for node in nodes:
-        is_matrix = is_module_tensor(node) and len(shape_of(node) or ()) > 1
-        if is_matrix or not found.isdisjoint(value_inputs(node)):
-            found.add(node)
-    return found

@@ -24,10 +24,10 @@ from kvpass.graphs.fx_utils import (
     dim_of,
     is_module_tensor,
     is_scalar,
+    made_of,
     module_tensor,
     recorded,
     shape_of,
-    value_inputs,
 )
 from kvpass.graphs.verify.examples import (
     EXAMPLE_LENGTHS,
@@ -114,8 +114,7 @@ class MaskPart:
         if not self.calls and not given:
             raise NotCausalError(f"its mask is the input {self.name}, whose content is unknown. {_LEAVE_OUT}")
         self.tensors = {node: self._content(node) for node in self.inputs if is_module_tensor(node)}
-        self.products = set(given)
-        self.products.update(node for node in self.calls if not self.products.isdisjoint(value_inputs(node)))
+        self.products = made_of([*given, *self.calls], given.__contains__)
 
     def _content(self, node: Node) -> Tensor:
         value = module_tensor(self.gm, node)

@@ -25,6 +25,7 @@ from kvpass.graphs.fx_utils import (
     is_module_tensor,
     is_scalar,
     literals_of,
+    made_of,
     module_tensor,
     numbers_in,
     recorded,
@@ -237,15 +238,7 @@ def stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
 
 def input_dependent_nodes(live: Sequence[Node]) -> set[Node]:
     """Nodes whose elements come from the inputs of the decoder."""
-    dependent: set[Node] = set()
-    for node in live:
-        if node.op == "placeholder":
-            inside = not is_module_tensor(node)
-        else:
-            inside = any(operand in dependent for operand in value_inputs(node))
-        if inside:
-            dependent.add(node)
-    return dependent
+    return made_of(live, lambda node: node.op == "placeholder" and not is_module_tensor(node))
 
 
 def text_inputs(

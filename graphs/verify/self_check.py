@@ -376,11 +376,13 @@ class _Lockstep:
         Raises:
             _DiffersError: with the first call that gives a piece something else.
         """
-        output = self.offsets.gm.graph.output_node()
+        shifted, live = self.offsets.shifted, [node for node in self.offsets.live if node.op != "placeholder"]
+        operands = {node: [*node.all_input_nodes, *shifted.get(node, {}).values()] for node in live}
+        last_user = {operand: node for node in live for operand in operands[node]}
         with torch.no_grad(), LookupsInRange():
-            for node, done in self._order():
-                if node is output:
-                    self._check_output(output)
+            for node in live:
+                if node.op == "output":
+                    self._check_output(node)
                     return
                 if node.target is SITE:
                     self._check(node.args[:3])
@@ -388,19 +390,9 @@ class _Lockstep:
                     self._call_inserted(node)
                 elif node not in self.whole.env:
                     self._call(node)
-                for run in (self.whole, *self.parts):
-                    for operand in done:
+                for operand in operands[node]:
+                    for run in (self.whole, *self.parts) if last_user[operand] is node else ():
                         run.env.pop(operand, None)
-
-    def _order(self) -> Iterable[tuple[Node, list[Node]]]:
-        """Nodes in execution order, each with those that nothing needs afterwards."""
-        last: dict[Node, Node] = {}
-        for node in self.offsets.live:
-            last.update(dict.fromkeys([*node.all_input_nodes, *self.offsets.shifted.get(node, {}).values()], node))
-        done: dict[Node, list[Node]] = {}
-        for operand, node in last.items():
-            done.setdefault(node, []).append(operand)
-        return ((node, done.get(node, [])) for node in self.offsets.live if node.op != "placeholder")
 
     def _call_inserted(self, node: Node) -> None:
         """Where a table has no such row, there is no value, and nothing that is made of it."""

@@ -32,6 +32,7 @@ from kvpass.graphs.fx_utils import (
     source_of,
     symbols_of,
     target_name,
+    through,
     value_inputs,
 )
 from kvpass.graphs.verify.examples import (
@@ -94,7 +95,7 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
         table, index, wraps = _lookup(node)
         if table is None or index is None:
             continue
-        index, (rows, *_) = _origin(index), shape_of(table) or (None,)
+        index, (rows, *_) = through(index, _SAME_VALUES), shape_of(table) or (None,)
         if index in inputs and isinstance(rows, int):
             name = getattr(source_of(index), "local_name", index.name)
             found.add(InputLookup(inputs.index(index), name, -rows if wraps else 0, rows, module_path_of(node)))
@@ -116,16 +117,6 @@ def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
     if not nodes or shape_of(table) is None or shape_of(index) is None or recorded(index).dtype not in _INDICES:
         return None, None, False
     return table, index, name == "getitem"
-
-
-def _origin(index: Node) -> Node:
-    """Return the input that an index is a view of, or the index itself."""
-    while index.op in ("call_method", "call_function") and target_name(index) in _SAME_VALUES:
-        operand = index.args[0]
-        if not isinstance(operand, Node):
-            break
-        index = operand
-    return index
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
