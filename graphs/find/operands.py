@@ -126,23 +126,15 @@ def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]],
         operands = list(operands[0])
     if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return None
-    inputs, out = equation.replace(" ", "").split("->")
-    spare = [letter for letter in "ZYXWVU" if letter not in inputs]
-    rests, texts = [], []
-    for operand, text in zip(operands, inputs.split(","), strict=True):
-        shape = shape_of(operand) if isinstance(operand, Node) else None
-        if shape is None:
-            return None
-        rest = "".join(spare[: len(shape) - len(text.replace("...", ""))]) if "..." in text else ""
-        rests.append(rest)
-        texts.append(text.replace("...", rest))
-        if len(texts[-1]) != len(shape):
-            return None
-    if rests[0] != rests[1]:
-        return None
     first, second = operands
-    assert isinstance(first, Node) and isinstance(second, Node)
-    return (first, list(texts[0])), (second, list(texts[1])), list(out.replace("...", rests[0]))
+    if not isinstance(first, Node) or not isinstance(second, Node):
+        return None
+    inputs, out = equation.replace(" ", "").split("->")
+    texts, ndims = inputs.split(","), [len(shape_of(operand) or ()) for operand in (first, second)]
+    spare = "".join(letter for letter in "ZYXWVU" if letter not in inputs)
+    rests = [spare[: ndim - len(text) + 3] if "..." in text else "" for text, ndim in zip(texts, ndims, strict=True)]
+    a, b, result = (list(text.replace("...", rests[0])) for text in (*texts, out))
+    return ((first, a), (second, b), result) if rests[0] == rests[1] and [len(a), len(b)] == ndims else None
 
 
 def insert_heads(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> tuple[Node, Node, Node]:
