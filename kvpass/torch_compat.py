@@ -97,15 +97,21 @@ def modes_are_active() -> bool:
     return bool(_len_torch_function_stack() or _len_torch_dispatch_stack())
 
 
+def changed_objects() -> Iterator[tuple[VariableTracker, Mapping[str, VariableTracker]]]:
+    """Yield what the traced call changes and did not make, with the attributes that it stores there. In the trace."""
+    translator = getattr(dynamo_thread_locals, "current_tx", None)
+    if translator is None:
+        return
+    effects = translator.output.side_effects
+    for variable in list(effects.id_to_variable.values()):
+        made_in_call = isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
+        if effects.is_modified(variable) and not made_in_call:
+            yield variable, effects.store_attr_mutations.get(variable, {})
+
+
 def traced_effects() -> bool:
     """Whether the traced call leaves objects changed that it did not make. To be called in the trace."""
-    effects = dynamo_thread_locals.current_tx.output.side_effects
-    return any(
-        effects.is_modified(variable)
-        and not isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
-        and not _restores(variable, effects.store_attr_mutations.get(variable, {}))
-        for variable in effects.id_to_variable.values()
-    )
+    return any(not _restores(variable, stored) for variable, stored in changed_objects())
 
 
 def _restores(variable: VariableTracker, stored: Mapping[str, VariableTracker]) -> bool:

@@ -8,6 +8,7 @@ rolled back when a call raises or continues from another cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -37,7 +38,7 @@ from kvpass.torch_compat import (
     SymNodeVariable,
     TensorVariable,
     VariableTracker,
-    dynamo_thread_locals,
+    changed_objects,
 )
 
 
@@ -83,18 +84,13 @@ def check_own_state_pass(gm: GraphModule) -> int:
 
 def _replaced() -> Iterator[tuple[str, Node]]:
     """Yield the attributes that the traced call assigns tensors or sizes to, with their nodes."""
-    translator = getattr(dynamo_thread_locals, "current_tx", None)
-    if translator is None:
-        return
-    effects = translator.output.side_effects
-    for variable in list(effects.id_to_variable.values()):
-        source = variable.source
+    for variable, attributes in changed_objects():
+        source: Any = variable.source
         root = source.get_base() if isinstance(source, ChainedSource) else source
-        if not isinstance(root, LocalSource | GlobalSource) or not effects.is_modified(variable):
-            continue  # made by the call itself
-        base = source.name
-        stored = {f"{base}.{name}": value for name, value in effects.store_attr_mutations.get(variable, {}).items()}
-        for place, value in (stored or {base: variable}).items():
+        if not isinstance(root, LocalSource | GlobalSource):
+            continue
+        stored = {f"{source.name}.{name}": value for name, value in attributes.items()}
+        for place, value in (stored or {source.name: variable}).items():
             found: list[VariableTracker] = []
             VariableTracker.visit(found.append, value)
             parts = (part for part in found if isinstance(part, TensorVariable | SymNodeVariable))
