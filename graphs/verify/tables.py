@@ -92,20 +92,18 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
     inputs = placeholders(gm)
     found = set()
     for node in gm.graph.nodes:
-        table, index, wraps = _lookup(node)
-        if table is None or index is None:
+        if (lookup := _lookup(node)) is None:
             continue
-        index, (rows, *_) = through(index, _SAME_VALUES), shape_of(table) or (None,)
+        (rows, *_), index = shape_of(lookup[0]) or (None,), through(lookup[1], _SAME_VALUES)
         if index in inputs and isinstance(rows, int):
             name = getattr(source_of(index), "local_name", index.name)
-            found.add(InputLookup(inputs.index(index), name, -rows if wraps else 0, rows, module_path_of(node)))
+            lowest = -rows if target_name(node) == "getitem" else 0
+            found.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
     return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
 
 
-def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
-    """Return table and index of a lookup, and whether negative numbers count from the end."""
-    table: Any = None
-    index: Any = None
+def _lookup(node: Node) -> tuple[Node, Node] | None:
+    """Return table and index of a lookup."""
     name, args = target_name(node), node.args
     if node.target is embedding and len(args) >= 2:
         index, table = args[:2]
@@ -113,10 +111,11 @@ def _lookup(node: Node) -> tuple[Node | None, Node | None, bool]:
         table, _, index = args
     elif name == "getitem" and len(args) == 2:
         table, index = args
-    nodes = isinstance(table, Node) and isinstance(index, Node)
-    if not nodes or shape_of(table) is None or shape_of(index) is None or recorded(index).dtype not in _INDICES:
-        return None, None, False
-    return table, index, name == "getitem"
+    else:
+        return None
+    if not isinstance(table, Node) or not isinstance(index, Node) or shape_of(table) is None:
+        return None
+    return (table, index) if shape_of(index) is not None and recorded(index).dtype in _INDICES else None
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
