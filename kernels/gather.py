@@ -90,19 +90,14 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
         int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
 
     Raises:
-        ValueError: on the CPU, more selected entries than free slots. On CUDA this is a device-side assertion, noticed
-            at the next synchronisation.
+        RuntimeError: more selected entries than free slots; on CUDA a device-side assertion, noticed at the next
+            synchronisation.
     """
     winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
     is_free = owner == EMPTY
     turn = is_free.cumsum(1, dtype=torch.int32)
     total = winners[:, -1:]
-    fits = (total <= turn[:, -1:]).all()
-    if not fits.is_cpu:
-        torch._assert_async(fits, "more winners than free slots of the pool")
-    elif not fits:
-        row = int((total > turn[:, -1:]).int().argmax())
-        raise ValueError(f"row {row} has {int(total[row])} winners: its pool has {int(turn[row, -1])} free slots")
+    torch._assert_async((total <= turn[:, -1:]).all(), "more winners than free slots of the pool")
     # the j-th selected entry is where the running count first reaches j
     source = torch.searchsorted(winners, turn, out_int32=True)
     return torch.where(is_free & (turn <= total), source, EMPTY)

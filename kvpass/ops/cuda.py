@@ -200,8 +200,7 @@ class SiteStatistics:
     def _over(self, window: int, spread: bool = False) -> tuple[Tensor, ...]:
         from kvpass.kernels.window_statistics import window_statistics
 
-        found = window_statistics(self.call, self.first, self.lse, window, variance=spread, entropy=spread)
-        return tuple(x for x in (found.mean, found.variance, found.entropy) if x is not None)
+        return window_statistics(self.call, self.first, self.lse, window, spread=spread)
 
     @cached_property
     def last_row(self) -> Tensor:
