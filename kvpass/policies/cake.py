@@ -12,7 +12,7 @@ from kvpass.config import Budget, BudgetLike
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
 from kvpass.policies.layer_splits import CakeLayers, LayerSplit, zero_unseen_layers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -104,7 +104,6 @@ class Cake(Policy):
         super().__post_init__()
         self.layers()  # raises if a temperature is missing
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         # Variance first: on CUDA one pass over the keys then gives the mean too.
         variance, mean = obs.variance[..., : obs.evictable], obs.mean[..., : obs.evictable]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,18 +14,6 @@ from kvpass.ranks import ONE_PROCESS, Ranks
 _ROW_BLOCK = 512
 _PROJECTED_ELEMENTS = 1 << 22
 """Elements of projected values that exist at a time."""
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def takes_padding(function: _Function) -> _Function:
-    """Mark a function of an :class:`Observation` that is right for rows of different :attr:`Observation.padding`.
-
-    In real columns it gives what it gives of the row without its padding. All statistics and the scores of the layer
-    are zero in padding; whatever it gives there is not read. If all functions of a policy are marked, rows of different
-    padding are judged together on CUDA, else one after the other.
-    """
-    function.takes_padding = True  # type: ignore[attr-defined]
-    return function
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -57,7 +44,7 @@ def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def projected_norms(values: Tensor, projection: Tensor, order: int) -> Tensor:
-    """Return the norm of ``W_h v`` of that order for each query head h, fp32 ``[B, H, N]``; not zero in padding.
+    """Return the norm of ``W_h v`` of that order for each query head h, fp32 ``[B, H, N]``.
 
     W_h are the columns of the output projection that read query head h. Products are made in blocks of tokens, in fp32;
     on CUDA in the dtype of the values.
@@ -101,8 +88,6 @@ class Observation:
         layer: index of the attention op among those that share a pool. num_layers: their number.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
         sinks: one extra logit per query head, ``[H]``, which is part of the softmax and then dropped.
-        padding: columns before the first token of each row, int64 ``[B]``; None: rows have equal length and no padding,
-            as all functions find it that are not marked by :func:`takes_padding`.
         summed: :attr:`column_sum`, if it was computed before.
         projection: weight of the output projection ``[hidden, H * Dv]``, given to policies that say
             ``reads_projection``; the columns from ``h * Dv`` on read query head h.
@@ -131,7 +116,6 @@ class Observation:
     num_layers: int
     softcap: float | None = None
     sinks: Tensor | None = None
-    padding: Tensor | None = None
     summed: Tensor | None = None
     projection: Tensor | None = None
     frequencies: Tensor | None = None
@@ -189,22 +173,8 @@ class Observation:
 
     @property
     def positions(self) -> Tensor:
-        """True positions, int64 ``[1, 1, N]``; with padding ``[B, 1, N]``, negative there."""
-        columns = torch.arange(self.length, device=self.keys.device)[None, None]
-        return columns if self.padding is None else columns - self.padding[:, None, None]
-
-    def real(self, x: Tensor, instead: float = 0.0) -> Tensor:
-        """Return a statistic ``[..., B, heads, n]`` of the first n columns, with another number in padding."""
-        return x if self.padding is None else torch.where(self._is_real[..., : x.shape[-1]], x, instead)
-
-    @cached_property
-    def _is_real(self) -> Tensor:
-        return self.positions >= 0
-
-    @property
-    def available(self) -> int | Tensor:
-        """M; with padding that of each row, int64 ``[B, 1, 1]``."""
-        return self.evictable if self.padding is None else (self.evictable - self.padding).clamp(min=0)[:, None, None]
+        """True positions, int64 ``[1, 1, N]``."""
+        return torch.arange(self.length, device=self.keys.device)[None, None]
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the rotary embedding at any positions ``[P]``: fp32 ``[P, D / 2]``, without a factor.
@@ -219,9 +189,9 @@ class Observation:
     def unrotated_queries(self, kv_head: int, first: int) -> Tensor:
         """Return queries of one KV head before RoPE, prompt rows from ``first`` on: fp32 ``[B, G, N - first, D]``.
 
-        They are turned back by their position in the row, which must have no padding: exact to the rounding of the
-        queries. A factor in the model's cos and sin (YaRN) stays in them, and a position of the first token other than
-        0 stays as a rotation; with RoPE applied again, both are as the model has them.
+        They are turned back by their position in the row: exact to the rounding of the queries. A factor in the
+        model's cos and sin (YaRN) stays in them, and a position of the first token other than 0 stays as a rotation;
+        with RoPE applied again, both are as the model has them.
 
         Raises:
             ValueError: rows before the R given queries are needed, or the frequencies are not given.
@@ -322,7 +292,7 @@ class Observation:
 
     @cached_property
     def projected_value_norm(self) -> Tensor:
-        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``; not zero in padding.
+        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``.
 
         See :func:`projected_norms`.
 

@@ -90,10 +90,6 @@ class TwoPolicies(Policy):
         return self.prompt.is_right_divided and self.decode.is_right_divided
 
     @property
-    def takes_padded_rows(self) -> bool:
-        return self.prompt.takes_padded_rows and self.decode.takes_padded_rows
-
-    @property
     def query_rows(self) -> int | None:
         prompt, decode = self.prompt.query_rows, self.decode.query_rows
         return None if prompt is None or decode is None else max(prompt, decode)

@@ -217,7 +217,6 @@ def test_plain_inputs_give_finite_scores_and_the_exact_budget(variant, parity, m
             seen.append(made(policy, *given))
             return seen[-1]
 
-        record.takes_padding = True
         monkeypatch.setattr(POLICIES[name], function, record)
     for length, window in ((1, 0), (2, 1), (3, 5), (20, 3)):
         for dtype in (torch.float32, torch.float16) if length == 20 else (torch.float32,):
