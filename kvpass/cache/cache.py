@@ -29,7 +29,7 @@ from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, sc
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
-from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout, PoolFacts
+from kvpass.config import Block, Budget, EntryFormat, Layout, PoolFacts
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
@@ -363,18 +363,6 @@ class CompressedCache(Cache):
             )
 
     @property
-    def geometry(self) -> Geometry:
-        """KV geometry of the layers that share the budget.
-
-        Raises:
-            ValueError: the cache is empty, or those layers have several geometries or none;
-                see ``full_layers``.
-        """
-        if len(self.full_layers) != 1:
-            raise ValueError(f"{self!r} has {len(self.full_layers)} KV geometries; ask each of cache.full_layers")
-        return self.full_layers[0].geometry
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the cache's storages: spare slots, tail capacity, rings, states, positions, ids, all tables."""
         if self.is_empty:
@@ -672,7 +660,7 @@ class CompressedCache(Cache):
         stores = enumerate(zip(layout.pools, metadata.stores, strict=True))
         cache.parts = [
             *(
-                FullAttentionLayers.restore(group, policy, part(f"store{i}_"), facts, cache.entry_format, ranks)
+                FullAttentionLayers(group, policy, ranks, cache.entry_format).holding(part(f"store{i}_"), facts)
                 for i, (group, facts) in stores
             ),
             *(SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -370,16 +371,15 @@ class FullAttentionLayers(CachePart):
         sizes[BUFFERS[name].row_dim] = self.rows
         return tensor.expand(sizes)
 
-    def holding(self, tensors: Mapping[str, Tensor], used: int) -> FullAttentionLayers:
-        """Return a store of the same layers with other entries.
+    def holding(self, tensors: Mapping[str, Tensor], facts: LayersFacts) -> FullAttentionLayers:
+        """Return a store of the same layers with the entries of these :attr:`saved`, one for each of ``saved_names``.
 
-        Args:
-            tensors: one for each name in ``saved_names``. used: tail slots in use.
+        Nothing is checked.
         """
         twin = copy.copy(self)
-        twin.used = used
         vars(twin).update(tensors)
-        twin.tail_used = torch.tensor(used, dtype=torch.int64, device=twin.offsets.device)
+        twin.used, twin._tail_bound = facts.used, facts.tail_bound
+        twin.tail_used = torch.tensor(facts.used, dtype=torch.int64, device=twin.offsets.device)
         twin._count_programs()
         return twin
 
@@ -405,7 +405,7 @@ class FullAttentionLayers(CachePart):
                 for x, each in zip(held, extra, strict=True)
             ]
             tensors[name] = torch.cat(wide, rows).index_select(rows, order)
-        return parts[0].holding(tensors, used)
+        return parts[0].holding(tensors, replace(parts[0].facts, used=used))
 
     def _moved(self, name: str, slots: int) -> Tensor:
         """Return a saved buffer after the entries of the tail moved by that many slots, where slots are in order."""
@@ -420,7 +420,7 @@ class FullAttentionLayers(CachePart):
 
     @property
     def facts(self) -> LayersFacts:
-        """What :meth:`restore` needs besides the tensors."""
+        """What :meth:`holding` needs besides the tensors."""
         return LayersFacts(used=self.used, tail_bound=self._tail_bound)
 
     @property
@@ -441,21 +441,6 @@ class FullAttentionLayers(CachePart):
         for name in self.tail_names:
             tensors[name] = tensors[name].masked_fill(dead if tensors[name].ndim == 4 else dead[..., None], 0)
         return tensors
-
-    @classmethod
-    def restore(
-        cls,
-        group: LayerGroup,
-        policy: Policy,
-        tensors: Mapping[str, Tensor],
-        facts: LayersFacts,
-        entry_format: EntryFormat,
-        ranks: Ranks = ONE_PROCESS,
-    ) -> FullAttentionLayers:
-        """Return the store of these :attr:`saved` and :attr:`facts`; nothing is checked."""
-        store = cls(group, policy, ranks, entry_format)
-        store._tail_bound = facts.tail_bound
-        return store.holding(tensors, facts.used)
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
