@@ -116,7 +116,7 @@ class TwoPolicies(Policy):
     # -- the prompt -------------------------------------------------------------------------------------------------
 
     def score(self, obs: Observation) -> Tensor:
-        return self.prompt.score(obs)
+        return self.prompt.checked_score(obs)
 
     def heads(self) -> HeadSplit:
         return self.prompt.heads()
