@@ -272,11 +272,7 @@ def append_entries(  # type: ignore[no-untyped-def]
 
 
 def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
-    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only.
-
-    Raises:
-        ValueError: names the first bad argument.
-    """
+    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
     key_dim, value_dim = call.q.shape[3], call.v.shape[3]
     check_dims(key_dim, value_dim)
     if in_parts(key_dim, value_dim) and held.tail_k_scale is not None:

@@ -126,14 +126,14 @@ def _call_attend(
     q, k, v, scale, softcap, sinks = call
     pool_k, pool_v, offsets, tail_k, tail_v = held.pool_k, held.pool_v, held.offsets, held.tail_k, held.tail_v
     scales = held.pool_k_scale, held.pool_v_scale, held.tail_k_scale, held.tail_v_scale
-    layers, slots = tail_k.shape[0], tail_k.shape[3]
+    layers, _, _, slots, width = tail_k.shape
     rotations: tuple[Tensor | None, Tensor | None] = (None, None)
     if tail_v.shape[-1] == 0:  # values are stored in keys
         pool_v, tail_v, value_row = pool_k, tail_k, q.shape[3]
         scales = (scales[0], scales[0], scales[2], scales[2])
     else:
         value_row = v.shape[3]
-    if tail_k.shape[-1] < q.shape[3]:  # rotated; then a part of a key is that of the whole key's output
+    if width < q.shape[3]:  # rotated; then a part of a key is that of the whole key's output
         v = k if tail_v is tail_k else v
         rotations = rotation_parts(q.shape[3], v.shape[3])
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
@@ -154,7 +154,6 @@ def _call_attend(
     )
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, start, sinks, out)
     pointers = (*tensors, *line, *rows_held, *scales, *rotations)
-    width = tail_k.shape[-1]
     codes = "" if scales[2] is None else CODE_TYPES[tail_k.dtype, width * 8 // key_dim]
     fault = attend_function(q.dtype, codes)(
         _ATTEND_CALL.pack(

@@ -120,9 +120,6 @@ def gather_winners(
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.
         layer: the layer of k and v.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     k, v, stats, start = candidates.k, candidates.v, candidates.stats, candidates.start
     pool_k, pool_v, slots, slot_stats = buffers[:4]
@@ -164,9 +161,6 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
 
     A few columns of all rows move at a time, through a scratch of about an eighth of the pool. Writes pool, slots,
     slot_stats and offsets.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     pool_k, pool_v, slots, slot_stats = buffers[:4]
     offsets = buffers.offsets

@@ -136,9 +136,6 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
     Returns:
         Output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``; natural log-sum-exp of each query's
         logits (the sink included) fp32 ``[B, H, T]``.
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     check_site(call.q, call.k, call.v, queries=1)
     check_dims(call.q.shape[3], call.v.shape[3])

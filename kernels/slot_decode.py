@@ -181,9 +181,6 @@ def attend_slots(
         lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A recorded
             entry has a pool.
         config: of the first launch; None: the pinned one.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, k, v, scale, softcap, sinks = call
     pool_k, _, offsets, tail_k, _, position, now = lines[:7]

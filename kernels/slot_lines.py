@@ -92,11 +92,7 @@ def _evict_lowest(  # type: ignore[no-untyped-def]
 
 
 def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """CUDA version of :func:`kvpass.ops.slots.evict_lowest`; all tensors are contiguous and on one device.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
-    """
+    """CUDA version of :func:`kvpass.ops.slots.evict_lowest`; all tensors are contiguous and on one device."""
     check_eviction(worth, position, quota)
     rows, kv_heads, width = position.shape
     keep = torch.empty_like(position, dtype=torch.int8)
@@ -183,9 +179,6 @@ def pool_in_order(
 
     All tensors are contiguous and on one device; attention is not negative, and storage_order differs for the entries
     of a line.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit.
     """
     check_order(attention, position, storage_order)
     rows, kv_heads, width = line = position.shape

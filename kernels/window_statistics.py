@@ -198,9 +198,6 @@ def window_statistics(
     Returns:
         fp32 ``[B, H, N]``, zero in padding columns: the mean of a over the window rows; with ``spread`` also the
         unbiased variance, zero for a single row, and the sum of ``-a ln(a + 1e-10)`` (CAKE, arXiv 2503.12491).
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     if window < 0:
         raise ValueError(f"window={window}: must be at least 0")
@@ -224,9 +221,6 @@ def column_sums(
 
     Args:
         rows: N or more: all rows. ``R >= min(rows, N)``. Other arguments as in :func:`window_statistics`.
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")
@@ -246,9 +240,6 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
     Args:
         values: ``[B, K, N, Dv]`` fp32, fp16 or bf16; any strides but a contiguous last dim. Dv up to 512.
         start: first real column of each row, int32 or int64 ``[B]``.
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     check_site(values, values, values, start)
     check_dims(1, values.shape[3])
