@@ -203,8 +203,8 @@ def score_layer(
     for rows, column in row_groups(start):
         window = min(policy.window, n - column)
         q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-        given = policy_inputs.of(layer, rows, column)._asdict()
-        alone = Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
+        asked = policy_inputs.of(layer, rows, column)
+        alone = Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, asked, ranks)
         obs = observed(alone, rows, column)
         write_first_rows(obs, policy)
         own = policy.checked_score(obs)
@@ -228,16 +228,17 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
     Raises:
         ValueError: layers of one KV shape have different numbers of query heads.
     """
-    if obs.rule_rows is None:
+    rows = obs.asked.rule_rows
+    if rows is None:
         return
-    rule, (kv_heads, group) = policy.decode_rule(), obs.rule_rows.shape[1:3]
+    rule, (kv_heads, group) = policy.decode_rule(), rows.shape[1:3]
     assert rule is not None
     if obs.group != group:
         raise ValueError(
             f"policy {policy.name!r}: layers of {kv_heads * obs.group} and of {kv_heads * group} query heads with KV "
             "heads of the same shape are not supported; take another policy"
         )
-    obs.rule_rows.copy_(rule.first_rows(obs))
+    rows.copy_(rule.first_rows(obs))
 
 
 def cascade_step(

@@ -70,7 +70,7 @@ class TriAttention(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         rule = self.decode_rule()
-        rows = rule.first_rows(obs) if obs.rule_rows is None else obs.rule_rows
+        rows = rule.first_rows(obs) if obs.asked.rule_rows is None else obs.asked.rule_rows
         tokens = torch.full((obs.keys.shape[0],), obs.length, device=obs.keys.device)
         return rule.worth(rows, obs.keys[:, :, : obs.evictable], tokens)
 
@@ -99,8 +99,6 @@ class Distances(DecodeRule):
 
     def first_rows(self, obs: Observation) -> Tensor:
         batch, kv_heads, group, dim = obs.keys.shape[0], obs.kv_heads, obs.group, obs.keys.shape[3]
-        if obs.frequencies is None:
-            raise ValueError("the frequencies of the rotary embedding are needed and not given")
         rows = obs.keys.new_zeros(batch, kv_heads, group, self.rows_per_head, dim, dtype=torch.float32)
         rows[..., FREQUENCIES, : dim // 2] = obs.frequencies
         if self.options.statistics is not None:

@@ -619,7 +619,7 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
         sites = [
             Observation(
                 *(q[i], k[i], v[i], 0.5, window, i, layers),
-                **{"projection": weight, "frequencies": turns, "replayed": most, "entries": entries},
+                asked=PolicyInputs(weight, turns, entries, replayed=most),
             )
             for i, (weight, turns, most) in enumerate(
                 zip(output_weights(q, v), rope_frequencies(q), attended(q, k), strict=True)
@@ -681,8 +681,7 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     q, k, v = (x[0].to("meta") for x in tensors(0, batch=2))
     entries = torch.empty(2, dtype=torch.int64, device="meta")
     weight, turns = output_weights(q[None], v[None])[0].to("meta"), rope_frequencies(q[None])[0].to("meta")
-    given = {"projection": weight, "frequencies": turns, "replayed": k[..., 0], "entries": entries}
-    obs = Observation(q, k, v, 0.5, 3, 1, 4, **given)
+    obs = Observation(q, k, v, 0.5, 3, 1, 4, asked=PolicyInputs(weight, turns, entries, replayed=k[..., 0]))
     weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
     scores = policy.checked_score(obs)
     assert scores.shape == (2, 2, 21)
