@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.cache.metadata import LayersFacts
+from kvpass.cache.metadata import LayersFacts, saved_names
 from kvpass.cache.part import CachePart
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import NO_FACTS, EntryFormat, LayerGroup, PoolFacts
@@ -25,7 +25,6 @@ from kvpass.operands import (
     AppendBuffers,
     EvictBuffers,
     PrefillBuffers,
-    saved_buffers,
     written_in,
 )
 from kvpass.ops import entry_formats
@@ -75,8 +74,6 @@ class FullAttentionLayers(CachePart):
     next_position: Tensor
     rule_rows: Tensor
 
-    kind = "store"
-
     def __init__(
         self, group: LayerGroup, policy: Policy, ranks: Ranks = ONE_PROCESS, entry_format: EntryFormat = "model"
     ) -> None:
@@ -102,12 +99,7 @@ class FullAttentionLayers(CachePart):
     @property
     def saved_names(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
-        return saved_buffers(
-            evicts=self.evicts,
-            rule_rows=self._rows_per_head,
-            entry_format=self.entry_format,
-            values_in_keys=self.geometry.values_in_keys,
-        )
+        return saved_names(self.policy, self.geometry, self.entry_format)
 
     @property
     def pool_names(self) -> list[str]:
@@ -483,18 +475,12 @@ class FullAttentionLayers(CachePart):
             last = torch.iinfo(torch.int64).max
             held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
             return torch.where(held == last, -1, held)
-        pool_lengths = self.pool_lengths
-        result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
-        heads = self.geometry.kv_heads
-        for row in range(lengths.shape[0]):
-            tail = torch.arange(int(self.tail_start[row]), self.used, device=result.device) + (seen[row] - self.used)
-            for head in range(self.geometry.layers * heads):
-                layer, kv_head = divmod(head, heads)
-                begin = int(self.offsets[row, head])
-                count = int(pool_lengths[row, layer, kv_head])
-                result[row, layer, kv_head, :count] = self.pool_positions[row, begin : begin + count]
-                result[row, layer, kv_head, count : count + tail.numel()] = tail
-        return result
+        line, in_pool = torch.arange(int(lengths.max()), device=lengths.device), self.pool_lengths[..., None]
+        slot = (self.offsets[:, :-1, None] + line).clamp(max=self.pool_positions.shape[1] - 1)
+        of_pool = self.pool_positions.gather(1, slot.flatten(1).long()).view(*lengths.shape, -1)
+        before = (seen - (self.used - self.tail_start))[:, None, None, None]  # positions that are not in the tail
+        of_tail = torch.where(line < lengths[..., None], line - in_pool + before, -1)
+        return torch.where(line < in_pool, of_pool, of_tail)
 
 
 def _without_spare_slots(prompt: PrefillBuffers) -> PrefillBuffers:
