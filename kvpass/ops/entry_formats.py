@@ -139,10 +139,8 @@ def quantise_buffer(
         quantise(floats, codes, scale)
 
 
-def centred(call: Attention, key_mean: Tensor | None, at: Any) -> Attention:
-    """Return an attention op whose new keys are less the mean of their heads ``key_mean[at]``, where there is one."""
-    if key_mean is None:
-        return call
+def centred(call: Attention, key_mean: Tensor, at: Any) -> Attention:
+    """Return an attention op whose new keys are less the mean of their heads ``key_mean[at]``."""
     return call._replace(k=(call.k - key_mean[at][:, :, None]).to(call.k.dtype))  # in fp32
 
 
