@@ -80,7 +80,7 @@ class Policy(ABC):
         if self.compact and (not self.needs_budget or self.decode_rule() is not None):
             does = "evicts while decoding" if self.needs_budget else "drops nothing"
             raise ValueError(f"compact=True with policy {self.name!r}: it {does}; take one that drops entries once")
-        if self.compares_layers:
+        if self.compares_layers:  # layers() raises where an option of a split is missing
             rule = self.decode_rule()
             if rule is not None and not rule.starts_at_scores:
                 raise ValueError(
@@ -120,7 +120,8 @@ class Policy(ABC):
     @property
     def is_right_divided(self) -> bool:
         """Whether it is right where several processes share the heads: ours are, others say so themselves."""
-        return type(self).__module__.startswith("kvpass.policies.") or bool(vars(type(self)).get("divisible"))
+        kinds = [type(part) for part in self.parts]
+        return all(kind.__module__.startswith("kvpass.policies.") or vars(kind).get("divisible") for kind in kinds)
 
     def heads(self) -> HeadSplit:
         """Return the head split."""

@@ -100,10 +100,6 @@ class Cake(Policy):
     indicator: Indicator = option("sum", check_literal, Indicator)
     evict_during_decode: bool = option(True, check_bool)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layers()  # raises if a temperature is missing
-
     def score(self, obs: Observation) -> Tensor:
         # Variance first: on CUDA one pass over the keys then gives the mean too.
         variance, mean = obs.variance[..., : obs.evictable], obs.mean[..., : obs.evictable]

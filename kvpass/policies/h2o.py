@@ -45,10 +45,6 @@ class H2O(Policy):
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
     evict_during_decode: bool = option(True, check_bool)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layers()  # raises if a temperature is missing
-
     def score(self, obs: Observation) -> Tensor:
         total = reduce_group(obs.column_sum[..., : obs.evictable], obs.kv_heads, self.group)
         return pool_scores(total, self.pool, self.kernel_size)

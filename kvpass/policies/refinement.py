@@ -28,23 +28,18 @@ class Refinable(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        layers = self.layers()
+        if self.critical and not isinstance(layers, UniformLayers):
+            raise ValueError(
+                f"critical=True with policy {self.name!r}: how much a head keeps must be known when its layer is "
+                f"scored, and {type(layers).__name__} divides the budget among layers later; take uniform layers"
+            )
         if self.critical:
-            check_refinable(self)
             object.__setattr__(self, "reads_projection", True)
 
     def checked_score(self, obs: Observation) -> Tensor:
         scores = super().checked_score(obs)
         return refine_scores(self, obs, scores) if self.critical else scores
-
-
-def check_refinable(policy: Policy) -> None:
-    """Raise unless what a head keeps is known when its layer is scored."""
-    layers = policy.layers()
-    if not isinstance(layers, UniformLayers):
-        raise ValueError(
-            f"critical=True with policy {policy.name!r}: how much a head keeps must be known when its layer is scored, "
-            f"and {type(layers).__name__} divides the budget among layers later; take uniform layers"
-        )
 
 
 def refine_scores(

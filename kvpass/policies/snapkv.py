@@ -59,10 +59,6 @@ class SnapKV(Refinable, WindowAttention):
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
     seed: int = option(0, check_int, 0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layers()  # raises if a temperature is missing
-
     def layers(self) -> LayerSplit:
         if self.layer_split == "cake":
             return cake_layers(self.tau1, self.tau2, self.parity)
