@@ -272,11 +272,7 @@ def append_entries(  # type: ignore[no-untyped-def]
 
 
 def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
-    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only.
-
-    Raises:
-        ValueError: names the first bad argument.
-    """
+    """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
     key_dim, value_dim = call.q.shape[3], call.v.shape[3]
     check_dims(key_dim, value_dim)
     if in_parts(key_dim, value_dim) and held.tail_k_scale is not None:
@@ -310,24 +306,18 @@ def codes_case(held: AppendBuffers | SlotCache, key_dim: int) -> str:
     return " codes" if held.tail_k.shape[-1] == key_dim else " levels"
 
 
-def row_strides(held: AppendBuffers) -> dict[str, int]:
-    """Return strides in entries: of the rows of the pool, of layers and of rows of the tails."""
-    row = held.tail_k.shape[-1]
-    return {
-        "stride_p": held.pool_k.stride(0) // row, "stride_tl": held.tail_k.stride(0) // row,
-        "stride_tb": held.tail_k.stride(1) // row,
-    }  # fmt: skip
-
-
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
     """Return the common arguments of the decode and the extend kernel."""
     q, k, v, scale, softcap, _ = call
     _, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
+    row = held.tail_k.shape[-1]  # strides of pool and tails are in entries
     return {
         "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim),
         "tail_start": held.tail_start, "tail_used": held.tail_used, "row_index": held.row_index,
-        **strides("bht", q=q, k=k, v=v), **row_strides(held), "scale": scale, "softcap": softcap, "layer": layer,
+        **strides("bht", q=q, k=k, v=v), "stride_p": held.pool_k.stride(0) // row,
+        "stride_tl": held.tail_k.stride(0) // row, "stride_tb": held.tail_k.stride(1) // row,
+        "scale": scale, "softcap": softcap, "layer": layer,
         "layers": held.tail_k.shape[0], "pool_rows": held.pool_k.shape[0], "slots": held.tail_k.shape[3],
         "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

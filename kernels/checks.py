@@ -18,8 +18,6 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
 
     Args:
         sizes: by the letters of the table. entry: dtype of keys and values.
-    Raises:
-        ValueError: as :func:`code_bits`.
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
     scales = [given.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
@@ -63,9 +61,6 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
     Args:
         device: where all tensors must be.
         strided: names of tensors of which only the last dim must be contiguous; all others must be contiguous.
-
-    Raises:
-        ValueError: names the tensor.
     """
     for name, (tensor, shape, dtype) in expected.items():
         if tensor.shape != tuple(shape) or tensor.dtype != dtype:
@@ -80,11 +75,7 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
-    """Raise if the query heads do not divide into equal groups, one per KV head.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise if the query heads do not divide into equal groups, one per KV head."""
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads: must be a multiple of the {kv_heads} KV heads")
 
@@ -105,8 +96,6 @@ def check_cache(
 
     Args:
         held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
-    Raises:
-        ValueError: names the first bad argument.
     """
     q, k, v, _, _, sinks = call
     tail_k, tail_v, pool_k = held["tail_k"], held["tail_v"], held["pool_k"]
@@ -147,11 +136,7 @@ def check_cache(
 
 
 def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
-    """Raise if a row of pool or tails is not packed, or keys, values and scales lie apart by other strides.
-
-    Raises:
-        ValueError: says so.
-    """
+    """Raise if a row of pool or tails is not packed, or keys, values and scales lie apart by other strides."""
     for side, at in (("pool", 0), ("tail", (0, 0))):
         keys, values = held[f"{side}_k"], held[f"{side}_v"]
         assert keys is not None and values is not None

@@ -102,39 +102,38 @@ def attend_function(dtype: torch.dtype, held: str = "") -> Callable[[bytes], int
     return cast("Callable[[bytes], int]", function)
 
 
-def call_attend(
+def _call_attend(
     call: Attention,
-    buffers: Sequence[Tensor | None],
-    sizes: tuple[int, int, int, int, int],
+    held: AppendBuffers | SlotCache,
+    layer: int,
+    used: int,
+    *,
+    start: Tensor | None = None,
     line: Sequence[Tensor | None] = (None,) * 3,
     line_sizes: tuple[int, int, int] = (0, 0, 0),
     rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
-    scales: Sequence[Tensor | None] = (None,) * 4,
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
     Args:
-        buffers: pool_k, pool_v, offsets, tail_k, tail_v, tail_start; None for those that do not exist. Values without
-            columns are the first columns of the keys.
-        sizes: entries of the pool, row stride of the offsets, slots of the tail, used slots, layer.
-        line: position, now and weights; for reused slots.
-        line_sizes: row and head stride of position, slots of a line.
+        used: slots of the tail. start: first of them, of each row.
+        line: position, now and weights; for reused slots. line_sizes: row and head stride of position, slots of a line.
         rows_held: row_index, and used slots of each tail, where rows are not those of the call.
-        scales: of pool_k, pool_v, tail_k and tail_v, if these are codes.
 
     Returns:
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v, tail_start = buffers
-    assert tail_k is not None and tail_v is not None
+    pool_k, pool_v, offsets, tail_k, tail_v = held.pool_k, held.pool_v, held.offsets, held.tail_k, held.tail_v
+    scales = held.pool_k_scale, held.pool_v_scale, held.tail_k_scale, held.tail_v_scale
+    layers, _, _, slots, width = tail_k.shape
     rotations: tuple[Tensor | None, Tensor | None] = (None, None)
     if tail_v.shape[-1] == 0:  # values are stored in keys
         pool_v, tail_v, value_row = pool_k, tail_k, q.shape[3]
         scales = (scales[0], scales[0], scales[2], scales[2])
     else:
         value_row = v.shape[3]
-    if tail_k.shape[-1] < q.shape[3]:  # rotated; then a part of a key is that of the whole key's output
+    if width < q.shape[3]:  # rotated; then a part of a key is that of the whole key's output
         v = k if tail_v is tail_k else v
         rotations = rotation_parts(q.shape[3], v.shape[3])
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
@@ -153,11 +152,10 @@ def call_attend(
         dtype=q.dtype,
         device="cpu",
     )
-    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, tail_start, sinks, out)
+    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, start, sinks, out)
     pointers = (*tensors, *line, *rows_held, *scales, *rotations)
-    width = tail_k.shape[-1]
-    held = "" if scales[2] is None else CODE_TYPES[tail_k.dtype, tail_k.shape[-1] * 8 // key_dim]
-    fault = attend_function(q.dtype, held)(
+    codes = "" if scales[2] is None else CODE_TYPES[tail_k.dtype, width * 8 // key_dim]
+    fault = attend_function(q.dtype, codes)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
             rows,
@@ -167,8 +165,11 @@ def call_attend(
             key_dim,
             value_dim,
             value_row,
-            0 if pool_k is None else pool_k.shape[0],
-            *sizes,
+            *((0, 0) if pool_k is None else pool_k.shape[:2]),
+            layers * kv_heads + 1,
+            slots,
+            used,
+            layer,
             0 if pool_k is None else pool_k.stride(0) // width,
             tail_k.stride(0) // width,
             tail_k.stride(1) // width,
@@ -224,9 +225,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         ValueError: used + T > C, or an argument that would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    pool_k, pool_v, offsets, tail_k, tail_v, tail_start, tail_used = held[:7]
-    (layers, held_rows, kv_heads, slots, _), tokens = tail_k.shape, call.q.shape[2]
-    entries, row_index = pool_k.shape[1], held.row_index
+    tail_start, tail_used, row_index = held.tail_start, held.tail_used, held.row_index
+    (layers, held_rows, _, slots, _), tokens = held.tail_k.shape, call.q.shape[2]
     used = 0 if row_index is not None else int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
@@ -235,17 +235,14 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
     if row_index is not None and any(not 0 <= row < held_rows for row in row_index.tolist()):
         raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
-    pools = (pool_k, pool_v, offsets, tail_k, tail_v, tail_start)
-    sizes = (entries, layers * kv_heads + 1, slots, used, layer)
     rows_held = (None, None) if row_index is None else (row_index, tail_used)
-    scales = held.pool_k_scale, held.pool_v_scale, held.tail_k_scale, held.tail_v_scale
-    out, fault, row = call_attend(call, pools, sizes, rows_held=rows_held, scales=scales)
+    out, fault, row = _call_attend(call, held, layer, used, start=tail_start, rows_held=rows_held)
     if fault:
         if row_index is not None:
             row = int(row_index[row])
             used = int(tail_used[row])
         if fault == InvalidCall.OFFSETS:
-            raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}")
+            raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{held.pool_k.shape[1]}")
         if fault == InvalidCall.START:
             raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
         raise ValueError(f"tail_used[{row}]={used}: appending {tokens} entries exceeds the tail's {slots} slots")
@@ -262,22 +259,20 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    pool_k, pool_v, offsets, tail_k, tail_v, position, now = lines[:7]
-    (layers, rows, kv_heads, slots, _), heads, width = tail_k.shape, call.q.shape[1], position.shape[2]
+    pool_k, position, now = lines.pool_k, lines.position, lines.now
+    (layers, rows, _, slots, _), heads, width = lines.tail_k.shape, call.q.shape[1], position.shape[2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     if position.stride(2) != 1:
         raise ValueError(f"position has strides {position.stride()}: the last must be 1")
     _check_once("slots", (*call[:3], *lines), lambda: check_slots(_packed(call), lines, layer))
-    entries = 0 if pool_k is None else pool_k.shape[1]
     weights = None if now is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
-    sizes = (entries, layers * kv_heads + 1, slots, slots, layer)
-    line_sizes = (position.stride(0), position.stride(1), width)
-    buffers = (pool_k, pool_v, offsets, tail_k, tail_v, None)
-    out, fault, row = call_attend(call, buffers, sizes, (position, now, weights), line_sizes, scales=lines[7:])
+    line, line_sizes = (position, now, weights), (position.stride(0), position.stride(1), width)
+    out, fault, row = _call_attend(call, lines, layer, slots, line=line, line_sizes=line_sizes)
     if fault == InvalidCall.OFFSETS:
+        assert pool_k is not None
         most = f"by at most {width - slots}, the slots of a line before the tail's"
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{entries}, {most}")
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool_k.shape[1]}, {most}")
     if fault == InvalidCall.NO_SLOT:
         raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
     return out, weights

@@ -90,19 +90,14 @@ def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
         int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
 
     Raises:
-        ValueError: on the CPU, more selected entries than free slots. On CUDA this is a device-side assertion, noticed
-            at the next synchronisation.
+        RuntimeError: more selected entries than free slots; on CUDA a device-side assertion, noticed at the next
+            synchronisation.
     """
     winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
     is_free = owner == EMPTY
     turn = is_free.cumsum(1, dtype=torch.int32)
     total = winners[:, -1:]
-    fits = (total <= turn[:, -1:]).all()
-    if not fits.is_cpu:
-        torch._assert_async(fits, "more winners than free slots of the pool")
-    elif not fits:
-        row = int((total > turn[:, -1:]).int().argmax())
-        raise ValueError(f"row {row} has {int(total[row])} winners: its pool has {int(turn[row, -1])} free slots")
+    torch._assert_async((total <= turn[:, -1:]).all(), "more winners than free slots of the pool")
     # the j-th selected entry is where the running count first reaches j
     source = torch.searchsorted(winners, turn, out_int32=True)
     return torch.where(is_free & (turn <= total), source, EMPTY)
@@ -125,9 +120,6 @@ def gather_winners(
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.
         layer: the layer of k and v.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     k, v, stats, start = candidates.k, candidates.v, candidates.stats, candidates.start
     pool_k, pool_v, slots, slot_stats = buffers[:4]
@@ -169,9 +161,6 @@ def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
 
     A few columns of all rows move at a time, through a scratch of about an eighth of the pool. Writes pool, slots,
     slot_stats and offsets.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     pool_k, pool_v, slots, slot_stats = buffers[:4]
     offsets = buffers.offsets

@@ -58,9 +58,6 @@ def merge_attention(
 
     Returns:
         Output in the dtype of both, stored as ``[B, T, H, Dv]``; log-sum-exp contiguous.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit together.
     """
     b, heads, t, dv = one.out.shape
     shape, dtype = one.out.shape, one.out.dtype

@@ -201,9 +201,6 @@ def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, que
 
     Args:
         queries: the fewest rows that q may have; None: exactly as many as k.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device that is not supported.
     """
     b, heads, rows, d = q.shape
     kv_heads, n = k.shape[1], k.shape[2]
@@ -225,11 +222,7 @@ def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, que
 
 
 def check_dims(key_dim: int, value_dim: int) -> None:
-    """Raise if the kernels do not take rows of so many columns.
-
-    Raises:
-        ValueError: says which.
-    """
+    """Raise if the kernels do not take rows of so many columns."""
     for name, dim, most in zip(("keys", "values"), (key_dim, value_dim), WIDEST, strict=True):
         if not 1 <= dim <= most or (in_parts(dim) and not is_aligned(dim)):
             raise ValueError(

@@ -7,7 +7,7 @@ sinks: a sink is one more term of each softmax's denominator, so it follows from
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,36 +52,28 @@ class Machine(NamedTuple):
         )
 
 
-def _cudnn_refuses(call: Attention, sliding_window: int | None, machine: Machine) -> str | None:
-    tokens, dims = call.k.shape[2], (call.q.shape[3], call.v.shape[3])
-    if machine.cudnn < 90100:
-        return "torch has no cuDNN from 9.1 on, or is told not to use it"
-    if machine.capability not in ((9, 0), (10, 0)):
-        return f"faster on compute capability 9.0 and 10.0 only, not on {machine.capability}"
-    if call.q.dtype not in _HALF:
-        return f"takes float16 and bfloat16, not {call.q.dtype}"
-    if call.softcap is not None or sliding_window is not None:
-        return "has no soft-capping and no sliding window"
-    if any(dim % 8 for dim in dims) or (max(dims) > 128 and (dims != (192, 128) or machine.cudnn < 91100)):
-        return f"takes head dims up to 128 that 8 divides, or (192, 128) from 9.11 on, not {dims} in {machine.cudnn}"
-    if tokens < CUDNN_TOKENS:
-        return f"does not pay below {CUDNN_TOKENS} tokens"
-    return None
-
-
-def _flash_refuses(call: Attention, sliding_window: int | None, machine: Machine) -> str | None:
+def _cudnn_pays(call: Attention, sliding_window: int | None, machine: Machine) -> bool:
+    """Whether cuDNN takes the call, from version 9.1 on, and is faster than FlashAttention."""
     dims = call.q.shape[3], call.v.shape[3]
-    if not machine.flash:
-        return "torch has no FlashAttention, or is told not to use it"
-    if machine.capability < (8, 0):
-        return f"needs compute capability 8.0, not {machine.capability}"
-    if call.q.dtype not in _HALF:
-        return f"takes float16 and bfloat16, not {call.q.dtype}"
-    if call.softcap is not None:
-        return "torch's entry has no soft-capping"
-    if dims[0] != dims[1] or dims[0] % 8 or in_parts(*dims):
-        return f"takes equal head dims up to 256 that 8 divides, not {dims}"
-    return None
+    takes_dims = all(dim % 8 == 0 for dim in dims)
+    takes_dims &= max(dims) <= 128 or (dims == (192, 128) and machine.cudnn >= 91100)
+    return (
+        machine.cudnn >= 90100
+        and machine.capability in ((9, 0), (10, 0))
+        and call.q.dtype in _HALF
+        and call.softcap is None
+        and sliding_window is None
+        and takes_dims
+        and call.k.shape[2] >= CUDNN_TOKENS
+    )
+
+
+def _flash_takes(call: Attention, machine: Machine) -> bool:
+    """Whether torch's FlashAttention takes the call; it has no soft-capping."""
+    dims = call.q.shape[3], call.v.shape[3]
+    takes_dims = dims[0] == dims[1] and dims[0] % 8 == 0 and not in_parts(*dims)
+    is_on = machine.flash and machine.capability >= (8, 0)
+    return is_on and call.q.dtype in _HALF and call.softcap is None and takes_dims
 
 
 def _cudnn(call: Attention, sliding_window: int | None) -> tuple[Tensor, Tensor]:
@@ -116,23 +108,20 @@ _KERNELS: dict[str, Callable[[Attention, int | None], tuple[Tensor, Tensor]]] = 
 }
 
 
-def choose(call: Attention, sliding_window: int | None, machine: Machine) -> tuple[str, dict[str, str]]:
+def choose(call: Attention, sliding_window: int | None, machine: Machine) -> Literal["cudnn", "flash", "triton"]:
     """Choose the kernel for rows without padding; values are not read.
+
+    A FlashAttention that was put in the place of torch's own comes before cuDNN.
 
     Args:
         sliding_window: shorter than the prompt, or None.
-
-    Returns:
-        "cudnn", "flash" or "triton"; and why not, for each kernel that would have come first.
     """
-    order = {"cudnn": _cudnn_refuses, "flash": _flash_refuses}
-    refused: dict[str, str] = {}
-    for name in reversed(order) if machine.flash_impl else order:
-        why = order[name](call, sliding_window, machine)
-        if why is None:
-            return name, refused
-        refused[name] = why
-    return "triton", refused
+    takes_flash = _flash_takes(call, machine)
+    if machine.flash_impl and takes_flash:
+        return "flash"
+    if _cudnn_pays(call, sliding_window, machine):
+        return "cudnn"
+    return "flash" if takes_flash else "triton"
 
 
 def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
@@ -147,9 +136,6 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
     Returns:
         Output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``; natural log-sum-exp of each query's
         logits (the sink included) fp32 ``[B, H, T]``.
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     check_site(call.q, call.k, call.v, queries=1)
     check_dims(call.q.shape[3], call.v.shape[3])
@@ -157,8 +143,7 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window={sliding_window}: must be at least 1")
     near = sliding_window if sliding_window is not None and sliding_window < n else None
-    name, _ = choose(call, near, Machine.of(call.q.device))
-    out, lse = _KERNELS[name](call, near)
+    out, lse = _KERNELS[choose(call, near, Machine.of(call.q.device))](call, near)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     if call.sinks is not None:
         check_tensors({"sinks": (call.sinks, (heads,), call.sinks.dtype)}, call.q.device)

@@ -131,9 +131,6 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
 
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
     """
     q, _, v, _, _, sinks = call
     rows, heads, tokens, _ = q.shape

@@ -171,23 +171,16 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 def attend_slots(
     call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Store one new token in each line's first empty slot; attend slots that hold an entry.
+    """CUDA version of :func:`kvpass.ops.slots.attend_slots`.
 
     All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or pool and tail hold
     codes as in ``ragged_decode.attend_ragged``. A line without an empty slot attends to its entries and stores nothing.
 
     Args:
-        call: K divides H; q, k and v with any strides but a contiguous last dim.
-        lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A slot with
-            position -1 is free. A recorded entry has a pool.
-        layer: index of the layer in offsets and tail. config: of the first launch; None: the pinned one.
-
-    Returns:
-        ``[B, H, 1, Dv]`` in the dtype of q, stored as ``[B, 1, H, Dv]``; if the entry is recorded, the attention over
-        the slots, fp32 ``[B, H, S]``, 0 in slots without an entry; else None.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
+        call: q, k and v with any strides but a contiguous last dim.
+        lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A recorded
+            entry has a pool.
+        config: of the first launch; None: the pinned one.
     """
     q, k, v, scale, softcap, sinks = call
     pool_k, _, offsets, tail_k, _, position, now = lines[:7]

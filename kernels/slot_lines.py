@@ -92,21 +92,7 @@ def _evict_lowest(  # type: ignore[no-untyped-def]
 
 
 def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Evict the lowest scores after a step: empty their slots.
-
-    All tensors are contiguous and on one device.
-
-    Args:
-        worth: fp32 ``[B, K, S]``, higher = keep, ties to the lower position. position: int32, same shape, negative = no
-            entry.
-        quota: entries a head may hold besides the newest ``window`` positions of the line, int64 ``[B, K]``.
-
-    Returns:
-        which slots still hold an entry, bool ``[B, K, S]``.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit; nothing was written.
-    """
+    """CUDA version of :func:`kvpass.ops.slots.evict_lowest`; all tensors are contiguous and on one device."""
     check_eviction(worth, position, quota)
     rows, kv_heads, width = position.shape
     keep = torch.empty_like(position, dtype=torch.int8)
@@ -189,22 +175,10 @@ def pool_in_order(
     kernel_size: int,
     group: str,
 ) -> Tensor:
-    """Pool the attention of older entries over neighbours in storage order; reduce over the group.
+    """CUDA version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
-    All tensors are contiguous and on one device.
-
-    Args:
-        attention: fp32 ``[B, H, S]``, not negative. position: int32 ``[B, K, S]``, negative = no entry; K divides H.
-            storage_order: ascending; int32 ``[B, K, S]``, different for the entries of a line.
-        window: the newest positions of a line, which are left out.
-        pool: ``"avg"`` (counts zeros beyond the ends), ``"max"`` or None. kernel_size: odd.
-        group: ``"mean"``, ``"max"`` or ``"sum"``.
-
-    Returns:
-        fp32 ``[B, K, S]``, 0 in slots that are left out.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit.
+    All tensors are contiguous and on one device; attention is not negative, and storage_order differs for the entries
+    of a line.
     """
     check_order(attention, position, storage_order)
     rows, kv_heads, width = line = position.shape

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -174,31 +173,15 @@ def _value_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + (i_b * KV_HEADS + i_kh) * tokens + o_k, b_norm, mask=o_k < tokens)
 
 
-@dataclass(frozen=True, eq=False)
-class WindowStatistics:
-    """Window statistics of one attention op, fp32, zero in padding columns; None if not requested.
-
-    Attributes:
-        mean: of a over the window rows, ``[B, H, N]``.
-        variance: unbiased, over the window rows, ``[B, H, N]``; zero for a single row.
-        entropy: sum over the window rows of ``-a ln(a + 1e-10)`` (CAKE, arXiv 2503.12491), ``[B, H, N]``.
-    """
-
-    mean: Tensor
-    variance: Tensor | None = None
-    entropy: Tensor | None = None
-
-
 def window_statistics(
     call: Attention,
     start: Tensor,
     lse: Tensor,
     window: int,
     *,
-    variance: bool = False,
-    entropy: bool = False,
+    spread: bool = False,
     config: KernelConfig | None = None,
-) -> WindowStatistics:
+) -> tuple[Tensor, ...]:
     """Compute statistics of the window rows of a left-padded prompt.
 
     In a batch row shorter than the window, all tokens are window. ``lse`` includes sinks.
@@ -209,28 +192,26 @@ def window_statistics(
         start: first real column of each row, int32 or int64 ``[B]``.
         lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
         window: rows that observe; 0 means the last row alone.
-        variance, entropy: which statistics to compute beside the mean.
+        spread: whether to compute variance and entropy beside the mean.
         config: block sizes; None: the pinned ones.
 
-    Raises:
-        ValueError: an argument that is not supported.
+    Returns:
+        fp32 ``[B, H, N]``, zero in padding columns: the mean of a over the window rows; with ``spread`` also the
+        unbiased variance, zero for a single row, and the sum of ``-a ln(a + 1e-10)`` (CAKE, arXiv 2503.12491).
     """
     if window < 0:
         raise ValueError(f"window={window}: must be at least 0")
     site = _site(call, start, lse, max(window, 1))
     keys = call.k
     b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
-    mean = torch.empty(b, heads, n, dtype=torch.float32, device=keys.device)
-    extras = {
-        "variance": torch.empty_like(mean) if variance else None,
-        "entropy": torch.empty_like(mean) if entropy else None,
-    }
+    found = [torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) for _ in range(3 if spread else 1)]
+    mean, variance, entropy = found if spread else (*found, None, None)
     rows = max(window, 1)
     fit = {"GROUP_BLOCK": triton.next_power_of_2(site["GROUP"]), "WINDOW_BLOCK": triton.next_power_of_2(rows)}
-    arguments = {**site, **fit, "mean": mean, **extras, "rows": rows}
+    arguments = {**site, **fit, "mean": mean, "variance": variance, "entropy": entropy, "rows": rows}
     grid = blocks(n, "BLOCK_K", b * keys.shape[1])
     launch(_window_kernel, grid, arguments, f"window {dims_case(keys.dtype, d)}", config)
-    return WindowStatistics(mean, **extras)
+    return tuple(found)
 
 
 def column_sums(
@@ -240,9 +221,6 @@ def column_sums(
 
     Args:
         rows: N or more: all rows. ``R >= min(rows, N)``. Other arguments as in :func:`window_statistics`.
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")
@@ -262,9 +240,6 @@ def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = Non
     Args:
         values: ``[B, K, N, Dv]`` fp32, fp16 or bf16; any strides but a contiguous last dim. Dv up to 512.
         start: first real column of each row, int32 or int64 ``[B]``.
-
-    Raises:
-        ValueError: an argument that is not supported.
     """
     check_site(values, values, values, start)
     check_dims(1, values.shape[3])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -187,6 +188,12 @@ class Layout:
             states=tuple(states),
         )
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names in graphs and files of pools, rings and states, in this order: ``store0``, .., ``ring0``, .."""
+        kinds = (("store", self.pools), ("ring", self.rings), ("state", self.states))
+        return tuple(f"{kind}{i}" for kind, parts in kinds for i in range(len(parts)))
+
     def token_bytes(self, entry_format: EntryFormat) -> int:
         """Bytes of one token in a full cache of the layers that have a budget, in that format."""
         return sum(group.geometry.token_bytes(entry_format) for group in self.pools)
@@ -268,13 +275,7 @@ class Budget:
         return entries
 
     def __str__(self) -> str:
-        match self.kind:
-            case "entries":
-                return str(int(self.value))
-            case "fraction":
-                return str(self.value)
-            case "bytes":
-                return f"{int(self.value)}B"
+        return f"{self.value}B" if self.kind == "bytes" else str(self.value)
 
 
 BudgetLike: TypeAlias = Budget | int | float | str | None

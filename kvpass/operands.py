@@ -25,8 +25,8 @@ class Buffer:
         dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
         packed: after the prompt it holds codes where the cache has an entry format other than "model": 8 of them in as
             many bytes as a code has bits.
-        prefill, append, evict: how graphs of the phase use it: "w" writes, "r" reads, "" not at all. append and evict
-            are extend and decode, under a policy that only appends or that evicts while decoding.
+        written: the phases whose graphs write it: "prefill", and, for extend and decode, "append" under a policy that
+            only appends, "evict" under one that evicts while decoding.
         counter: the number of new tokens is added to it after each call.
         saved: when files hold it and searches select rows of it: "always", "key scales" (where entries are codes),
             "value scales" (the same, where values are not stored in keys), "key means" (of those the policies that only
@@ -38,9 +38,7 @@ class Buffer:
     dims: str
     dtype: torch.dtype | None = None
     packed: bool = False
-    prefill: str = ""
-    append: str = ""
-    evict: str = ""
+    written: str = ""
     counter: bool = False
     saved: str = ""
     initial: float | None = None
@@ -106,41 +104,41 @@ def levels(bits: int, device: torch.device) -> Tensor:
 
 BUFFERS = {
     # layers that share the budget: one set for each KV geometry
-    "pool_k": Buffer("Z E D", packed=True, prefill="w", append="r", evict="w", saved="always"),
-    "pool_v": Buffer("Z E V", packed=True, prefill="w", append="r", evict="w", saved="always"),
-    "pool_k_scale": Buffer("Z E", _F32, append="r", evict="w", saved="key scales"),
-    "pool_v_scale": Buffer("Z E", _F32, append="r", evict="w", saved="value scales"),
+    "pool_k": Buffer("Z E D", packed=True, written="prefill evict", saved="always"),
+    "pool_v": Buffer("Z E V", packed=True, written="prefill evict", saved="always"),
+    "pool_k_scale": Buffer("Z E", _F32, written="evict", saved="key scales"),
+    "pool_v_scale": Buffer("Z E", _F32, written="evict", saved="value scales"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
-    "slots": Buffer("3 B E", _I32, prefill="w", initial=-1),
-    "slot_stats": Buffer("F B E", _F32, prefill="w", initial=0),
-    "layer_weights": Buffer("B L", _F64, prefill="w", initial=0),
-    "window_stats": Buffer("F B L K W", _F32, prefill="w", initial=0),
-    "offsets": Buffer("B P", _I32, prefill="w", append="r", evict="r", saved="always"),
-    "tail_k": Buffer("L B K C D", packed=True, prefill="w", append="w", evict="w", saved="always"),
-    "tail_v": Buffer("L B K C V", packed=True, prefill="w", append="w", evict="w", saved="always"),
-    "tail_k_scale": Buffer("L B K C", _F32, append="w", evict="w", saved="key scales"),
-    "tail_v_scale": Buffer("L B K C", _F32, append="w", evict="w", saved="value scales"),
-    "tail_start": Buffer("B", _I64, append="r", saved="always"),
-    "tail_used": Buffer("", _I64, append="r", counter=True),
-    "key_mean": Buffer("L B K D", _F32, append="r", saved="key means", initial=0),
-    "entries": Buffer("B", _I64, prefill="r"),
-    "arrivals": Buffer("A 64", _I32, append="r", initial=0),  # written, but as before at the end of each call
+    "slots": Buffer("3 B E", _I32, written="prefill", initial=-1),
+    "slot_stats": Buffer("F B E", _F32, written="prefill", initial=0),
+    "layer_weights": Buffer("B L", _F64, written="prefill", initial=0),
+    "window_stats": Buffer("F B L K W", _F32, written="prefill", initial=0),
+    "offsets": Buffer("B P", _I32, written="prefill", saved="always"),
+    "tail_k": Buffer("L B K C D", packed=True, written="prefill append evict", saved="always"),
+    "tail_v": Buffer("L B K C V", packed=True, written="prefill append evict", saved="always"),
+    "tail_k_scale": Buffer("L B K C", _F32, written="append evict", saved="key scales"),
+    "tail_v_scale": Buffer("L B K C", _F32, written="append evict", saved="value scales"),
+    "tail_start": Buffer("B", _I64, saved="always"),
+    "tail_used": Buffer("", _I64, counter=True),
+    "key_mean": Buffer("L B K D", _F32, saved="key means", initial=0),
+    "entries": Buffer("B", _I64),
+    "arrivals": Buffer("A 64", _I32, initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of engines alone
     "output_errors": Buffer("3 L B K", _F32, initial=0),  # of compaction, written in a prompt
     # policies that evict while decoding
-    "slot_positions": Buffer("L B K S", _I32, evict="w", saved="evicting"),
-    "decode_state": Buffer("I L B K S", _F32, evict="w", saved="evicting"),
-    "quota": Buffer("L B K", _I64, evict="r", saved="evicting"),
-    "next_position": Buffer("B", _I64, evict="r", counter=True, saved="evicting"),
-    "rule_rows": Buffer("L B K G Q D", _F32, prefill="w", evict="w", saved="rows"),
+    "slot_positions": Buffer("L B K S", _I32, written="evict", saved="evicting"),
+    "decode_state": Buffer("I L B K S", _F32, written="evict", saved="evicting"),
+    "quota": Buffer("L B K", _I64, saved="evicting"),
+    "next_position": Buffer("B", _I64, counter=True, saved="evicting"),
+    "rule_rows": Buffer("L B K G Q D", _F32, written="prefill evict", saved="rows"),
     # recompression after an extension
-    "recompress_scores": Buffer("B L K S", _F32, append="w", initial=float("-inf")),  # of the heads of all processes
-    "recompress_masses": Buffer("B L K S", _F32, append="w", initial=0),
-    "recompress_weights": Buffer("B L", _F64, append="w", initial=0),
-    "recompress_window": Buffer("B", _I64, append="r"),
+    "recompress_scores": Buffer("B L K S", _F32, written="append", initial=float("-inf")),  # of all heads
+    "recompress_masses": Buffer("B L K S", _F32, written="append", initial=0),
+    "recompress_weights": Buffer("B L", _F64, written="append", initial=0),
+    "recompress_window": Buffer("B", _I64),
     # layers with a sliding window
-    "ring_k": Buffer("L B K R D", prefill="w", append="w", evict="w", saved="ring"),
-    "ring_v": Buffer("L B K R V", prefill="w", append="w", evict="w", saved="ring"),
+    "ring_k": Buffer("L B K R D", written="prefill append evict", saved="ring"),
+    "ring_v": Buffer("L B K R V", written="prefill append evict", saved="ring"),
     # recurrent layers: the sizes of a row are those of the state
     "held": Buffer("B *", saved="state"),
     "made": Buffer("B *"),
@@ -288,9 +286,9 @@ class PolicyInputs(NamedTuple):
 
     projection: weight of the output projection ``[hidden, H * Dv]``, query head h read by the columns from ``h * Dv``
     on. frequencies: inverse frequencies of the rotary embedding ``[D / 2]``. entries: evictable entries per KV head per
-    layer of each row, int64 ``[B]``. summed: attention summed over all
-    rows, fp32 ``[B, H, N]``. replayed: the most attention of a replay, fp32 ``[B, K, N]``. rule_rows: of
-    :class:`EvictBuffers`; those of the layer are written. entered: the policy's ``token_scores``, fp32 ``[B, K, N]``.
+    layer of each row, int64 ``[B]``. summed: attention summed over all rows, fp32 ``[B, H, N]``. replayed: the most
+    attention of a replay, fp32 ``[B, K, N]``. rule_rows: of :class:`EvictBuffers`; those of the layer are written.
+    entered: the policy's ``token_scores``, fp32 ``[B, K, N]``.
     """
 
     projection: Tensor | None = None
@@ -368,22 +366,7 @@ class SlotCache(NamedTuple):
 
 def written_in(phase: str) -> set[str]:
     """Return the buffers that graphs of the phase write."""
-    return {name for name, buffer in BUFFERS.items() if getattr(buffer, phase) == "w"}
-
-
-def saved_buffers(
-    *, evicts: bool, rule_rows: int = 0, entry_format: str = "model", values_in_keys: bool = False
-) -> list[str]:
-    """Return buffers without sliding window that a file holds and a search selects rows of.
-
-    Args:
-        evicts: whether the policy has a decode rule. rule_rows: the rule's rows.
-    """
-    kinds = ["always", *(["evicting"] if evicts else []), *(["rows"] if rule_rows else [])]
-    if entry_format != "model":
-        kinds += ["key scales", *([] if values_in_keys else ["value scales"])]
-        kinds += [] if values_in_keys or evicts else ["key means"]
-    return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
+    return {name for name, buffer in BUFFERS.items() if phase in buffer.written.split()}
 
 
 _SHARED = {"start": Buffer("B", _I64), "first": Buffer("B", _I64), "seen": Buffer("", _I64)}

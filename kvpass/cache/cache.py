@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +27,8 @@ from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
-from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, record_of_all
-from kvpass.config import Block, Budget, EntryFormat, Geometry, Layout, PoolFacts
+from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, of_part, record_of_all
+from kvpass.config import Block, Budget, EntryFormat, Layout, PoolFacts
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
@@ -306,13 +305,10 @@ class CompressedCache(Cache):
         return record_of_all(record, self.ranks, self._device) if self.ranks.several else record
 
     def _named(self, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return tensors of the first parts, by their names with a prefix such as ``store0_``."""
-        counts = Counter[str]()
-        found = {}
-        for part, own in zip(self.parts, tensors, strict=False):
-            found.update({f"{part.kind}{counts[part.kind]}_{name}": x for name, x in own.items()})
-            counts[part.kind] += 1
-        return found
+        """Return tensors of the first parts, by their names with that of the part before, such as ``store0_pool_k``."""
+        assert self.layout is not None
+        parts = zip(self.layout.names, tensors, strict=False)
+        return {f"{part}_{name}": x for part, own in parts for name, x in own.items()}
 
     def _check_layout(self, layout: Layout) -> None:
         if layout != self.layout:
@@ -361,18 +357,6 @@ class CompressedCache(Cache):
                 f"{self!r} was filled by another state of this model: its weights were written to or replaced since, "
                 "or other adapters are active; prefill the prompt again"
             )
-
-    @property
-    def geometry(self) -> Geometry:
-        """KV geometry of the layers that share the budget.
-
-        Raises:
-            ValueError: the cache is empty, or those layers have several geometries or none;
-                see ``full_layers``.
-        """
-        if len(self.full_layers) != 1:
-            raise ValueError(f"{self!r} has {len(self.full_layers)} KV geometries; ask each of cache.full_layers")
-        return self.full_layers[0].geometry
 
     @property
     def nbytes(self) -> int:
@@ -666,17 +650,12 @@ class CompressedCache(Cache):
             tensors, layout = divided(tensors, layout, ranks)
         cache.layout = layout
 
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-        stores = enumerate(zip(layout.pools, metadata.stores, strict=True))
+        held = (of_part(tensors, part) for part in layout.names)
+        stores = [FullAttentionLayers(group, policy, ranks, cache.entry_format) for group in layout.pools]
         cache.parts = [
-            *(
-                FullAttentionLayers.restore(group, policy, part(f"store{i}_"), facts, cache.entry_format, ranks)
-                for i, (group, facts) in stores
-            ),
-            *(SlidingWindowLayers(group, **part(f"ring{i}_")) for i, group in enumerate(layout.rings)),
-            *(RecurrentState(shape, **part(f"state{i}_")) for i, shape in enumerate(layout.states)),
+            *(store.holding(next(held), facts) for store, facts in zip(stores, metadata.stores, strict=True)),
+            *(SlidingWindowLayers(group, **next(held)) for group in layout.rings),
+            *(RecurrentState(shape, **next(held)) for shape in layout.states),
         ]
         cache.start = tensors["start"]
         cache._device = cache.start.device

@@ -11,6 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -61,7 +62,6 @@ class ModelFingerprint:
     def __init__(self, model: nn.Module, whole: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self._whole = whole or {}
-        self._parts: _Parts | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelFingerprint:
         return ModelFingerprint(copy.deepcopy(self._model, memo), self._whole)
@@ -73,20 +73,18 @@ class ModelFingerprint:
 
     def look_again(self) -> None:
         """Collect the parts again at the next use: modules may have been added, removed or replaced."""
-        self._parts = None
+        vars(self).pop("parts", None)
 
-    @property
+    @cached_property
     def parts(self) -> _Parts:
-        if self._parts is None:
-            tensors = tuple(tensor for _, tensor in _checkpoint(self._model))
-            inner = list(self._model.modules())[1:]  # hooks of the model itself run around our forward
-            self._parts = _Parts(
-                tuple(map(id, tensors)),
-                tuple(tensor for tensor in tensors if not tensor.is_inference()),
-                tuple(module for module in inner if _is_adapter(module)),
-                tuple(hooks for module in inner for hooks in (module._forward_pre_hooks, module._forward_hooks)),
-            )
-        return self._parts
+        tensors = tuple(tensor for _, tensor in _checkpoint(self._model))
+        inner = list(self._model.modules())[1:]  # hooks of the model itself run around our forward
+        return _Parts(
+            tuple(map(id, tensors)),
+            tuple(tensor for tensor in tensors if not tensor.is_inference()),
+            tuple(module for module in inner if _is_adapter(module)),
+            tuple(hooks for module in inner for hooks in (module._forward_pre_hooks, module._forward_hooks)),
+        )
 
     @property
     def hooks(self) -> tuple[int, ...]:

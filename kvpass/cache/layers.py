@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.cache.metadata import LayersFacts
+from kvpass.cache.metadata import LayersFacts, saved_names
 from kvpass.cache.part import CachePart
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import NO_FACTS, EntryFormat, LayerGroup, PoolFacts
@@ -24,7 +25,6 @@ from kvpass.operands import (
     AppendBuffers,
     EvictBuffers,
     PrefillBuffers,
-    saved_buffers,
     written_in,
 )
 from kvpass.ops import entry_formats
@@ -74,8 +74,6 @@ class FullAttentionLayers(CachePart):
     next_position: Tensor
     rule_rows: Tensor
 
-    kind = "store"
-
     def __init__(
         self, group: LayerGroup, policy: Policy, ranks: Ranks = ONE_PROCESS, entry_format: EntryFormat = "model"
     ) -> None:
@@ -101,12 +99,7 @@ class FullAttentionLayers(CachePart):
     @property
     def saved_names(self) -> list[str]:
         """Names of buffers that are saved to files and row-selected in beam search."""
-        return saved_buffers(
-            evicts=self.evicts,
-            rule_rows=self._rows_per_head,
-            entry_format=self.entry_format,
-            values_in_keys=self.geometry.values_in_keys,
-        )
+        return saved_names(self.policy, self.geometry, self.entry_format)
 
     @property
     def pool_names(self) -> list[str]:
@@ -370,16 +363,15 @@ class FullAttentionLayers(CachePart):
         sizes[BUFFERS[name].row_dim] = self.rows
         return tensor.expand(sizes)
 
-    def holding(self, tensors: Mapping[str, Tensor], used: int) -> FullAttentionLayers:
-        """Return a store of the same layers with other entries.
+    def holding(self, tensors: Mapping[str, Tensor], facts: LayersFacts) -> FullAttentionLayers:
+        """Return a store of the same layers with the entries of these :attr:`saved`, one for each of ``saved_names``.
 
-        Args:
-            tensors: one for each name in ``saved_names``. used: tail slots in use.
+        Nothing is checked.
         """
         twin = copy.copy(self)
-        twin.used = used
         vars(twin).update(tensors)
-        twin.tail_used = torch.tensor(used, dtype=torch.int64, device=twin.offsets.device)
+        twin.used, twin._tail_bound = facts.used, facts.tail_bound
+        twin.tail_used = torch.tensor(facts.used, dtype=torch.int64, device=twin.offsets.device)
         twin._count_programs()
         return twin
 
@@ -405,7 +397,7 @@ class FullAttentionLayers(CachePart):
                 for x, each in zip(held, extra, strict=True)
             ]
             tensors[name] = torch.cat(wide, rows).index_select(rows, order)
-        return parts[0].holding(tensors, used)
+        return parts[0].holding(tensors, replace(parts[0].facts, used=used))
 
     def _moved(self, name: str, slots: int) -> Tensor:
         """Return a saved buffer after the entries of the tail moved by that many slots, where slots are in order."""
@@ -420,7 +412,7 @@ class FullAttentionLayers(CachePart):
 
     @property
     def facts(self) -> LayersFacts:
-        """What :meth:`restore` needs besides the tensors."""
+        """What :meth:`holding` needs besides the tensors."""
         return LayersFacts(used=self.used, tail_bound=self._tail_bound)
 
     @property
@@ -441,21 +433,6 @@ class FullAttentionLayers(CachePart):
         for name in self.tail_names:
             tensors[name] = tensors[name].masked_fill(dead if tensors[name].ndim == 4 else dead[..., None], 0)
         return tensors
-
-    @classmethod
-    def restore(
-        cls,
-        group: LayerGroup,
-        policy: Policy,
-        tensors: Mapping[str, Tensor],
-        facts: LayersFacts,
-        entry_format: EntryFormat,
-        ranks: Ranks = ONE_PROCESS,
-    ) -> FullAttentionLayers:
-        """Return the store of these :attr:`saved` and :attr:`facts`; nothing is checked."""
-        store = cls(group, policy, ranks, entry_format)
-        store._tail_bound = facts.tail_bound
-        return store.holding(tensors, facts.used)
 
     # -- what a user reads ------------------------------------------------------------------------------------------
 
@@ -498,18 +475,12 @@ class FullAttentionLayers(CachePart):
             last = torch.iinfo(torch.int64).max
             held = torch.where(held < 0, last, held).sort(-1).values[..., : int(lengths.max())]
             return torch.where(held == last, -1, held)
-        pool_lengths = self.pool_lengths
-        result = lengths.new_full((*lengths.shape, int(lengths.max())), -1)
-        heads = self.geometry.kv_heads
-        for row in range(lengths.shape[0]):
-            tail = torch.arange(int(self.tail_start[row]), self.used, device=result.device) + (seen[row] - self.used)
-            for head in range(self.geometry.layers * heads):
-                layer, kv_head = divmod(head, heads)
-                begin = int(self.offsets[row, head])
-                count = int(pool_lengths[row, layer, kv_head])
-                result[row, layer, kv_head, :count] = self.pool_positions[row, begin : begin + count]
-                result[row, layer, kv_head, count : count + tail.numel()] = tail
-        return result
+        line, in_pool = torch.arange(int(lengths.max()), device=lengths.device), self.pool_lengths[..., None]
+        slot = (self.offsets[:, :-1, None] + line).clamp(max=self.pool_positions.shape[1] - 1)
+        of_pool = self.pool_positions.gather(1, slot.flatten(1).long()).view(*lengths.shape, -1)
+        before = (seen - (self.used - self.tail_start))[:, None, None, None]  # positions that are not in the tail
+        of_tail = torch.where(line < lengths[..., None], line - in_pool + before, -1)
+        return torch.where(line < in_pool, of_pool, of_tail)
 
 
 def _without_spare_slots(prompt: PrefillBuffers) -> PrefillBuffers:

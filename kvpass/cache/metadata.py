@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, LayerGroup, Layout
-from kvpass.operands import BITS, BUFFERS, CODES, RingBuffers, saved_buffers
+from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, Geometry, LayerGroup, Layout
+from kvpass.operands import BITS, BUFFERS, CODES, RingBuffers
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule
@@ -93,6 +93,18 @@ class CacheMetadata:
         return (1 if self.budget.kind == "fraction" else most), most
 
 
+def saved_names(policy: Policy, geometry: Geometry, entry_format: EntryFormat) -> list[str]:
+    """Return the buffers of a store that a file holds and a search selects rows of."""
+    rule, values_in_keys = policy.decode_rule(), geometry.values_in_keys
+    kinds = ["always"]
+    if rule is not None:
+        kinds += ["evicting", "rows"] if rule.rows_per_head else ["evicting"]
+    if entry_format != "model":
+        kinds += ["key scales"] if values_in_keys else ["key scales", "value scales"]
+        kinds += [] if values_in_keys or rule is not None else ["key means"]
+    return [name for name, buffer in BUFFERS.items() if buffer.saved in kinds]
+
+
 def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
     """Check that these are the tensors of the cache that the metadata describes; all on the CPU.
 
@@ -102,7 +114,6 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         ValueError: a tensor is missing or unknown, or has another dtype, shape or range.
     """
     rows, rule = len(metadata.entries), policy.decode_rule()
-    rule_rows = 0 if rule is None else rule.rows_per_head
     in_floats = ("ring_k", "ring_v", *(("tail_k", "tail_v") if metadata.entry_format == "model" else ()))
     dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(in_floats)}
     if len(dtypes) > 1:
@@ -114,13 +125,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     if "ids" in tensors:  # files of before they were kept have none
         parts[""]["ids"] = (torch.int32, (rows, metadata.columns))
     for i, group in enumerate(metadata.layout.pools):
-        names_saved = saved_buffers(
-            evicts=rule is not None,
-            rule_rows=rule_rows,
-            entry_format=metadata.entry_format,
-            values_in_keys=group.geometry.values_in_keys,
-        )
-        parts[f"store{i}_"] = _shapes(names_saved, group, rows, entry, metadata.entry_format, rule)
+        saved = saved_names(policy, group.geometry, metadata.entry_format)
+        parts[f"store{i}_"] = _shapes(saved, group, rows, entry, metadata.entry_format, rule)
     for i, group in enumerate(metadata.layout.rings):
         parts[f"ring{i}_"] = _shapes(RingBuffers._fields, group, rows, entry, "model")
     for i, state in enumerate(metadata.layout.states):

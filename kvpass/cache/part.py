@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ class CachePart:
     """Buffers of some layers of a cache: attributes, named as in the table of :mod:`kvpass.operands`.
 
     Attributes:
-        key: by which its memory is taken again. kind: names the parts in graphs and files: ``store0``, ``ring1``, ...
-        overwrites: whether a step overwrites entries.
+        key: by which its memory is taken again. overwrites: whether a step overwrites entries.
     """
 
     key: Hashable
-    kind: ClassVar[str]
     overwrites: bool = False
 
     @property
@@ -103,7 +101,6 @@ class SlidingWindowLayers(CachePart):
         group: the layers, their geometry and window. ring_k, ring_v: read and written by every graph.
     """
 
-    kind = "ring"
     overwrites = True
 
     def __init__(self, group: LayerGroup, ring_k: Tensor, ring_v: Tensor) -> None:
@@ -129,11 +126,6 @@ class SlidingWindowLayers(CachePart):
 
         return parts[0].mapped(join)
 
-    @property
-    def window(self) -> int | None:
-        """R."""
-        return self.group.sliding_window
-
 
 class RecurrentState(CachePart):
     """A state of a recurrent layer, ``[B, *shape]``, in two copies.
@@ -143,8 +135,6 @@ class RecurrentState(CachePart):
     Attributes:
         shape: of a row. held: after the tokens seen. made: what the next call writes.
     """
-
-    kind = "state"
 
     def __init__(self, shape: StateShape, held: Tensor, made: Tensor | None = None) -> None:
         self.shape = self.key = shape

@@ -5,6 +5,8 @@ Legend: B batch, L layers of this geometry, K KV heads, S slots of the longest h
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -86,7 +88,7 @@ class Recompression:
                 newest = getattr(store, name)[:, row, :, store.used - length : store.used]
                 tensors[name][:, row, :, used - length : used] = newest
             self._move_row(tensors, row, stay[row].flatten(0, 1) if is_due else None, int(seen[row]))
-        return store.holding(tensors, used)
+        return store.holding(tensors, replace(store.facts, used=used))
 
     def _move_row(self, tensors: dict[str, Tensor], row: int, stay: Tensor | None, seen: int) -> None:
         """Copy one row's pool to the new pool; with a keep mask ``stay`` (bool ``[L*K, S]``), also from the tail."""

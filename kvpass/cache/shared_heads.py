@@ -23,6 +23,11 @@ from kvpass.ranks import Ranks
 _POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and "E" in buffer.sizes}
 
 
+def of_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Return the buffers of a part, which is named as in :attr:`kvpass.config.Layout.names`, by their own names."""
+    return {name.removeprefix(f"{part}_"): x for name, x in tensors.items() if name.startswith(f"{part}_")}
+
+
 def layout_of_all(layout: Layout, size: int) -> Layout:
     """Return the layout of all heads, from that of the heads of one of ``size`` processes."""
     return _with_heads(layout, lambda group: _group_of_all(group, size))
@@ -35,19 +40,19 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
         parts: those of each process, in the order of the ranks. layout: of one process.
     """
     found = _without_heads(parts[0])
-    for prefix, group in _groups(layout):
-        own = [{name[len(prefix) :]: x for name, x in part.items() if name.startswith(prefix)} for part in parts]
+    for part, group in _groups(layout):
+        own = [of_part(tensors, part) for tensors in parts]
         if "slot_positions" in own[0]:
             own = _of_one_width(own)
-        buffers = {name: _joined_heads(name, [part[name] for part in own]) for name in own[0]}
+        buffers = {name: _joined_heads(name, [held[name] for held in own]) for name in own[0]}
         if "offsets" in buffers:
-            bounds = [part["offsets"] for part in own]
+            bounds = [held["offsets"] for held in own]
             counts = torch.cat([entries_of(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
             for name in _POOL & buffers.keys():
-                pools = [part[name] for part in own]
+                pools = [held[name] for held in own]
                 buffers[name] = _moved(name, pools, bounds, _of_all(group, len(own)), buffers["offsets"])
-        found |= {prefix + name: x for name, x in buffers.items()}
+        found |= {f"{part}_{name}": x for name, x in buffers.items()}
     return found
 
 
@@ -100,8 +105,8 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
         tensors: the buffers of all heads. layout: of all heads.
     """
     found = _without_heads(tensors)
-    for prefix, group in _groups(layout):
-        whole = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+    for part, group in _groups(layout):
+        whole = of_part(tensors, part)
         own = {name: _own_heads(name, x, ranks) for name, x in whole.items()}
         if "offsets" in whole:
             own["offsets"] = _offsets(ranks.local_shard(entries_of(whole["offsets"], group), 2))
@@ -109,7 +114,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
             places = [(0, number) for number in ranks.local_shard(numbers, 1).flatten().tolist()]
             for name in _POOL & whole.keys():
                 own[name] = _moved(name, [whole[name]], [whole["offsets"]], places, own["offsets"])
-        found |= {prefix + name: x for name, x in own.items()}
+        found |= {f"{part}_{name}": x for name, x in own.items()}
     return found, _with_heads(layout, lambda group: _of_heads(group, group.geometry.kv_heads // ranks.size))
 
 
@@ -131,8 +136,7 @@ def _of_heads(group: LayerGroup, kv_heads: int) -> LayerGroup:
 
 
 def _groups(layout: Layout) -> Iterator[tuple[str, LayerGroup]]:
-    yield from ((f"store{i}_", group) for i, group in enumerate(layout.pools))
-    yield from ((f"ring{i}_", group) for i, group in enumerate(layout.rings))
+    yield from zip(layout.names, (*layout.pools, *layout.rings), strict=False)
 
 
 def _joined_heads(name: str, parts: Sequence[Tensor]) -> Tensor:

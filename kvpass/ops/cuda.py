@@ -7,7 +7,7 @@ prompt are given on the CPU too, everything else stays where it is. Kernels are 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -56,17 +56,13 @@ def score_layer(
     call = readable(call)
     sums = {} if policy_inputs.summed is None else {call.k.shape[2]: policy_inputs.summed}
     site = SiteStatistics(call, first, lse, policy.window, sums)
-    policy_inputs = policy_inputs._replace(summed=None)
 
-    def observe(rows: slice, column: int, window: int) -> Observation:
-        given = (*call.from_column(rows, column)[:4], window, layer, num_layers, call.softcap, call.sinks)
-        asked = policy_inputs.of(layer, rows, column)._asdict()
-        return KernelObservation(*given, ranks=ranks, site=site, rows=rows, column=column, **asked)
+    def observed(obs: Observation, rows: slice, column: int) -> Observation:
+        return KernelObservation(**vars(obs), site=site, rows=rows, column=column)
 
-    if not policy.takes_padded_rows or len(set(start.tolist())) == 1:
-        return reference.score_rows(call.k, reference.row_groups(start), policy, observe)
-    together = [(slice(None), 0)]
-    return reference.score_rows(call.k, together, policy, lambda *rows: replace(observe(*rows), padding=first))
+    return reference.score_layer(
+        call, None, start, first, layer, num_layers, policy, policy_inputs._replace(summed=None), ranks, observed
+    )
 
 
 def cascade_step(
@@ -200,8 +196,7 @@ class SiteStatistics:
     def _over(self, window: int, spread: bool = False) -> tuple[Tensor, ...]:
         from kvpass.kernels.window_statistics import window_statistics
 
-        found = window_statistics(self.call, self.first, self.lse, window, variance=spread, entropy=spread)
-        return tuple(x for x in (found.mean, found.variance, found.entropy) if x is not None)
+        return window_statistics(self.call, self.first, self.lse, window, spread=spread)
 
     @cached_property
     def last_row(self) -> Tensor:

@@ -18,7 +18,6 @@ Legend: B rows, L layers, K KV heads, E pool slots, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -39,20 +38,11 @@ _BLOCK = 1 << 14
 """Entries quantised at a time, so that no fp32 copy of the whole is made."""
 
 
-def empty_codes(shape: Sequence[int], entry_format: EntryFormat, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return memory for the codes and scales of entries ``[.., D]``: of 8 numbers BITS bytes, and fp32 ``[..]``."""
-    bytes_held = shape[-1] * BITS[entry_format] // 8
-    return (
-        torch.empty(*shape[:-1], bytes_held, dtype=CODES[entry_format], device=device),
-        torch.empty(*shape[:-1], dtype=torch.float32, device=device),
-    )
-
-
 def quantise(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     """Write the codes and scales of floats ``[.., E, D]``, which are rotated first for codes of 4 bits and fewer.
 
     Args:
-        codes, scale: of the shapes and dtypes of :func:`empty_codes`.
+        codes: ``[.., E, D * bits / 8]``, of the dtype in :data:`kvpass.operands.CODES`. scale: fp32 ``[.., E]``.
     """
     bits = codes.shape[-1] * 8 // x.shape[-1]
     for block, code, factor in zip(x.split(_BLOCK, -2), codes.split(_BLOCK, -2), scale.split(_BLOCK, -1), strict=True):
@@ -64,7 +54,9 @@ def quantise(x: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 def quantised(x: Tensor, entry_format: EntryFormat) -> tuple[Tensor, Tensor]:
     """Return codes and scales of floats ``[.., E, D]``, as :func:`quantise` writes them."""
-    codes, scale = empty_codes(x.shape, entry_format, x.device)
+    dtype, bits = CODES[entry_format], BITS[entry_format]
+    codes = torch.empty(*x.shape[:-1], x.shape[-1] * bits // 8, dtype=dtype, device=x.device)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     quantise(x, codes, scale)
     return codes, scale
 
@@ -147,10 +139,8 @@ def quantise_buffer(
         quantise(floats, codes, scale)
 
 
-def centred(call: Attention, key_mean: Tensor | None, at: Any) -> Attention:
-    """Return an attention op whose new keys are less the mean of their heads ``key_mean[at]``, where there is one."""
-    if key_mean is None:
-        return call
+def centred(call: Attention, key_mean: Tensor, at: Any) -> Attention:
+    """Return an attention op whose new keys are less the mean of their heads ``key_mean[at]``."""
     return call._replace(k=(call.k - key_mean[at][:, :, None]).to(call.k.dtype))  # in fp32
 
 

@@ -9,7 +9,6 @@ Legend: B batch, T tokens, H heads of values, D key dim, V value dim, G groups, 
 from __future__ import annotations
 
 import importlib
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,75 +18,61 @@ _TOKENS = 64
 """Tokens of a part, in which all states ``[B, C, N, tokens]`` are held."""
 
 
-class DeltaOperands(NamedTuple):
-    """query, key ``[B, T, *, D]``, value ``[B, T, H, V]``; g ``[B, T, H]`` or ``[B, T, H, D]``: log of the decay; beta
-    ``[B, T, H]``; state fp32 ``[B, H, D, V]``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    g: Tensor
-    beta: Tensor
-    state: Tensor
-
-
-class Mamba2Operands(NamedTuple):
-    """x ``[B, T, H, V]``, dt ``[B, T, H]``, a ``[H]``, b and c ``[B, T, G, N]``, state ``[B, H, V, N]``, d and dt_bias
-    ``[H]``; dt + dt_bias goes through softplus."""
-
-    x: Tensor
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    state: Tensor
-    d: Tensor
-    dt_bias: Tensor
-
-
-class MambaOperands(NamedTuple):
-    """x, dt, z ``[B, C, T]``, a ``[C, N]``, b and c ``[B, N, T]``, state fp32 ``[B, C, N]``, d and dt_bias ``[C]``.
-
-    C channels; dt + dt_bias goes through softplus."""
-
-    x: Tensor
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    state: Tensor
-    d: Tensor
-    z: Tensor
-    dt_bias: Tensor
-
-
-def delta_rule(given: DeltaOperands, module: str, chunked: str, step: str, normalize: bool) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    module: str,
+    chunked: str,
+    step: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
     """Return output ``[B, T, H, V]`` and state after it, fp32, of a gated delta rule.
 
     Args:
+        query, key: ``[B, T, *, D]``. value: ``[B, T, H, V]``. g: ``[B, T, H]`` or ``[B, T, H, D]``, log of the decay.
+        beta: ``[B, T, H]``. state: fp32 ``[B, H, D, V]``.
         module, chunked, step: names of the module and its two functions. normalize: queries and keys, by their norms.
     """
-    run = getattr(importlib.import_module(module), step if given.query.shape[1] == 1 else chunked)
-    *tensors, g, beta, state = given
+    run = getattr(importlib.import_module(module), step if query.shape[1] == 1 else chunked)
     out, state = run(
-        *tensors,
+        query,
+        key,
+        value,
         g=g,
         beta=beta,
         initial_state=state.clone(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalize,
     )
-    return out.to(given.query.dtype).contiguous(), state.float().contiguous()
+    return out.to(query.dtype).contiguous(), state.float().contiguous()
 
 
-def mamba2(given: Mamba2Operands, module: str, chunk: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+def mamba2(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    module: str,
+    chunk: int,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
     """Return output ``[B, T, H, V]`` and state after it, both fp32, of the selective state space of Mamba 2.
 
     Args:
+        x: ``[B, T, H, V]``. dt: ``[B, T, H]``; dt + dt_bias goes through softplus. a, d, dt_bias: ``[H]``.
+        b, c: ``[B, T, G, N]``. state: ``[B, H, V, N]``.
         module: name of the module of its functions. chunk: tokens of a chunk. low, high: bounds of the step size.
     """
     functions = importlib.import_module(module)
-    x, dt, a, b, c, state, d, dt_bias = given
     if x.shape[1] == 1 and (low, high) == (0.0, float("inf")):  # the step knows no bounds
         head, size = x.shape[3], state.shape[3]
         state = state.clone()
@@ -122,17 +107,28 @@ def mamba2(given: Mamba2Operands, module: str, chunk: int, low: float, high: flo
     return out.float().contiguous(), state.float().contiguous()
 
 
-def mamba(given: MambaOperands, module: str) -> tuple[Tensor, Tensor]:
+def mamba(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    d: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    module: str,
+) -> tuple[Tensor, Tensor]:
     """Return output ``[B, C, T]``, times silu(z), and state after it, both fp32, of the selective scan of Mamba.
 
     The function of transformers, and the kernel, begin with zeros: what the state adds is added here,
     ``c_t . (exp(a * (dt_1 + ... + dt_t)) * state)`` (Mamba, 2312.00752, section 3). That of a prompt is zeros.
 
     Args:
-        module: name of the module of its functions.
+        x, dt, z: ``[B, C, T]``, C channels; dt + dt_bias goes through softplus. a: ``[C, N]``. b, c: ``[B, N, T]``.
+        state: fp32 ``[B, C, N]``. d, dt_bias: ``[C]``. module: name of the module of its functions.
     """
     functions = importlib.import_module(module)
-    x, dt, a, b, c, state, d, z, dt_bias = given
     if x.shape[2] == 1:
         state = state.clone()
         out = functions.mamba_selective_state_update(
@@ -156,12 +152,15 @@ def mamba(given: MambaOperands, module: str) -> tuple[Tensor, Tensor]:
     return (out * F.silu(z.float())).contiguous(), made.contiguous()
 
 
-def fake_delta_rule(given: DeltaOperands, *_: object) -> tuple[Tensor, Tensor]:
+def fake_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
     """Return tensors of the shapes of :func:`delta_rule`."""
-    return given.query.new_empty(given.value.shape), given.state.new_empty(given.state.shape, dtype=torch.float32)
+    return query.new_empty(value.shape), state.new_empty(state.shape, dtype=torch.float32)
 
 
-def fake_scan(given: Mamba2Operands | MambaOperands, *_: object) -> tuple[Tensor, Tensor]:
+def fake_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
     """Return tensors of the shapes of :func:`mamba2` and :func:`mamba`."""
-    out = given.x.new_empty(given.x.shape, dtype=torch.float32)
-    return out, given.state.new_empty(given.state.shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float32), state.new_empty(state.shape, dtype=torch.float32)

@@ -6,7 +6,7 @@ statistic mixes rows, and a padded row computes exactly what it computes alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -178,6 +178,7 @@ def score_layer(
     policy: Policy,
     policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
     ranks: Ranks = ONE_PROCESS,
+    observed: Callable[[Observation, slice, int], Observation] = lambda obs, rows, column: obs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
 
@@ -187,49 +188,35 @@ def score_layer(
         policy_inputs: for the rows of the batch; ``summed`` are :func:`column_sums` of the whole prompt.
             ``rule_rows`` of the layer are written.
         ranks: processes that share the heads of the layer.
+        observed: returns what the policy is given for some rows, from their first column on.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
         fp32 ``[F, B, K, N]``: the attention mass (mean over window rows and group) and the first decode state; weight
         fp64 ``[B]``.
     """
-
-    def observe(rows: slice, column: int, window: int) -> Observation:
-        q, k, v, scale, softcap, sinks = call.from_column(rows, column)
-        given = policy_inputs.of(layer, rows, column)._asdict()
-        return Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, ranks=ranks, **given)
-
-    return score_rows(call.k, row_groups(start), policy, observe)
-
-
-def score_rows(
-    k: Tensor, groups: Iterable[tuple[slice, int]], policy: Policy, observe: Callable[[slice, int, int], Observation]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores, stats and layer weight of one layer.
-
-    Args:
-        groups: rows that are processed together, with their first column. observe: function of rows, first column and
-            window that returns the policy's input, with ``padding`` where the rows have any.
-    """
-    b, kv_heads, n, _ = k.shape
+    b, kv_heads, n, _ = call.k.shape
     scored: list[Tensor] = []
-    stats = k.new_zeros(policy.stat_planes, b, kv_heads, n, dtype=torch.float32)
+    stats = call.k.new_zeros(policy.stat_planes, b, kv_heads, n, dtype=torch.float32)
     rule = policy.decode_rule()
     numbers = 0 if rule is None else rule.numbers_per_entry
-    weight = k.new_zeros(b, dtype=torch.float64)
-    for rows, column in groups:
+    weight = call.k.new_zeros(b, dtype=torch.float64)
+    for rows, column in row_groups(start):
         window = min(policy.window, n - column)
-        obs = observe(rows, column, window)
+        q, k, v, scale, softcap, sinks = call.from_column(rows, column)
+        asked = policy_inputs.of(layer, rows, column)
+        alone = Observation(q, k, v, scale, window, layer, num_layers, softcap, sinks, asked, ranks)
+        obs = observed(alone, rows, column)
         write_first_rows(obs, policy)
         own = policy.checked_score(obs)
         every = obs.all_heads(own)
-        scored.append(F.pad(obs.real(every, float("-inf")), (column, window), value=float("-inf")))
+        scored.append(F.pad(every, (column, window), value=float("-inf")))
         stats[MASS, rows, :, column:] = obs.mass
         if rule is not None and numbers:
-            scores = F.pad(obs.real(own, float("-inf")), (0, window), value=float("-inf"))
-            stats[NUMBERS : NUMBERS + numbers, rows, :, column:] = obs.real(rule.start(obs, scores))
+            scores = F.pad(own, (0, window), value=float("-inf"))
+            stats[NUMBERS : NUMBERS + numbers, rows, :, column:] = rule.start(obs, scores)
         if policy.compares_layers:
-            stats[NUMBERS, rows, :, column : n - window] = obs.real(own)
-        layer_weight = policy.checked_weight(obs, obs.real(every))
+            stats[NUMBERS, rows, :, column : n - window] = own
+        layer_weight = policy.checked_weight(obs, every)
         if layer_weight is not None:
             weight[rows] = layer_weight
     return torch.cat(scored), stats, weight
@@ -241,16 +228,17 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
     Raises:
         ValueError: layers of one KV shape have different numbers of query heads.
     """
-    if obs.rule_rows is None:
+    rows = obs.asked.rule_rows
+    if rows is None:
         return
-    rule, (kv_heads, group) = policy.decode_rule(), obs.rule_rows.shape[1:3]
+    rule, (kv_heads, group) = policy.decode_rule(), rows.shape[1:3]
     assert rule is not None
     if obs.group != group:
         raise ValueError(
             f"policy {policy.name!r}: layers of {kv_heads * obs.group} and of {kv_heads * group} query heads with KV "
             "heads of the same shape are not supported; take another policy"
         )
-    obs.rule_rows.copy_(rule.first_rows(obs))
+    rows.copy_(rule.first_rows(obs))
 
 
 def cascade_step(

@@ -130,7 +130,8 @@ def _pack(buffers: PrefillBuffers) -> None:
 
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
-    call = centred(call, held.key_mean, layer if held.row_index is None else (layer, held.row_index))
+    if held.key_mean is not None:
+        call = centred(call, held.key_mean, layer if held.row_index is None else (layer, held.row_index))
     return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, LossLayers, UniformLayers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay, repetitions
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -80,7 +80,7 @@ class Policy(ABC):
         if self.compact and (not self.needs_budget or self.decode_rule() is not None):
             does = "evicts while decoding" if self.needs_budget else "drops nothing"
             raise ValueError(f"compact=True with policy {self.name!r}: it {does}; take one that drops entries once")
-        if self.compares_layers:
+        if self.compares_layers:  # layers() raises where an option of a split is missing
             rule = self.decode_rule()
             if rule is not None and not rule.starts_at_scores:
                 raise ValueError(
@@ -120,7 +120,8 @@ class Policy(ABC):
     @property
     def is_right_divided(self) -> bool:
         """Whether it is right where several processes share the heads: ours are, others say so themselves."""
-        return type(self).__module__.startswith("kvpass.policies.") or bool(vars(type(self)).get("divisible"))
+        kinds = [type(part) for part in self.parts]
+        return all(kind.__module__.startswith("kvpass.policies.") or vars(kind).get("divisible") for kind in kinds)
 
     def heads(self) -> HeadSplit:
         """Return the head split."""
@@ -196,7 +197,6 @@ class Policy(ABC):
         """Return the rule for eviction while decoding; None: tokens are only appended."""
         return None
 
-    @takes_padding
     def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         """Return this layer's relative share of the budget, fp64 ``[B]``, >= 0; None if fixed."""
         return self.layers().weight(obs, scores)
@@ -212,15 +212,6 @@ class Policy(ABC):
             return None
         self._check_shape("the weight of a layer is", weight, (obs.keys.shape[0],))
         return weight.double().nan_to_num(nan=0.0).clamp(min=0.0)
-
-    @property
-    def takes_padded_rows(self) -> bool:
-        """Whether all functions of an observation take padding; one that a subclass defines does if it is marked."""
-        rule = self.decode_rule()
-        parts = [type(self).score, type(self).layer_weight, type(self.layers()).weight]
-        if rule is not None:
-            parts += [type(rule).start, *([type(rule).first_rows] if rule.rows_per_head else [])]
-        return all(getattr(part, "takes_padding", False) for part in parts)
 
     def _check_shape(self, gave: str, found: object, expected: tuple[int, ...]) -> None:
         if not isinstance(found, Tensor) or tuple(found.shape) != expected:

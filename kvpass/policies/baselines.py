@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.layer_splits import zero_unseen_layers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_int, option
 from kvpass.policies.scores import hashed
 
@@ -24,7 +24,6 @@ class Full(Policy):
     needs_question: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = False
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         return obs.keys.new_zeros(obs.keys.shape[0], obs.kv_heads, obs.evictable, dtype=torch.float32)
 
@@ -49,7 +48,6 @@ class Random(Policy):
 
     seed: int = option(0, check_int, 0, high=1 << 64)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         position = obs.positions[..., : obs.evictable]
         head = obs.first_head + torch.arange(obs.kv_heads, device=obs.keys.device)[:, None]

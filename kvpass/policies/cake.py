@@ -12,7 +12,7 @@ from kvpass.config import Budget, BudgetLike
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
 from kvpass.policies.layer_splits import CakeLayers, LayerSplit, zero_unseen_layers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -100,11 +100,6 @@ class Cake(Policy):
     indicator: Indicator = option("sum", check_literal, Indicator)
     evict_during_decode: bool = option(True, check_bool)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layers()  # raises if a temperature is missing
-
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         # Variance first: on CUDA one pass over the keys then gives the mean too.
         variance, mean = obs.variance[..., : obs.evictable], obs.mean[..., : obs.evictable]

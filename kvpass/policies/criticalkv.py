@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_float, option
 from kvpass.policies.refinement import refine_scores
 from kvpass.policies.scores import Pool
@@ -46,7 +46,6 @@ class CriticalKV(WindowAttention):
     first_stage: float = option(0.5, check_float, 0.0, 1.0)
     epsilon: float = option(1e-4, check_float, 0.0)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         return refine_scores(self, obs, super().score(obs), self.first_stage, self.epsilon)
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.scheduler import invert
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -178,7 +178,6 @@ class DecodeRule:
         """Numbers that the cache holds for each entry, outside the budget: :attr:`Slots.decode_state`."""
         return 0
 
-    @takes_padding
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
         """Return the numbers of every prompt entry, fp32 ``[numbers_per_entry, B, K, N]``.
 
@@ -243,7 +242,6 @@ class StoredByScore(DecodeRule):
         """The place of an entry."""
         return int(self.released)
 
-    @takes_padding
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
         if not self.released:
             return super().start(obs, scores)
@@ -309,7 +307,6 @@ class Accumulated(DecodeRule):
         """The sum, and of VATP the norm."""
         return 2 if self.value_norm else 1
 
-    @takes_padding
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
         over_rows = obs.column_sum if self.rows is None else obs.recent_sum(self.rows)
         total = reduce_group(over_rows, obs.kv_heads, self.group) / self.divisor

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import LayerSplit, zero_unseen_layers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_int, option
 from kvpass.policies.scheduler import invert
 
@@ -154,13 +154,12 @@ class DuoAttention(Policy):
         head_map, first, newest = read_head_map(folder)
         return {"sinks": first, "window": newest, **options, "head_map": head_map}
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         heads = obs.kv_heads * obs.ranks.size
         own = slice(obs.first_head, obs.first_head + obs.kv_heads)
         place = invert(self.layers().places(obs.num_layers, heads, obs.keys.device)[obs.layer].argsort())[own, None]
         position = obs.positions[..., : obs.evictable]
-        newer = position / torch.as_tensor(obs.available).clamp(min=1)
+        newer = position / max(obs.evictable, 1)
         worth = torch.where(position < self.sinks, heads + 1 + self.sinks - position, heads - place + newer)
         return worth.float().expand(obs.keys.shape[0], -1, -1)
 

@@ -11,7 +11,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.cake import cake_layers
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
 from kvpass.policies.layer_splits import LayerSplit, UniformLayers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_choice, check_float, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
@@ -45,11 +45,6 @@ class H2O(Policy):
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
     evict_during_decode: bool = option(True, check_bool)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layers()  # raises if a temperature is missing
-
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         total = reduce_group(obs.column_sum[..., : obs.evictable], obs.kv_heads, self.group)
         return pool_scores(total, self.pool, self.kernel_size)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,7 @@ class KeyDiff(Policy):
 
     window: int = 0
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         keys = obs.keys.float()
-        directions = F.normalize(keys, dim=-1)
-        if obs.padding is not None:
-            directions = directions * (obs.positions >= 0)[..., None]
-        anchor = directions.sum(2, keepdim=True)  # N times the mean
+        anchor = F.normalize(keys, dim=-1).sum(2, keepdim=True)  # N times the mean
         return -F.cosine_similarity(keys[:, :, : obs.evictable], anchor, dim=-1)

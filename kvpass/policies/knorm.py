@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,5 @@ class Knorm(Policy):
 
     window: int = 0
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         return -obs.keys[:, :, : obs.evictable].float().norm(dim=-1)

@@ -19,7 +19,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, Slots, evictable_slots
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_path, option
 from kvpass.policies.scheduler import invert
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -133,12 +133,10 @@ class KVzap(Policy):
         scores = x @ ranks.local_shard(weight, 0).T + ranks.local_shard(bias, 0)
         return scores.transpose(1, 2)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         positions, scores = obs.positions[..., : obs.evictable], prompt_scores(obs, self.sinks)[..., : obs.evictable]
         if self.split == "file" and obs.length > 1:
-            shared = self._by_shares(scores.masked_fill(positions < 0, float("-inf")), obs)
-            scores = sinks_first(shared, positions, self.sinks)
+            scores = sinks_first(self._by_shares(scores, obs), positions, self.sinks)
         return scores
 
     def _by_shares(self, scores: Tensor, obs: Observation) -> Tensor:
@@ -163,9 +161,7 @@ class KVzap(Policy):
         return GlobalLayers() if self.threshold is None else GlobalLayers(self.threshold)
 
     def decode_rule(self) -> DecodeRule | None:
-        if not self.evict_during_decode:
-            return None
-        return OwnScores(window=self.window, sinks=self.sinks, threshold=self.threshold)
+        return OwnScores(window=self.window, options=self) if self.evict_during_decode else None
 
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
         """As in the base class; with a threshold what it has left of the budget is shared by all heads."""
@@ -179,33 +175,31 @@ class KVzap(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnScores(DecodeRule):
-    """KVzap while decoding: each entry keeps the score that it got as a new token; options as in :class:`KVzap`."""
+    """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
     reads_tokens: ClassVar[bool] = True
     starts_at_scores: ClassVar[bool] = True
 
-    sinks: int
-    threshold: float | None
+    options: KVzap
 
     @property
     def numbers_per_entry(self) -> int:
         """The score."""
         return 1
 
-    @takes_padding
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
-        return prompt_scores(obs, self.sinks)[None]
+        return prompt_scores(obs, self.options.sinks)[None]
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         assert slots.token_scores is not None
-        new = sinks_first(slots.token_scores[..., None], slots.position, self.sinks)
+        new = sinks_first(slots.token_scores[..., None], slots.position, self.options.sinks)
         state = torch.where(slots.is_new, new, slots.decode_state)
         return state[0], state
 
     def quota_now(self, quota: Tensor, due: Tensor | None, worth: Tensor, position: Tensor) -> Tensor:
-        if self.threshold is None:
+        if self.options.threshold is None:
             return quota
-        enough = evictable_slots(position, self.window) & (worth >= self.threshold)
+        enough = evictable_slots(position, self.window) & (worth >= self.options.threshold)
         return torch.minimum(quota, enough.sum(2))
 
 

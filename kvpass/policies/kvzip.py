@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_ids, check_int, option
 from kvpass.policies.replay import Replay, repetitions
 
@@ -66,9 +66,8 @@ class KVzip(Policy):
         asked = self.prompt_ids, self.again_ids, self.suffix_ids
         return repetitions(ids, self.sinks, self.chunk, self.overlap, *asked)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
-        highest = torch.finfo(torch.float32).max / (obs.positions + 2).clamp(min=1)
+        highest = torch.finfo(torch.float32).max / (obs.positions + 2)
         if obs.length <= max(self.sinks, 1):  # nothing is replayed
             return highest[..., : obs.evictable].expand(*obs.keys.shape[:2], -1)
         scores = torch.where(obs.positions < self.sinks, highest, obs.replayed_attention)

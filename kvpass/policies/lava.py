@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import EntropyLayers, LayerSplit, LossLayers, PyramidLayers, UniformLayers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float, check_int, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
@@ -53,7 +53,6 @@ class Lava(Policy):
                 "'lava_nohead', parity='paper'"
             )
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         pooled = pool_scores(obs.mean[..., : obs.evictable], self.pool, self.kernel_size)
         s = reduce_group(pooled, obs.kv_heads, self.group)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.head_splits import HeadSplit
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity
 from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_budgets
 from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets, shares_of_seen
@@ -21,7 +21,6 @@ from kvpass.policies.scores import hashed
 class LayerSplit(ABC):
     """Division of the total among layers; see :class:`kvpass.policies.base.Policy` for the methods."""
 
-    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
 
@@ -71,17 +70,13 @@ class EntropyLayers(LayerSplit):
 
     parity: Parity = "paper"
 
-    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         s = scores.double().flatten(1)
         if s.shape[1] < 2:
             return s.new_zeros(s.shape[0])
         p = s / (s.sum(1, keepdim=True) + 1e-16)
         entropy = -(p * (p + 1e-16).log()).sum(1)
-        if isinstance(obs.available, int):
-            return (entropy / math.log(s.shape[1])).clamp(min=0.0)
-        count = obs.available.flatten() * scores.shape[1]
-        return torch.where(count < 2, 0.0, (entropy / count.clamp(min=2).double().log()).clamp(min=0.0))
+        return (entropy / math.log(s.shape[1])).clamp(min=0.0)
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         if self.parity == "code":
@@ -105,7 +100,6 @@ class CakeLayers(LayerSplit):
     tau2: float
     parity: Parity = "paper"
 
-    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         h = obs.all_heads(obs.entropy[..., : obs.evictable]).double().sum((1, 2))
         v = obs.all_heads(obs.variance[..., : obs.evictable]).double().sum((1, 2))
@@ -143,13 +137,12 @@ class LossLayers(LayerSplit):
     ``sum over h of max over i of |v[k, i]|_1 * sum over dropped i of a[h, i]``; a is here the mean over the window
     rows. ``loss`` is the share that it may have of the same sum over all entries. The weight of a layer is the number
     of entries that this takes, in the order of the heads' split. If the budget has no room for all of them, layers
-    share it in proportion to their weights. Scores must be >= 0, as padding has 0.
+    share it in proportion to their weights.
     """
 
     loss: float
     heads: HeadSplit
 
-    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         largest = obs.all_heads(obs.value_norm.amax(-1, keepdim=True))
         bound = obs.all_heads(obs.mass).double() * largest
@@ -196,7 +189,6 @@ class PyramidLayers(LayerSplit):
     parity: Parity = "paper"
     short_uniform: bool = False
 
-    @takes_padding
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         if self.shape not in ("entropy", "gini"):
             return None
@@ -207,14 +199,8 @@ class PyramidLayers(LayerSplit):
         if self.shape == "entropy":
             return -torch.xlogy(p, p).sum(2).mean(1).clamp(max=0.0)
         rank = torch.arange(1, obs.evictable + 1, dtype=torch.float64, device=a.device)
-        if isinstance(obs.available, int):
-            gini = (2 * rank - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
-            return (1 - gini).mean(1).clamp(min=0.0)
-        # the zeros of padding come first, so that the rank of a real column is less by their number
-        rank = rank - (obs.evictable - obs.available)
-        count = obs.available[..., 0]
-        gini = (2 * rank - obs.available - 1).mul(p.sort(dim=2).values).sum(2) / count.clamp(min=1)
-        return torch.where(count[:, 0] < 2, 0.0, (1 - gini).mean(1).clamp(min=0.0))
+        gini = (2 * rank - obs.evictable - 1).mul(p.sort(dim=2).values).sum(2) / obs.evictable
+        return (1 - gini).mean(1).clamp(min=0.0)
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layers = weights.shape[1]

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kvpass.operands import NO_POLICY_INPUTS, PolicyInputs
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 _ROW_BLOCK = 512
 _PROJECTED_ELEMENTS = 1 << 22
 """Elements of projected values that exist at a time."""
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def takes_padding(function: _Function) -> _Function:
-    """Mark a function of an :class:`Observation` that is right for rows of different :attr:`Observation.padding`.
-
-    In real columns it gives what it gives of the row without its padding. All statistics and the scores of the layer
-    are zero in padding; whatever it gives there is not read. If all functions of a policy are marked, rows of different
-    padding are judged together on CUDA, else one after the other.
-    """
-    function.takes_padding = True  # type: ignore[attr-defined]
-    return function
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -57,7 +45,7 @@ def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def projected_norms(values: Tensor, projection: Tensor, order: int) -> Tensor:
-    """Return the norm of ``W_h v`` of that order for each query head h, fp32 ``[B, H, N]``; not zero in padding.
+    """Return the norm of ``W_h v`` of that order for each query head h, fp32 ``[B, H, N]``.
 
     W_h are the columns of the output projection that read query head h. Products are made in blocks of tokens, in fp32;
     on CUDA in the dtype of the values.
@@ -101,21 +89,10 @@ class Observation:
         layer: index of the attention op among those that share a pool. num_layers: their number.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
         sinks: one extra logit per query head, ``[H]``, which is part of the softmax and then dropped.
-        padding: columns before the first token of each row, int64 ``[B]``; None: rows have equal length and no padding,
-            as all functions find it that are not marked by :func:`takes_padding`.
-        summed: :attr:`column_sum`, if it was computed before.
-        projection: weight of the output projection ``[hidden, H * Dv]``, given to policies that say
-            ``reads_projection``; the columns from ``h * Dv`` on read query head h.
-        frequencies: inverse frequencies of the rotary embedding ``[D / 2]``, given to policies that say
-            ``reads_rotation``; channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
-        replayed: :attr:`replayed_attention`, given to policies that say ``reads_replays``.
-        entered: :attr:`token_scores`, given to policies that say ``scores_tokens``.
-        entries: evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window. None
-            when a cache is compressed again.
-        rule_rows: rows of the policy's decode rule after the prompt, fp32 ``[B, K, G, rows, D]``, where the cache holds
-            them; they are made before the scores.
+        asked: what the policy asks for besides, of these rows and this layer. Rows of the policy's decode rule, where
+            the cache holds them, fp32 ``[B, K, G, rows, D]``, are made before the scores.
         ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
-            this process. None: one process has all.
+            this process.
 
     All statistics are fp32 for any input dtype, and are computed one KV head at a time, so that no ``[H, window, N]``
     tensor exists. ``a`` below is the causal softmax over all N keys, not renormalised. What needs a tensor that is not
@@ -131,14 +108,7 @@ class Observation:
     num_layers: int
     softcap: float | None = None
     sinks: Tensor | None = None
-    padding: Tensor | None = None
-    summed: Tensor | None = None
-    projection: Tensor | None = None
-    frequencies: Tensor | None = None
-    replayed: Tensor | None = None
-    entries: Tensor | None = None
-    rule_rows: Tensor | None = None
-    entered: Tensor | None = None
+    asked: PolicyInputs = NO_POLICY_INPUTS
     ranks: Ranks = ONE_PROCESS
 
     def all_heads(self, x: Tensor) -> Tensor:
@@ -171,8 +141,24 @@ class Observation:
 
     @property
     def entries_per_head(self) -> Tensor:
-        """The budget without the window, int64 ``[B]``: :attr:`entries`, which must be given."""
-        return _given(self.entries, "the budget is")
+        """Evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window.
+
+        Not given when a cache is compressed again.
+        """
+        return _given(self.asked.entries, "the budget is")
+
+    @property
+    def projection(self) -> Tensor:
+        """Weight of the output projection ``[hidden, H * Dv]``, for policies that say ``reads_projection``."""
+        return _given(self.asked.projection, "the output projection is")
+
+    @property
+    def frequencies(self) -> Tensor:
+        """Inverse frequencies of the rotary embedding ``[D / 2]``, for policies that say ``reads_rotation``.
+
+        Channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
+        """
+        return _given(self.asked.frequencies, "the frequencies of the rotary embedding are")
 
     @property
     def replayed_attention(self) -> Tensor:
@@ -180,61 +166,35 @@ class Observation:
 
         Weighed by norms for policies that say ``weighs_replays``. See :func:`kvpass.policies.replay.most_attended`.
         """
-        return _given(self.replayed, "replays of the prompt are")
+        return _given(self.asked.replayed, "replays of the prompt are")
 
     @property
     def token_scores(self) -> Tensor:
         """What :meth:`kvpass.policies.base.Policy.token_scores` gives of the prompt, fp32 ``[B, K, N]``."""
-        return _given(self.entered, "what enters attention is")
+        return _given(self.asked.entered, "what enters attention is")
 
     @property
     def positions(self) -> Tensor:
-        """True positions, int64 ``[1, 1, N]``; with padding ``[B, 1, N]``, negative there."""
-        columns = torch.arange(self.length, device=self.keys.device)[None, None]
-        return columns if self.padding is None else columns - self.padding[:, None, None]
-
-    def real(self, x: Tensor, instead: float = 0.0) -> Tensor:
-        """Return a statistic ``[..., B, heads, n]`` of the first n columns, with another number in padding."""
-        return x if self.padding is None else torch.where(self._is_real[..., : x.shape[-1]], x, instead)
-
-    @cached_property
-    def _is_real(self) -> Tensor:
-        return self.positions >= 0
-
-    @property
-    def available(self) -> int | Tensor:
-        """M; with padding that of each row, int64 ``[B, 1, 1]``."""
-        return self.evictable if self.padding is None else (self.evictable - self.padding).clamp(min=0)[:, None, None]
+        """True positions, int64 ``[1, 1, N]``."""
+        return torch.arange(self.length, device=self.keys.device)[None, None]
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the rotary embedding at any positions ``[P]``: fp32 ``[P, D / 2]``, without a factor.
-
-        Raises:
-            ValueError: the frequencies are not given.
-        """
-        frequencies = _given(self.frequencies, "the frequencies of the rotary embedding are")
-        angles = positions.float()[:, None] * frequencies.float()  # fp32, as models have them
+        """Return cos and sin of the rotary embedding at positions ``[P]``: fp32 ``[P, D / 2]``, without a factor."""
+        angles = positions.float()[:, None] * self.frequencies.float()  # fp32, as models have them
         return angles.cos(), angles.sin()
 
     def unrotated_queries(self, kv_head: int, first: int) -> Tensor:
         """Return queries of one KV head before RoPE, prompt rows from ``first`` on: fp32 ``[B, G, N - first, D]``.
 
-        They are turned back by their position in the row, which must have no padding: exact to the rounding of the
-        queries. A factor in the model's cos and sin (YaRN) stays in them, and a position of the first token other than
-        0 stays as a rotation; with RoPE applied again, both are as the model has them.
-
-        Raises:
-            ValueError: rows before the R given queries are needed, or the frequencies are not given.
+        They are turned back by their position in the row: exact to the rounding of the queries. A factor in the
+        model's cos and sin (YaRN) stays in them, and a position of the first token other than 0 stays as a rotation;
+        with RoPE applied again, both are as the model has them.
         """
         cos, sin = self.rotation(torch.arange(first, self.length, device=self.keys.device))
         return with_rope(self.prompt_queries(first, self.length, kv_head), cos, -sin)
 
     def prompt_queries(self, first: int, last: int, kv_head: int | None = None) -> Tensor:
-        """Return queries of prompt rows ``first <= i < last``, fp32 ``[B, H, rows, D]``; ``[B, G, ...]`` of one head.
-
-        Raises:
-            ValueError: rows before the R given queries are needed.
-        """
+        """Return queries of prompt rows ``first <= i < last``, fp32 ``[B, H, rows, D]``; ``[B, G, ..]`` of one head."""
         given = self.queries.shape[2]
         offset = self.length - given
         if first < offset:
@@ -246,9 +206,6 @@ class Observation:
         """Attention of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, last]``.
 
         Columns from ``last`` on get none.
-
-        Raises:
-            ValueError: rows before the R given queries were requested.
         """
         q, k = self.prompt_queries(first, last, kv_head), self.keys[:, kv_head, :last].float()
         logits = torch.einsum("bgrd,bnd->bgrn", q, k).mul_(self.scale)
@@ -301,7 +258,7 @@ class Observation:
     @cached_property
     def column_sum(self) -> Tensor:
         """Sum of a over all N rows, ``[B, H, N]``."""
-        return self.recent_sum(self.length) if self.summed is None else self.summed
+        return self.recent_sum(self.length) if self.asked.summed is None else self.asked.summed
 
     def recent_sum(self, rows: int) -> Tensor:
         """Sum of a over the last ``rows`` of the N rows, ``[B, H, N]``, streamed in blocks of rows."""
@@ -322,12 +279,8 @@ class Observation:
 
     @cached_property
     def projected_value_norm(self) -> Tensor:
-        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``; not zero in padding.
+        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``.
 
         See :func:`projected_norms`.
-
-        Raises:
-            ValueError: the output projection is not given.
         """
-        projection = _given(self.projection, "the output projection is")
-        return projected_norms(self.values, projection, 1).unflatten(1, (self.kv_heads, -1)).mean(2)
+        return projected_norms(self.values, self.projection, 1).unflatten(1, (self.kv_heads, -1)).mean(2)

@@ -149,7 +149,7 @@ def plan(
         sites = [
             Observation(
                 *(q[i, row], k[i, row], v[i, row], factor, min(chosen.window, k.shape[3]), i, len(given)),
-                **asked.of(i, row, 0)._asdict(),
+                asked=asked.of(i, row, 0),
             )
             for i, asked in enumerate(given)
         ]

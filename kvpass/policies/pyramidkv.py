@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvpass.policies.layer_splits import LayerSplit, PyramidLayers, Shape
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_int, check_literal, option
 from kvpass.policies.snapkv import WindowAttention
 
@@ -38,7 +38,6 @@ class PyramidKV(WindowAttention):
     shape: Shape = option("linear", check_literal, Shape)
     short_uniform: bool = option(True, check_bool)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         return super().score(obs) * max(obs.window, 1)
 

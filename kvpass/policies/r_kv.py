@@ -71,25 +71,16 @@ class RKV(Policy):
         return self.importance * pooled - (1 - self.importance) * torch.cat(redundant, 1)[..., :m]
 
     def decode_rule(self) -> DecodeRule:
-        return Redundancy(
-            window=self.window,
-            every=self.buffer,
-            kernel_size=self.kernel_size,
-            importance=self.importance,
-            threshold=self.threshold,
-            released=self.parity == "code",
-        )
+        return Redundancy(window=self.window, every=self.buffer, released=self.parity == "code", options=self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Redundancy(StoredByScore):
-    """R-KV while decoding; options as in :class:`RKV`. The authors' code also evicts in other steps."""
+    """R-KV while decoding. The authors' code also evicts in other steps."""
 
     reads_keys: ClassVar[bool] = True
 
-    kernel_size: int
-    importance: float
-    threshold: float
+    options: RKV
 
     @property
     def rows_per_head(self) -> int:
@@ -122,6 +113,7 @@ class Redundancy(StoredByScore):
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         assert slots.keys is not None and slots.rows is not None
+        kernel_size, importance = self.options.kernel_size, self.options.importance
         compete = evictable_slots(slots.position, self.window)[:, :, None]
         products = torch.einsum("bkgwd,bkcd->bkgwc", slots.rows, slots.keys.float())
         logits = softcapped(products * slots.scale, slots.softcap).amax(2)
@@ -129,13 +121,13 @@ class Redundancy(StoredByScore):
         shares = torch.where(compete, logits.softmax(-1), 0.0).mean(2)
         stored = self.storage_order(slots)
         where = slots.position, stored
-        attended = slots.pool_in_order(shares.contiguous(), *where, self.window, "max", self.kernel_size, "max")
+        attended = slots.pool_in_order(shares.contiguous(), *where, self.window, "max", kernel_size, "max")
         held = slots.position >= 0
         order = torch.where(held, stored, torch.iinfo(stored.dtype).max).argsort(dim=2, stable=True)
         keys = slots.keys.float().gather(2, order[..., None].expand_as(slots.keys))
-        in_order = redundancy(keys, held.gather(2, order), self.threshold)
+        in_order = redundancy(keys, held.gather(2, order), self.options.threshold)
         redundant = torch.zeros_like(in_order).scatter(2, order, in_order)
-        scores = self.importance * attended - (1 - self.importance) * redundant
+        scores = importance * attended - (1 - importance) * redundant
         return scores, self.places(scores, slots)
 
 

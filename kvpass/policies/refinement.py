@@ -28,23 +28,18 @@ class Refinable(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        layers = self.layers()
+        if self.critical and not isinstance(layers, UniformLayers):
+            raise ValueError(
+                f"critical=True with policy {self.name!r}: how much a head keeps must be known when its layer is "
+                f"scored, and {type(layers).__name__} divides the budget among layers later; take uniform layers"
+            )
         if self.critical:
-            check_refinable(self)
             object.__setattr__(self, "reads_projection", True)
 
     def checked_score(self, obs: Observation) -> Tensor:
         scores = super().checked_score(obs)
         return refine_scores(self, obs, scores) if self.critical else scores
-
-
-def check_refinable(policy: Policy) -> None:
-    """Raise unless what a head keeps is known when its layer is scored."""
-    layers = policy.layers()
-    if not isinstance(layers, UniformLayers):
-        raise ValueError(
-            f"critical=True with policy {policy.name!r}: how much a head keeps must be known when its layer is scored, "
-            f"and {type(layers).__name__} divides the budget among layers later; take uniform layers"
-        )
 
 
 def refine_scores(
@@ -58,10 +53,8 @@ def refine_scores(
     Args:
         scores: attention, at least 0.
     """
-    scores = obs.real(scores, float("-inf"))
     worth = (scores + epsilon) * obs.projected_value_norm[..., : obs.evictable]
-    result = in_two_stages(scores, worth, _first(policy, obs, scores, first_stage))
-    return torch.where(result > float("-inf"), result, 0.0)
+    return in_two_stages(scores, worth, _first(policy, obs, scores, first_stage))
 
 
 def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float) -> Tensor:
@@ -70,7 +63,7 @@ def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float)
     held = entries[:, None].expand(-1, obs.kv_heads)
     if not isinstance(heads, UniformHeads):
         every = obs.all_heads(scores)
-        kept = (heads.rank(every, entries) < (entries * every.shape[1])[:, None, None]) & (every > float("-inf"))
+        kept = heads.rank(every, entries) < (entries * every.shape[1])[:, None, None]
         held = kept.sum(2)[:, obs.first_head : obs.first_head + obs.kv_heads]
     first = (((held + policy.window).double() * first_stage).long().clamp(min=1) - policy.window).clamp(min=0)
     return torch.maximum(first, heads.certain(entries)[:, None]) if isinstance(heads, SafeguardedHeads) else first
@@ -89,7 +82,7 @@ def in_two_stages(scores: Tensor, worth: Tensor, first: Tensor) -> Tensor:
     m = scores.shape[2]
     place = invert(scores.argsort(dim=2, descending=True, stable=True))
     later = invert(worth.argsort(dim=2, descending=True, stable=True))
-    key = torch.where(scores == float("-inf"), 2 * m + place, torch.where(place < first[..., None], place, m + later))
+    key = torch.where(place < first[..., None], place, m + later)
     return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
 
 
@@ -99,5 +92,4 @@ def _distinct(falling: Tensor) -> Tensor:
     whole = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     index = torch.arange(falling.shape[-1], device=falling.device)
     apart = ((whole + index).cummin(-1).values - index).int()
-    numbers = (apart ^ ((apart >> 31) & 0x7FFFFFFF)).view(torch.float32)
-    return torch.where(falling == float("-inf"), falling, numbers)
+    return (apart ^ ((apart >> 31) & 0x7FFFFFFF)).view(torch.float32)

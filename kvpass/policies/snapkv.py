@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.cake import cake_layers
 from kvpass.policies.layer_splits import LayerSplit, RandomLayers
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_float, check_int, check_literal, check_odd, option
 from kvpass.policies.refinement import Refinable
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
@@ -33,7 +33,6 @@ class WindowAttention(Policy):
     def query_rows(self) -> int | None:
         return 0
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         mean = reduce_group(obs.mean[..., : obs.evictable], obs.kv_heads, self.group)
         return pool_scores(mean, self.pool, self.kernel_size)
@@ -59,10 +58,6 @@ class SnapKV(Refinable, WindowAttention):
     tau1: float | None = option(None, check_float, 0.0, open_low=True)
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
     seed: int = option(0, check_int, 0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.layers()  # raises if a temperature is missing
 
     def layers(self) -> LayerSplit:
         if self.layer_split == "cake":

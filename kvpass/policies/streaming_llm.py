@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, RollingWindow
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_int, option
 
 
@@ -38,10 +38,9 @@ class StreamingLLM(Policy):
     sinks: int = option(4, check_int, 0)
     evict_during_decode: bool = option(True, check_bool)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         index = obs.positions[..., : obs.evictable]
-        worth = torch.where(index < self.sinks, obs.available + self.sinks - index, index).float()
+        worth = torch.where(index < self.sinks, obs.evictable + self.sinks - index, index).float()
         return worth.expand(obs.keys.shape[0], obs.kv_heads, -1)
 
     def decode_rule(self) -> DecodeRule | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, LastQuery
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, option
 
 
@@ -31,7 +31,6 @@ class Tova(Policy):
     window: int = 0
     evict_during_decode: bool = option(True, check_bool)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         row = obs.all_heads(obs.last_row[..., : obs.evictable]).mean(1, keepdim=True)
         return row.expand(-1, obs.kv_heads, -1)

@@ -70,37 +70,21 @@ class TriAttention(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         rule = self.decode_rule()
-        rows = rule.first_rows(obs) if obs.rule_rows is None else obs.rule_rows
+        rows = rule.first_rows(obs) if obs.asked.rule_rows is None else obs.asked.rule_rows
         tokens = torch.full((obs.keys.shape[0],), obs.length, device=obs.keys.device)
         return rule.worth(rows, obs.keys[:, :, : obs.evictable], tokens)
 
     def decode_rule(self) -> Distances:
-        return Distances(
-            window=self.window,
-            every=self.buffer,
-            statistics=self.statistics,
-            longest=self.longest,
-            aggregate=self.aggregate,
-            group=self.group,
-            released=self.parity == "code",
-        )
+        return Distances(window=self.window, every=self.buffer, options=self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distances(DecodeRule):
-    """TriAttention while decoding; options as in :class:`TriAttention`.
-
-    Args:
-        released: evict when the authors' code does.
-    """
+    """TriAttention while decoding."""
 
     reads_keys: ClassVar[bool] = True
 
-    statistics: str | None
-    longest: int
-    aggregate: Aggregate
-    group: Group
-    released: bool
+    options: TriAttention
 
     @property
     def rows_per_head(self) -> int:
@@ -108,19 +92,17 @@ class Distances(DecodeRule):
         return 3
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
-        if not self.released:
+        if self.options.parity == "paper":
             return super().due(position, quota)
         tokens = position.amax((1, 2))[:, None] + 1
         return (tokens % self.every == 0) & ((position >= 0).sum(2) - quota >= self.window)
 
     def first_rows(self, obs: Observation) -> Tensor:
         batch, kv_heads, group, dim = obs.keys.shape[0], obs.kv_heads, obs.group, obs.keys.shape[3]
-        if obs.frequencies is None:
-            raise ValueError("the frequencies of the rotary embedding are needed and not given")
         rows = obs.keys.new_zeros(batch, kv_heads, group, self.rows_per_head, dim, dtype=torch.float32)
         rows[..., FREQUENCIES, : dim // 2] = obs.frequencies
-        if self.statistics is not None:
-            mean, modulus = of_file(self.statistics, obs)
+        if self.options.statistics is not None:
+            mean, modulus = of_file(self.options.statistics, obs)
             rows[..., MEAN, :] = mean.to(rows.device)
             rows[..., MODULUS, : dim // 2] = modulus.to(rows.device)
             return rows
@@ -144,10 +126,10 @@ class Distances(DecodeRule):
         """
         half = keys.shape[3] // 2
         mean, modulus, frequencies = rows[..., MEAN, :], rows[..., MODULUS, :half], rows[..., FREQUENCIES, :half]
-        distances = 2 ** torch.arange(self.longest.bit_length(), device=keys.device)
+        distances = 2 ** torch.arange(self.options.longest.bit_length(), device=keys.device)
         ahead = (tokens[:, None] + distances).float()[:, None, None, :, None] * frequencies[..., None, :]
         queries = with_rope(mean[..., None, :], ahead.cos(), ahead.sin())
-        if self.aggregate == "mean":
+        if self.options.aggregate == "mean":
             queries = queries.mean(3, keepdim=True)
         spare = modulus - pairwise_norms(mean)
         scores = []
@@ -155,7 +137,7 @@ class Distances(DecodeRule):
             own = keys[:, head].float()
             certain = torch.einsum("bgod,bnd->bgon", queries[:, head], own).amax(2)
             of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], pairwise_norms(own))
-            scores.append(reduce_group(of_group, 1, self.group))
+            scores.append(reduce_group(of_group, 1, self.options.group))
         return torch.cat(scores, 1)
 
 

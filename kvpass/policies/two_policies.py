@@ -86,14 +86,6 @@ class TwoPolicies(Policy):
         return json.dumps(json.loads(self.prompt.spec) | {PREFIX + name: value for name, value in options.items()})
 
     @property
-    def is_right_divided(self) -> bool:
-        return self.prompt.is_right_divided and self.decode.is_right_divided
-
-    @property
-    def takes_padded_rows(self) -> bool:
-        return self.prompt.takes_padded_rows and self.decode.takes_padded_rows
-
-    @property
     def query_rows(self) -> int | None:
         prompt, decode = self.prompt.query_rows, self.decode.query_rows
         return None if prompt is None or decode is None else max(prompt, decode)
@@ -120,7 +112,7 @@ class TwoPolicies(Policy):
     # -- the prompt -------------------------------------------------------------------------------------------------
 
     def score(self, obs: Observation) -> Tensor:
-        return self.prompt.score(obs)
+        return self.prompt.checked_score(obs)
 
     def heads(self) -> HeadSplit:
         return self.prompt.heads()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
-from kvpass.policies.observation import Observation, takes_padding
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_int, check_literal, option
 from kvpass.policies.scores import reduce_group
 from kvpass.policies.snapkv import WindowAttention
@@ -44,7 +44,6 @@ class Vatp(WindowAttention):
     sinks: int = option(0, check_int, 0)
     evict_during_decode: bool = option(True, check_bool)
 
-    @takes_padding
     def score(self, obs: Observation) -> Tensor:
         m = obs.evictable
         match self.indicator:

@@ -319,13 +319,8 @@ def test_a_file_of_threads_that_evict_is_that_of_one(name):
     for tensor, other in expected.items():
         assert torch.equal(whole[tensor], other), tensor
     own, _ = divided(whole, Layout(pools=(one.group,), rings=()), ThreadRanks("", 1, SIZE))
-    again = FullAttentionLayers.restore(
-        parts[1].group,
-        policy,
-        {key.removeprefix("store0_"): x for key, x in own.items() if key != "start"},
-        one.facts,
-        "model",
-    )
+    own = {key.removeprefix("store0_"): x for key, x in own.items() if key != "start"}
+    again = FullAttentionLayers(parts[1].group, policy).holding(own, one.facts)
     seen = TOKENS + 15 - start
     assert torch.equal(again.positions(seen), parts[1].positions(seen))
 

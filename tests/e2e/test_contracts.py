@@ -182,7 +182,7 @@ def test_contract_1_identity_in_16_bits(family, dtype, backend):
             assert ours <= 2 * theirs, f"{policy}: error {ours} against {theirs} of the eager model"
             fast.set_budget(20)
             cache = fast(ids).past_key_values
-            assert int(cache.lengths.sum()) == 2 * cache.geometry.kv_heads * 20
+            assert int(cache.lengths.sum()) == cache.lengths.numel() * 20
             logits = fast(new, past_key_values=cache).logits
             (store,) = cache.full_layers
             assert logits.dtype == dtype == store.pool_k.dtype == store.tail_v.dtype and logits.isfinite().all()
@@ -195,7 +195,7 @@ def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
     lengths = [PROMPT, 40, 24]
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in lengths])
     cache = fast(ids, attention_mask=mask).past_key_values
-    g = cache.geometry
+    g = cache.full_layers[0].geometry
     per_head = {20: 20, "12KiB": 12288 // (g.layers * g.kv_heads * g.entry_bytes())}.get(budget)
     for row, n in enumerate(lengths):
         entries = min(per_head if per_head is not None else int(budget * n), n)
@@ -228,7 +228,7 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
 def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
     _, fast = shared(family, budget=20)
     cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
-    full = 2 * PROMPT * cache.geometry.layers * cache.geometry.kv_heads * cache.geometry.entry_bytes()
+    full = 2 * PROMPT * cache.full_layers[0].geometry.token_bytes()
     assert bigger.ids.nbytes == 2 * 2000 * 4
     assert bigger.nbytes - bigger.ids.nbytes == cache.nbytes - cache.ids.nbytes < full * 2000 / PROMPT
 

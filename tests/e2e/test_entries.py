@@ -224,7 +224,8 @@ def test_bytes(entries: str) -> None:
     ids = random_ids(1, 440, seed=1)
     fast.set_budget("32KiB")
     cache, report = fast(ids).past_key_values, fast.report()
-    (store,), g = cache.full_layers, cache.geometry
+    (store,) = cache.full_layers
+    g = store.geometry
     size = g.key_dim + g.value_dim
     entry = 4 * size if entries == "model" else size * ROTATED.get(entries, 8) // 8 + 2 * 4
     heads = g.layers * g.kv_heads
@@ -281,7 +282,8 @@ def test_recompression_moves_codes_as_they_are(entries: str) -> None:
         tails = [getattr(store, f"tail_{name}")[:, 0, :, slot].flatten(0, 1) for name in sides]
         held[60 - WINDOW + slot] = [torch.cat([x.flatten() for x in row]) for row in zip(*tails, strict=True)]
     cache = fast(random_ids(1, 10, seed=2), past_key_values=cache).past_key_values
-    (after,), g = cache.full_layers, cache.geometry
+    (after,) = cache.full_layers
+    g = after.geometry
     assert int(cache.lengths.sum()) == BUDGET * g.layers * g.kv_heads
     moved = 0
     for slot, position in enumerate(after.pool_positions[0].tolist()):

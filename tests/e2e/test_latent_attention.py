@@ -31,9 +31,9 @@ def test_a_kept_entry_is_one_row_for_all_heads():
     model, fast = shared(policy="snapkv", budget=BUDGET)
     ids = random_ids(2, PROMPT)
     cache = fast(ids).past_key_values
-    g = cache.geometry
-    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes()) == (1, ROW, 16, ROW * 4)
     (store,) = cache.full_layers
+    g = store.geometry
+    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes()) == (1, ROW, 16, ROW * 4)
     rows = 2 * 2 * (BUDGET - WINDOW) + 2 * 2 * store.tail_k.shape[3]  # of pool and tails: batch, layers, slots
     assert sum(
         getattr(store, name).untyped_storage().nbytes() for name in ("pool_k", "pool_v", "tail_k", "tail_v")
@@ -179,5 +179,6 @@ def test_a_projection_replaced_after_compilation_raises():
 def test_every_family_keeps_latents(family):
     _, fast = compiled_once(family, backend="eager", policy="lava", budget=BUDGET, window=WINDOW)
     cache = fast(random_ids(1, PROMPT)).past_key_values
-    assert (cache.geometry.kv_heads, cache.geometry.entry_bytes()) == (1, ROW * 4)
+    (store,) = cache.full_layers
+    assert (store.geometry.kv_heads, store.geometry.entry_bytes()) == (1, ROW * 4)
     assert int(cache.lengths.sum()) == len(cache) * BUDGET

@@ -42,7 +42,7 @@ def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, 
     wanted = queries_before_rope(model, ids, monkeypatch)
     assert judged
     for call, inputs in judged:
-        obs = Observation(call.q, call.k, call.v, call.scale, 0, 0, 1, frequencies=inputs.frequencies)
+        obs = Observation(call.q, call.k, call.v, call.scale, 0, 0, 1, asked=inputs)
         found = torch.cat([obs.unrotated_queries(head, 0) for head in range(obs.kv_heads)], 1)
         assert min(float((found - q).abs().max()) for q in wanted if q.shape == found.shape) < 1e-4
 

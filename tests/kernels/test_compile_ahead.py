@@ -121,7 +121,7 @@ def call_everything(
     part = PartialAttention(torch.zeros(rows, tokens, heads, dims[1], dtype=dtype).transpose(1, 2), lse)
     merge_attention.merge_attention(part, part)
     for window in WINDOWS:
-        window_statistics.window_statistics(call, start, lse, window, variance=options, entropy=options)
+        window_statistics.window_statistics(call, start, lse, window, spread=options)
     window_statistics.column_sums(call, start, lse, tokens)
     window_statistics.value_norms(call.v, start)
 

@@ -400,10 +400,7 @@ def test_the_kernel_of_each_machine_and_shape(  # type: ignore[no-untyped-def]
     )
     sinks = torch.empty(8, device="meta")
     for call in (Attention(q, k, v, 0.1, softcap), Attention(q, k, v, 0.1, softcap, sinks)):
-        name, refused = choose(call, sliding_window, machine)
-        assert name == expected
-        order = ["flash", "cudnn", "triton"] if machine.flash_impl else ["cudnn", "flash", "triton"]
-        assert list(refused) == order[: order.index(name)] and all(refused.values())
+        assert choose(call, sliding_window, machine) == expected
 
 
 def test_the_switches_of_torch_choose_too(monkeypatch: pytest.MonkeyPatch) -> None:

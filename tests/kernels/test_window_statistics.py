@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16)
 WIDE = KernelConfig.of(4, 1, BLOCK_K=64, BLOCK_R=32)
 LARGE = KernelConfig.of(4, 1, BLOCK_K=256, BLOCK_R=32)
-ALL = {"variance": True, "entropy": True}
+SPREAD = ("mean", "variance", "entropy")
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ CASES = [
 def everything(q, k, v, start, lse, scale, window, *, rows=0, softcap=None, config=None):  # type: ignore[no-untyped-def]
     """All statistics by name; ``column_sum`` over the last ``rows`` rows, where there are any."""
     call = Attention(q, k, v, scale, softcap)
-    found = window_statistics(call, start, lse, window, config=config, **ALL)
+    found = dict(zip(SPREAD, window_statistics(call, start, lse, window, spread=True, config=config), strict=True))
     sums = column_sums(call, start, lse, rows, config=config) if rows else None
-    return SimpleNamespace(**vars(found), column_sum=sums, value_norm=value_norms(v, start))
+    return SimpleNamespace(**found, column_sum=sums, value_norm=value_norms(v, start))
 
 
 def true_lse(q: Tensor, k: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None) -> Tensor:
@@ -173,9 +173,8 @@ def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
     q[:, :, :, 0] = 14.0 + torch.rand(1, 2, 100, device=DEVICE) * 1e-2
     lse = true_lse(q, k, start, 1.0, case, None)
     a = (q[:, :, 36:, 0].double() - lse[:, :, 36:].double()).exp()
-    found = window_statistics(Attention(q, k, k, 1.0), start, lse, 64, variance=True, config=SMALL)
-    assert found.variance is not None
-    torch.testing.assert_close(found.variance[:, :, 0].double(), a.var(2, unbiased=True), atol=0.0, rtol=0.1)
+    _, variance, _ = window_statistics(Attention(q, k, k, 1.0), start, lse, 64, spread=True, config=SMALL)
+    torch.testing.assert_close(variance[:, :, 0].double(), a.var(2, unbiased=True), atol=0.0, rtol=0.1)
 
 
 def test_contract_4_padding_changes_no_bit() -> None:
@@ -194,12 +193,8 @@ def test_contract_4_padding_changes_no_bit() -> None:
 def test_only_what_is_asked_for_is_computed() -> None:
     q, k, v, start, _ = (case := Case(40, 64, window=8, starts=(0, 3))).tensors()
     lse, call = true_lse(q, k, start, 0.1, case, None), Attention(q, k, v, 0.1)
-    complete = window_statistics(call, start, lse, 8, **ALL)
-    for name in ALL:
-        one = window_statistics(call, start, lse, 8, **{name: True})
-        assert torch.equal(one.mean, complete.mean)
-        assert torch.equal(getattr(one, name), getattr(complete, name))
-        assert all(getattr(one, other) is None for other in ALL.keys() - {name})
+    (alone,), (mean, *_) = (window_statistics(call, start, lse, 8, spread=spread) for spread in (False, True))
+    assert torch.equal(alone, mean)
 
 
 def test_any_strides() -> None:

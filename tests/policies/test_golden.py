@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvpass.operands import PolicyInputs
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.plan import Plan, decode_layer, plan
@@ -200,7 +201,7 @@ def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
     found = plan("criticalkv", *prompt, budget=budget, output_weights=weights, **options)
     assert_same_kept(found, want)
     sites = zip(*prompt, weights, strict=True)
-    norms = [Observation(q, k, v, 1.0, 0, 0, 1, projection=w).projected_value_norm[0] for q, k, v, w in sites]
+    norms = [Observation(q, k, v, 1.0, 0, 0, 1, asked=PolicyInputs(w)).projected_value_norm[0] for q, k, v, w in sites]
     torch.testing.assert_close(torch.stack(norms), want["value_output_norm"], rtol=2e-4, atol=0)
 
 
@@ -231,7 +232,7 @@ def test_contract_5_expected_attention_keeps_what_kvpress_keeps(path):
     torch.testing.assert_close(found.scores[:, 0], want["scores"], rtol=2e-4, atol=1e-9)
     assert_same_kept(found, want)
     for layer, (q, k, v) in enumerate(zip(*prompt, strict=True)):
-        obs = Observation(q, k, v, 1.0, 0, 0, 1, frequencies=frequencies)
+        obs = Observation(q, k, v, 1.0, 0, 0, 1, asked=PolicyInputs(frequencies=frequencies))
         queries = torch.cat([obs.unrotated_queries(head, params["n_sink"])[0] for head in range(k.shape[1])])
         mean = queries.mean(1)
         torch.testing.assert_close(mean, want["query_mean"][layer], rtol=2e-4, atol=2e-6)

@@ -217,7 +217,6 @@ def test_plain_inputs_give_finite_scores_and_the_exact_budget(variant, parity, m
             seen.append(made(policy, *given))
             return seen[-1]
 
-        record.takes_padding = True
         monkeypatch.setattr(POLICIES[name], function, record)
     for length, window in ((1, 0), (2, 1), (3, 5), (20, 3)):
         for dtype in (torch.float32, torch.float16) if length == 20 else (torch.float32,):
@@ -620,7 +619,7 @@ def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
         sites = [
             Observation(
                 *(q[i], k[i], v[i], 0.5, window, i, layers),
-                **{"projection": weight, "frequencies": turns, "replayed": most, "entries": entries},
+                asked=PolicyInputs(weight, turns, entries, replayed=most),
             )
             for i, (weight, turns, most) in enumerate(
                 zip(output_weights(q, v), rope_frequencies(q), attended(q, k), strict=True)
@@ -682,8 +681,7 @@ def test_no_decision_needs_a_value_on_the_host(variant, parity):
     q, k, v = (x[0].to("meta") for x in tensors(0, batch=2))
     entries = torch.empty(2, dtype=torch.int64, device="meta")
     weight, turns = output_weights(q[None], v[None])[0].to("meta"), rope_frequencies(q[None])[0].to("meta")
-    given = {"projection": weight, "frequencies": turns, "replayed": k[..., 0], "entries": entries}
-    obs = Observation(q, k, v, 0.5, 3, 1, 4, **given)
+    obs = Observation(q, k, v, 0.5, 3, 1, 4, asked=PolicyInputs(weight, turns, entries, replayed=k[..., 0]))
     weights = torch.empty(2, 4, dtype=torch.float64, device="meta")
     scores = policy.checked_score(obs)
     assert scores.shape == (2, 2, 21)

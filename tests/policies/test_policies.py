@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvpass.operands import PolicyInputs
 from kvpass.policies import Policy, resolve
 from kvpass.policies.decode_rules import RollingWindow
 from kvpass.policies.head_splits import UniformHeads
@@ -174,7 +175,7 @@ def test_vatp_weighs_with_each_tokens_own_value(obs):
 def test_compactor_adds_leverage_and_attention_within_chunks(obs, chunk, blend):
     """With a matrix of rotation for each position, the whole leverage matrix and one query after the other; float64."""
     turns, sinks = torch.tensor([1.0, 0.1]), 2
-    obs = dataclasses.replace(obs, frequencies=turns, entries=torch.tensor([3]))
+    obs = dataclasses.replace(obs, asked=PolicyInputs(frequencies=turns, entries=torch.tensor([3])))
     middle = range(sinks, M)
 
     def before_rope(key: Tensor, position: int) -> Tensor:
@@ -209,7 +210,8 @@ def test_compactor_adds_leverage_and_attention_within_chunks(obs, chunk, blend):
 def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_on_each_other():
     """Of n independent keys in n + 1 dimensions each is needed (n - 1 of n once their mean is gone); of copies none."""
     keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
-    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, frequencies=torch.zeros(4), entries=torch.tensor([8]))
+    asked = PolicyInputs(frequencies=torch.zeros(4), entries=torch.tensor([8]))
+    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, asked=asked)
     leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
     assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
 
@@ -272,7 +274,7 @@ def test_heads_of_dropkv_share_equally_unless_they_compete():
 def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotation(obs, covariance):
     """With matrices of rotation, one for each position, and one query after the other; float64."""
     turns, sinks, ahead = torch.tensor([1.0, 0.1]), 3, 7
-    obs = dataclasses.replace(obs, frequencies=turns)
+    obs = dataclasses.replace(obs, asked=PolicyInputs(frequencies=turns))
 
     def rotation(position: int) -> Tensor:
         matrix = torch.zeros(D, D, dtype=torch.float64)

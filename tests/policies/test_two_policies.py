@@ -82,6 +82,16 @@ def test_a_padded_batch_keeps_what_the_prompts_policy_does_and_decodes_as_plan_s
     assert torch.equal(kept_columns(alone, 40), found[0]), "as the prompt's policy alone"
 
 
+def test_the_second_stage_of_the_prompts_policy_is_kept() -> None:
+    q, k, v = (torch.randn(2, 1, heads, 64, 8) for heads in (4, 2, 2))
+    given = {"budget": 24, "window": 8, "output_weights": torch.randn(2, 16, 32)}
+    plain, critical, both = (
+        plan("snapkv", q, k, v, **given, **options).keep
+        for options in ({}, {"critical": True}, {"critical": True, "decode_policy": "h2o", "decode_window": 8})
+    )
+    assert torch.equal(critical, both) and not torch.equal(plain, critical)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Since(DecodeRule):
     """Evicts what had the least attention since the prompt."""
