@@ -33,7 +33,7 @@ from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
-from kvpass.progress import progress_bar
+from kvpass.progress import progress_bar, progress_console
 from kvpass.report import import_figure
 
 SCOPES = get_args(Scope)
@@ -170,13 +170,11 @@ class Evaluation:
         """Whether this process writes: of those that share the model, the first one."""
         return launched()[0] == 0
 
-    def run(self, console: Console) -> list[Row]:
+    def run(self) -> list[Row]:
         """Answer what is not yet answered; write samples, tables and manifest.
 
         Processes that share the model answer together, and the first one writes.
 
-        Args:
-            console: where the progress is shown.
         Returns:
             one row for each condition of this run.
         """
@@ -186,7 +184,7 @@ class Evaluation:
             self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
         total = sum(len(condition.questions) for condition in self.conditions)
-        with progress_bar(console if self.writes else Console(quiet=True)) as progress:
+        with progress_bar(progress_console() if self.writes else Console(quiet=True)) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
             if waiting:
                 self._answer(progress, bar)

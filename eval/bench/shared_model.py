@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvpass.adapt.tensor_parallel import check_heads
+from kvpass.eval.bench.base import Benchmark, Result
 from kvpass.eval.bench.measure import Meter, spread
-from kvpass.eval.bench.processes import ProcessBench, Result
 from kvpass.eval.bench.settings import WARM_UP_STEPS, BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import PolicySpec
@@ -89,8 +89,8 @@ def measure_one(
 # -- in the process of the command ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SharedModel(ProcessBench):
+@dataclass
+class SharedModel(Benchmark):
     """Prefill and decode of a model that several processes share, beside one process.
 
     The processes are started here, anew for every measurement; the weights, which are random, are written to a

@@ -180,7 +180,7 @@ class Kvpress(System):
 
     compiled = False
 
-    def __init__(self, model: PreTrainedModel, *, policy: str, entries: int, window: int) -> None:
+    def __init__(self, model: PreTrainedModel, policy: str, entries: int, window: int) -> None:
         self.name = f"kvpress/{policy}"
         self.model = model
         self._policy = policy

@@ -14,7 +14,6 @@ from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
 from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
 from kvpass.eval.tasks import find_tasks
 from kvpass.policies import POLICIES
-from kvpass.progress import progress_console
 from kvpass.report import import_figure
 
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
@@ -61,9 +60,9 @@ def curve_settings(**given: Any) -> EvalSettings:
     return EvalSettings(**chosen)
 
 
-def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
-    """Answer what a checked run asks, draw ``curve.png`` and write ``curve.md``."""
-    s, rows = evaluation.settings, evaluation.run(progress_console())
+def draw_curve(evaluation: Evaluation) -> None:
+    """Answer what a checked run asks, draw ``curve.png``, write ``curve.md`` and print what it has."""
+    s, rows, console = evaluation.settings, evaluation.run(), Console()
     title = f"{s.model}: {s.tasks[0]}, {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
     (plot_curve if len(s.entries) == 1 else plot_formats)(rows, s.output / "curve.png", title=title)
     text = curve_table(rows)
@@ -73,7 +72,6 @@ def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
     (s.output / "curve.md").write_text(text, encoding="utf-8")
     console.print(terminal_tables(rows))
     console.print(f"written: {s.output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
-    return rows
 
 
 def curve_table(rows: Sequence[Row]) -> str:

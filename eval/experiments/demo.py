@@ -141,7 +141,7 @@ class Demo:
         if window and longest > window:
             raise ValueError(f"{what}: with the answer {longest}, and the model reads at most {window}")
 
-    def run(self, console: Console) -> None:
+    def run(self) -> None:
         """Ask every system every question; print the answers, the summary and what was measured."""
         model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
         conditions = [("full", None), *itertools.product(POLICIES, self.budgets)]
@@ -160,7 +160,7 @@ class Demo:
                     if index == 0 and (policy, budget) == ("lava", min(self.budgets)):
                         model.report(cache).plot(self.settings.output, marks=self._facts())
                     progress.advance(task)
-        everyone = [plain, *kept]
+        everyone, console = [plain, *kept], Console()
         console.print(self._fact_table(everyone) if self.samples[0].answers else self._document_table(everyone))
         console.print(self._summary_table(everyone))
         console.print(self._notes(everyone), highlight=False, markup=False)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import kvpass
@@ -22,7 +21,7 @@ from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
 from kvpass.policies.options import check_int
-from kvpass.progress import progress_bar
+from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
 
 
@@ -99,9 +98,9 @@ class Exact:
             self.fast.set_policy(*rule)
         self.full: list[float] = []
 
-    def run(self, console: Console, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def run(self, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Answer all prompts; ``save`` gets what is known after each."""
-        with progress_bar(console) as progress:
+        with progress_bar(progress_console()) as progress:
             bar = progress.add_task("prompts", total=len(self.prompts))
             for ids in self.prompts:
                 self._answer(ids.to(self.fast.device))

@@ -126,7 +126,7 @@ def demo(
     with _bad_values():
         checked = Demo(DemoSettings(**_read(DemoSettings, given)))
         _make_folder("output", output.parent)
-    checked.run(Console())
+    checked.run()
 
 
 @app.command()
@@ -225,18 +225,18 @@ def bench(
         from kvpass.eval.bench.tune import tune as tune_kernels
 
         with _interruptible("nothing is written before the end"), _bad_values():
-            Console().print(f"written: {tune_kernels(Console())}", highlight=False)
+            tune_kernels()
         return
-    from kvpass.eval.bench.processes import PrefillMemory, ProcessBench, Start
+    from kvpass.eval.bench.base import Benchmark
+    from kvpass.eval.bench.processes import PrefillMemory, Start
     from kvpass.eval.bench.report import show
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.shared_model import SharedModel
-    from kvpass.progress import progress_console
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    others: dict[str, Callable[[BenchSettings], ProcessBench]] = {
+    others: dict[str, Callable[[BenchSettings], Benchmark]] = {
         "start": lambda settings: Start(settings, _numbers("start", start)),
         "prefill_memory": PrefillMemory,
         "serve": lambda settings: Serve(settings, requests, cache_mib, question_tokens),
@@ -252,7 +252,7 @@ def bench(
         checked = others[instead[0]](settings) if instead else Bench(settings)
         save = _writer(json_path)
     with _interruptible(anew):
-        result = checked.run(progress_console(), save)
+        result = checked.run(save)
     console = Console()
     console.print(show(result))
     if json_path is not None:
@@ -299,13 +299,12 @@ def evaluate(
     _import_libraries()
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import EvalSettings, Evaluation
-    from kvpass.progress import progress_console
 
     with _interruptible(_goes_on(output)), _bad_values():
         checked = Evaluation(EvalSettings(**_read(EvalSettings, given)))
         _make_folder("output", output)
     with _interruptible(_goes_on(output)):
-        rows = checked.run(progress_console())
+        rows = checked.run()
     if not checked.writes:
         return
     console = Console()
@@ -341,7 +340,7 @@ def curve(
         checked = Evaluation(curve_settings(**_read(EvalSettings, given)))
         _make_folder("output", output)
     with _interruptible(_goes_on(output)):
-        draw_curve(checked, Console())
+        draw_curve(checked)
 
 
 @app.command()
@@ -363,12 +362,11 @@ def exact(
     given = locals()
     _import_libraries()
     from kvpass.eval.experiments.exact import Exact, ExactSettings, exact_table
-    from kvpass.progress import progress_console
 
     with _bad_values():
         checked, save = Exact(ExactSettings(**_read(ExactSettings, given))), _writer(json_path)
     with _interruptible("the same command begins anew"):
-        result = checked.run(progress_console(), save)
+        result = checked.run(save)
     Console().print(exact_table(result))
 
 

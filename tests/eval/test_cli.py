@@ -102,7 +102,8 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
 def test_bars_are_drawn_on_standard_error(tmp_path, monkeypatch):
     """Spinners of a compilation stand below a bar only if both are on one console."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr("kvpass.progress.progress_console", lambda: console)
+    for module in ("kvpass.progress", "kvpass.eval.run"):
+        monkeypatch.setattr(f"{module}.progress_console", lambda: console)
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     words = ("--samples", 1, "--length", 160, "--policies", "lava", "--budgets", 0.3, "--backend", "eager")
     result = invoke("eval", "builtin", *words, "--scope", "prompt", "--output", tmp_path / "out")
