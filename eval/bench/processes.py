@@ -84,13 +84,8 @@ def measure_batches(settings: BenchSettings, layers: int, batches: Sequence[int]
     system, meter = _system(settings, layers), Meter(torch.device(settings.device))
     found = []
     for rows in batches:
-        ids, taken = settings.ids(rows, START_TOKENS).to(settings.device), []
-        for _ in range(2):
-            marks = [meter.mark()]
-            _, cache = system.prefill(ids)
-            marks.append(meter.mark())
-            system.step(ids[:, :1], START_TOKENS, cache)
-            taken.append(meter.seconds([*marks, meter.mark()]))
+        ids = settings.ids(rows, START_TOKENS).to(settings.device)
+        taken = [[run.prefill, *run.steps] for run in (system.run(meter, ids, 1) for _ in range(2))]
         compiled = [
             {"phase": record.phase, "rows": record.batch, "parts": record.parts, "seconds": record.seconds}
             for record in system.model.report().compiled

@@ -34,7 +34,7 @@ from kvpass.eval.bench.measure import (
     weight_bytes,
 )
 from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
-from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
+from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.transformers_compat import CACHE
 
@@ -283,17 +283,18 @@ class Bench(Benchmark):
         if not is_compiled or {several, ids.shape} <= seen:
             ids = ids[:, :WARM_UP_TOKENS]
         with nullcontext() if self.settings.warm_cache else fresh_cache():
-            prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
+            found = self._run(measurement, ids, batch, WARM_UP_STEPS)
         if is_compiled and several not in seen:
-            measurement.warm_up = prefill + sum(steps)
+            measurement.warm_up = found.prefill + sum(found.steps)
         seen |= {several, ids.shape}
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
-        prefill, steps = self._once(measurement, ids, batch, settling + self.settings.new_tokens, answered=True)
-        measurement.prefill.append(prefill)
-        measurement.first_steps.append(steps[:settling])
-        measurement.steps.append(steps[settling:])
+        found = self._run(measurement, ids, batch, settling + self.settings.new_tokens)
+        self._answer(measurement, found.tokens[:, -1:], found.cache)
+        measurement.prefill.append(found.prefill)
+        measurement.first_steps.append(found.steps[:settling])
+        measurement.steps.append(found.steps[settling:])
 
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
         """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
@@ -304,42 +305,18 @@ class Bench(Benchmark):
         with suppress(torch.OutOfMemoryError):
             measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
 
-    def _once(
-        self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int, answered: bool = False
-    ) -> tuple[float, list[float]]:
-        """Prefill and decode; returns seconds of the prefill and of each step.
-
-        Args:
-            answered: then also time ``generate`` for the settings' number of tokens.
-        """
+    def _run(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> Timed:
+        """Prefill and decode, and note tokens and bytes."""
         system = measurement.system
-        self.meter.reset_peak()
-        marks = [self.meter.mark()]
-        logits, cache = system.prefill(ids)
-        marks.append(self.meter.mark())
-        repeats = batch // ids.shape[0]
-        cache = system.decoding_cache(cache, repeats)
-        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
-        del logits
-        prefill_peak, begun = self.meter.peak(), self.meter.allocated()
-        self.meter.reset_peak()
-        steps = [self.meter.mark()]
-        for position in range(ids.shape[1], ids.shape[1] + new_tokens):
-            logits = system.step(tokens[-1], position, cache)
-            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
-            steps.append(self.meter.mark())
-        prefill, taken = self.meter.seconds(marks)[0], self.meter.seconds(steps)
-        peak = self.meter.peak()
-        if peak is not None and prefill_peak is not None:
+        found = system.run(self.meter, ids, new_tokens, batch // ids.shape[0])
+        if found.peak_bytes is not None and found.step_bytes is not None:
             # the most of all runs: replayed steps allocate next to nothing
-            measurement.peak_bytes = max(measurement.peak_bytes or 0, prefill_peak, peak)
-            measurement.step_bytes = max(measurement.step_bytes or 0, peak - begun)
-        measurement.tokens = torch.cat(tokens, 1)[0].tolist()
-        measurement.cache_bytes = system.nbytes(cache)
-        measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
-        if answered:
-            self._answer(measurement, tokens[-1], cache)
-        return prefill, taken
+            measurement.peak_bytes = max(measurement.peak_bytes or 0, found.peak_bytes)
+            measurement.step_bytes = max(measurement.step_bytes or 0, found.step_bytes)
+        measurement.tokens = found.tokens[0].tolist()
+        measurement.cache_bytes = system.nbytes(found.cache)
+        measurement.attended_bytes = system.attended_bytes(found.cache, ids.shape[1] + new_tokens)
+        return found
 
     def _answer(self, measurement: Measurement, token: Tensor, cache: Any) -> None:
         """Time the second of two answers: room for the first may move the cache, and what CUDA has captured with it.

@@ -9,7 +9,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
 from kvpass.compiler.backend import Compiler
+from kvpass.eval.bench.measure import Meter
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -40,6 +41,23 @@ def storage_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+class Timed(NamedTuple):
+    """A prompt and a greedy answer.
+
+    Attributes:
+        prefill, steps: seconds of the prefill and of each decode step. tokens: int64 ``[B, 1 + steps]``. cache: at the
+            end. peak_bytes: most that was allocated at once. step_bytes: most that a step needed beside what was held
+            before it; both None on the CPU.
+    """
+
+    prefill: float
+    steps: list[float]
+    tokens: Tensor
+    cache: Any
+    peak_bytes: int | None
+    step_bytes: int | None
+
+
 class System(ABC):
     """A way to prefill a prompt and to decode; only the cache holds state."""
 
@@ -60,6 +78,27 @@ class System(ABC):
         if repeats > 1:
             cache.reorder_cache(torch.zeros(repeats, dtype=torch.int64))
         return cache
+
+    def run(self, meter: Meter, ids: Tensor, new_tokens: int, repeats: int = 1) -> Timed:
+        """Prefill ids, int64 ``[B, N]``, and decode greedily, each row ``repeats`` times from then on."""
+        meter.reset_peak()
+        marks = [meter.mark()]
+        logits, cache = self.prefill(ids)
+        marks.append(meter.mark())
+        cache = self.decoding_cache(cache, repeats)
+        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        del logits
+        peak, begun = meter.peak(), meter.allocated()
+        meter.reset_peak()
+        steps = [meter.mark()]
+        for position in range(ids.shape[1], ids.shape[1] + new_tokens):
+            logits = self.step(tokens[-1], position, cache)
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            steps.append(meter.mark())
+        prefill, taken, later = meter.seconds(marks)[0], meter.seconds(steps), meter.peak()
+        if peak is None or later is None:
+            return Timed(prefill, taken, torch.cat(tokens, 1), cache, None, None)
+        return Timed(prefill, taken, torch.cat(tokens, 1), cache, max(peak, later), later - begun)
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
         """Generate greedily after ``token`` as users do; False where that is not timed.
