@@ -142,6 +142,7 @@ class KVPassLM(HFLM):
         self._model = kvpass.compile(self._original, policy=named, budget=budget, backend=self._compiler, **options)
         self._policy: Policy = self._model.policy
         self._budget: kvpass.Budget | None = self._model.budget
+        self._conditions = [(self._policy, self._budget)]
         self._totals, self._truncated = Totals(), 0
         self._runner = self._runner_of(self._model)
 
@@ -219,7 +220,7 @@ class KVPassLM(HFLM):
                 progress.update(1)
 
         prompts = list(asked)
-        for batch in self._runner.compressed(prompts, [0] * len(prompts)):
+        for batch in self._runner.compressed(prompts, [0] * len(prompts), self._conditions):
             self._score_compressed(batch, [prompts[index] for index in batch.indices], asked, score)
             del batch  # its cache, before the next one is filled
         whole = [(prompt, fed) for prompt in asked if not prompt.head for fed in asked[prompt]]
@@ -278,7 +279,7 @@ class KVPassLM(HFLM):
         self._check_budget(prompts)
         texts: list[str] = [""] * len(requests)
         progress = self._progress(len(requests), "generate_until", disable_tqdm)
-        for batch in self._runner.batches(prompts, kinds):
+        for batch in self._runner.batches(prompts, kinds, self._conditions):
             found = self._generate(
                 [prompts[index] for index in batch.indices], batch, settings[kinds[batch.indices[0]]]
             )

@@ -71,7 +71,7 @@ class Task(Protocol):
         """At most ``count`` samples; generated ones have prompts of at most ``tokens`` tokens.
 
         Raises:
-            ValueError: ``tokens`` too few, ``count < 1``, or data missing.
+            ValueError: ``tokens`` too few, or data missing.
         """
         ...
 
@@ -137,8 +137,3 @@ def largest(
         if length(good + step) <= tokens:
             good += step
     return good
-
-
-def check_count(count: int) -> None:
-    if count < 1:
-        raise ValueError(f"count={count}: must be >= 1")

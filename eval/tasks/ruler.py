@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.needle.words import ADJECTIVES, NOUNS, PLACES, make_sentence
-from kvpass.eval.tasks.base import Sample, check_count, largest, library
+from kvpass.eval.tasks.base import Sample, largest, library
 
 _NOISE = "Coal is black and snow is white. Tides rise and fall. Leaves turn in autumn. On it goes, year after year."
 _KEY_WORDS = (ADJECTIVES, NOUNS, PLACES)
@@ -51,7 +51,6 @@ class Ruler:
     chat: bool = True
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        check_count(count)
         return [self._sample(tokenizer, tokens, str(index), f"{self.name}/{seed}/{index}") for index in range(count)]
 
     def metric(self, prediction: str, sample: Sample) -> float:
@@ -88,7 +87,6 @@ class NiahRequests(Ruler):
     build: Niah
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        check_count(count)
         asked = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
         made: list[Sample] = []
         for number in range(-(-count // len(asked))):

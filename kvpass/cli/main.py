@@ -121,10 +121,10 @@ def demo(
     """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
     given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.demo import Demo, DemoSettings
+    from kvpass.eval.experiments.demo import Demo
 
     with _bad_values():
-        checked = Demo(DemoSettings(**_read(DemoSettings, given)))
+        checked = Demo(**_read(Demo, given))
         _make_folder("output", output.parent)
     checked.run()
 
@@ -361,10 +361,10 @@ def exact(
     """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
     given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.exact import Exact, ExactSettings, exact_table
+    from kvpass.eval.experiments.exact import Exact, exact_table
 
     with _bad_values():
-        checked, save = Exact(ExactSettings(**_read(ExactSettings, given))), _writer(json_path)
+        checked, save = Exact(**_read(Exact, given)), _writer(json_path)
     with _interruptible("the same command begins anew"):
         result = checked.run(save)
     Console().print(exact_table(result))
