@@ -116,6 +116,8 @@ class Runner:
     def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.
 
+        A prompt without a head has nothing to compress, and everything is kept of it.
+
         Args:
             kinds: of every prompt, sortable; prompts of one batch are of one kind.
         """
@@ -125,8 +127,9 @@ class Runner:
         kinds = [(bool(prompt.head), kind) for prompt, kind in zip(prompts, kinds, strict=True)]
         for number, condition in enumerate(conditions):
             for _, indices in rounds([whole], kinds, self.batch):
-                self.model.set_policy(*condition)
+                self.model.set_policy(*(condition if prompts[indices[0]].head else ("full", None)))
                 yield Batch(indices, condition=number)
+            self.model.set_policy(*condition)
 
     def compressed(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """Read each head once, longest first, then continue with prompts whose rests are equally long.
