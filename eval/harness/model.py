@@ -137,8 +137,8 @@ class KVPassLM(HFLM):
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        original, named = self.model, policy  # checked above
-        self._model = kvpass.compile(original, policy=named, budget=budget, backend=self._compiler, **options)
+        named: Any = policy  # checked above
+        self._model = kvpass.compile(self.model, policy=named, budget=budget, backend=self._compiler, **options)
         self._policy: Policy = self._model.policy
         self._budget: kvpass.Budget | None = self._model.budget
         self._conditions = [(self._policy, self._budget)]
