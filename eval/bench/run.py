@@ -15,7 +15,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -179,8 +178,6 @@ class Bench(Benchmark):
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
-        self._seen: WeakKeyDictionary[System, set[bool | torch.Size]] = WeakKeyDictionary()
-        """Of each system, whether it has run with several rows (True), with one, and with which shapes of prompts."""
         self._errors: list[str] = []
 
     @property
@@ -279,7 +276,7 @@ class Bench(Benchmark):
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Compile, and have cuDNN plan for each length; else a short prompt loads libraries as well."""
         is_compiled, several = measurement.system.compiled, batch > 1
-        seen = self._seen.setdefault(measurement.system, set())
+        seen = measurement.system.seen
         if not is_compiled or {several, ids.shape} <= seen:
             ids = ids[:, :WARM_UP_TOKENS]
         with nullcontext() if self.settings.warm_cache else fresh_cache():

@@ -65,6 +65,11 @@ class System(ABC):
     model: Any
     compiled: bool = True
 
+    @functools.cached_property
+    def seen(self) -> set[bool | torch.Size]:
+        """Whether it has run with several rows (True), with one (False), and with which shapes of prompts."""
+        return set()
+
     @abstractmethod
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         """Prefill ids, int64 ``[B, N]``; returns the last logits, ``[B, 1, vocabulary]``, and a cache."""
