@@ -17,7 +17,6 @@ from typing import Any, get_args
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
@@ -186,8 +185,10 @@ class Evaluation:
         total = sum(len(condition.questions) for condition in self.conditions)
         with progress_bar(progress_console() if self.writes else Console(quiet=True)) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
-            if waiting:
-                self._answer(progress, bar)
+            for records in self._answered(lambda what: progress.update(bar, description=what)):
+                for record in records:
+                    self.file.add(record)
+                progress.update(bar, advance=len(records), score=records[-1].score)
         output, records = self.settings.output, self.records()
         rows = summarize(records)
         if not self.writes:
@@ -208,28 +209,18 @@ class Evaluation:
                 records.append(msgspec.structs.replace(record, label=condition.label, score=score))
         return records
 
-    def _answer(self, progress: Progress, bar: Any) -> None:
-        """What waits, in this process or in several."""
-        if self.settings.workers > 1:
-            progress.update(bar, description=f"{self.settings.workers} workers")
-            for records in answer_in_processes(
-                partial(begin_worker, self.settings), self.settings.workers, self._shares()
-            ):
-                self._add(records, progress, bar)
+    def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
+        """Answer what waits, in this process or in several, and describe what is answered."""
+        shares, workers = self._shares(), self.settings.workers
+        if workers > 1 and shares:
+            describe(f"{workers} workers")
+            yield from answer_in_processes(partial(begin_worker, self.settings), workers, shares)
             return
-        for share in self._shares():
-            first = self.conditions[share.conditions[0]]
-            named = f"{first.label} {first.budget or ''}"
-            if len(share.conditions) > 1:
-                named = f"{len(share.conditions)} conditions"
-            progress.update(bar, description=f"{named} {first.scope} {first.task.name}")
-            for records in self.answers(share):
-                self._add(records, progress, bar)
-
-    def _add(self, records: Sequence[Record], progress: Progress, bar: Any) -> None:
-        for record in records:
-            self.file.add(record)
-        progress.update(bar, advance=len(records), score=records[-1].score)
+        for share in shares:
+            first, count = self.conditions[share.conditions[0]], len(share.conditions)
+            named = f"{count} conditions" if count > 1 else f"{first.label} {first.budget or ''}"
+            describe(f"{named} {first.scope} {first.task.name}")
+            yield from self.answers(share)
 
     def _shares(self) -> list[Share]:
         """What waits: samples of a task in a scope, with conditions that wait for the same of them.
