@@ -33,26 +33,15 @@ def default_policies() -> tuple[PolicySpec, ...]:
 
 
 def curve_settings(**given: Any) -> EvalSettings:
-    """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own where nothing is given.
+    """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own budgets and policies if not given.
 
-    ``output`` is for picture, table and samples; ``samples`` are questions a point, those of one context share it.
     On the built-in model the window is ``WINDOW`` where none is typed.
 
     Raises:
         ImportError: without matplotlib. ValueError: more than one task, or a value out of range.
     """
     import_figure()
-    usual: dict[str, Any] = {
-        "model": "builtin",
-        "tasks": ("multi_needle",),
-        "samples": 24,
-        "length": 512,
-        "budgets": BUDGETS,
-        "policies": default_policies(),
-        "batch": 25,
-        "backend": "eager",
-    }
-    chosen = usual | given
+    chosen: dict[str, Any] = {"budgets": BUDGETS, "policies": default_policies()} | given
     if len(find_tasks(chosen["tasks"])) > 1:
         raise ValueError(f"task={','.join(chosen['tasks'])!r}: stands for several tasks, name one")
     if chosen["model"] == "builtin":

@@ -23,7 +23,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
-from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, make_sentence
+from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
 from kvpass.loading import load_model
@@ -291,12 +291,12 @@ def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int
         rng = random.Random(seed)
         names = [" ".join(name) for name in rng.sample(list(itertools.product(ADJECTIVES, NOUNS)), facts)]
         values = [str(number) for number in rng.sample(range(10, 100), facts)]
-        text = [" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(sentences)]
+        text = [english_sentence(rng) for _ in range(sentences)]
         for name, value in zip(names, values, strict=True):
-            text.insert(rng.randrange(len(text) + 1), f"the code of the {name} is {value}")
+            text.insert(rng.randrange(len(text) + 1), f"The code of the {name} is {value}.")
         return Sample(
             id=names[asked],
-            context=" ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in text),
+            context=" ".join(text),
             question=f"\n\nWhat is the code of the {names[asked]} in the text above?",
             answer_prefix=f"The code of the {names[asked]} is",
             answers=(values[asked],),

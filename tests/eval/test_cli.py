@@ -31,13 +31,6 @@ def invoke(*words: object):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-@pytest.fixture
-def micro(micro_sizes, tmp_path):
-    path = tmp_path / "micro.json"
-    path.write_text(json.dumps({**micro_sizes, "model_type": "llama"}))
-    return path
-
-
 def test_commands_whose_model_no_processes_share_are_refused_under_torchrun(micro, monkeypatch):
     """Each process would measure on its own, and all write the same files."""
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
