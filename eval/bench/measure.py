@@ -55,16 +55,11 @@ class Meter:
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between neighbouring marks, once the device has passed them all."""
-        self.wait()
-        pairs = list(itertools.pairwise(marks))
+        pairs = itertools.pairwise(marks)
         if not self.is_cuda:
             return [last - first for first, last in pairs]
+        torch.cuda.synchronize()
         return [first.elapsed_time(last) / 1e3 for first, last in pairs]
-
-    def wait(self) -> None:
-        """Wait until the device has done all that was launched."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
 
     def room(self) -> int | None:
         """Bytes that can still be allocated."""

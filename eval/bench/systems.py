@@ -199,14 +199,14 @@ class HfStatic(System):
         ).logits
 
 
-KVPRESS_TWINS = {
-    "snapkv": "SnapKVPress",
-    "ada_snapkv": "AdaKVPress",
-    "pyramidkv": "PyramidKVPress",
-    "streaming_llm": "StreamingLLMPress",
-    "tova": "TOVAPress",
+KVPRESS_TWINS: dict[str, Callable[[Any, float, int], Any]] = {
+    "snapkv": lambda kvpress, ratio, window: kvpress.SnapKVPress(ratio, window_size=window),
+    "ada_snapkv": lambda kvpress, ratio, window: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=window)),
+    "pyramidkv": lambda kvpress, ratio, window: kvpress.PyramidKVPress(ratio, window_size=window),
+    "streaming_llm": lambda kvpress, ratio, window: kvpress.StreamingLLMPress(ratio),
+    "tova": lambda kvpress, ratio, window: kvpress.TOVAPress(ratio),
 }
-"""Policies that kvpress has too, and its name for them. Its AdaKV masks entries and frees none."""
+"""Policies that kvpress has too, and how its presses are made. Its AdaKV masks entries and frees none."""
 
 
 def has_kvpress() -> bool:
@@ -227,26 +227,16 @@ class Kvpress(System):
     def __init__(self, model: PreTrainedModel, policy: str, entries: int, window: int) -> None:
         self.name = f"kvpress/{policy}"
         self.model = model
-        self._policy = policy
+        self._press_of = KVPRESS_TWINS[policy]
         self._entries = entries
         self._window = window
         self._kvpress, self._attention = _import_kvpress()
 
-    def _press(self, prompt: int) -> Any:
-        # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
-        kept = {"compression_ratio": max(0.0, 1 - (self._entries + 0.5) / prompt)}
-        observing = {**kept, "window_size": self._window}
-        match self._policy:
-            case "ada_snapkv":
-                return self._kvpress.AdaKVPress(self._kvpress.SnapKVPress(**observing))
-            case "snapkv" | "pyramidkv":
-                return getattr(self._kvpress, KVPRESS_TWINS[self._policy])(**observing)
-            case _:
-                return getattr(self._kvpress, KVPRESS_TWINS[self._policy])(**kept)
-
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        cache = DynamicCache(config=self.model.config)
-        with _sdpa_attention(self._attention), self._press(ids.shape[1])(self.model):
+        # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
+        ratio = max(0.0, 1 - (self._entries + 0.5) / ids.shape[1])
+        press, cache = self._press_of(self._kvpress, ratio, self._window), DynamicCache(config=self.model.config)
+        with _sdpa_attention(self._attention), press(self.model):
             return self._forward(ids, 0, cache), cache
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
