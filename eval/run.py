@@ -17,7 +17,6 @@ from typing import Any, get_args
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
@@ -33,7 +32,7 @@ from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
-from kvpass.progress import progress_bar
+from kvpass.progress import progress_bar, progress_console
 from kvpass.report import import_figure
 
 SCOPES = get_args(Scope)
@@ -170,13 +169,11 @@ class Evaluation:
         """Whether this process writes: of those that share the model, the first one."""
         return launched()[0] == 0
 
-    def run(self, console: Console) -> list[Row]:
+    def run(self) -> list[Row]:
         """Answer what is not yet answered; write samples, tables and manifest.
 
         Processes that share the model answer together, and the first one writes.
 
-        Args:
-            console: where the progress is shown.
         Returns:
             one row for each condition of this run.
         """
@@ -186,10 +183,12 @@ class Evaluation:
             self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
         total = sum(len(condition.questions) for condition in self.conditions)
-        with progress_bar(console if self.writes else Console(quiet=True)) as progress:
+        with progress_bar(progress_console() if self.writes else Console(quiet=True)) as progress:
             bar = progress.add_task("", total=total, completed=total - waiting)
-            if waiting:
-                self._answer(progress, bar)
+            for records in self._answered(lambda what: progress.update(bar, description=what)):
+                for record in records:
+                    self.file.add(record)
+                progress.update(bar, advance=len(records), score=records[-1].score)
         output, records = self.settings.output, self.records()
         rows = summarize(records)
         if not self.writes:
@@ -210,28 +209,18 @@ class Evaluation:
                 records.append(msgspec.structs.replace(record, label=condition.label, score=score))
         return records
 
-    def _answer(self, progress: Progress, bar: Any) -> None:
-        """What waits, in this process or in several."""
-        if self.settings.workers > 1:
-            progress.update(bar, description=f"{self.settings.workers} workers")
-            for records in answer_in_processes(
-                partial(begin_worker, self.settings), self.settings.workers, self._shares()
-            ):
-                self._add(records, progress, bar)
+    def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
+        """Answer what waits, in this process or in several, and describe what is answered."""
+        shares, workers = self._shares(), self.settings.workers
+        if workers > 1 and shares:
+            describe(f"{workers} workers")
+            yield from answer_in_processes(partial(begin_worker, self.settings), workers, shares)
             return
-        for share in self._shares():
-            first = self.conditions[share.conditions[0]]
-            named = f"{first.label} {first.budget or ''}"
-            if len(share.conditions) > 1:
-                named = f"{len(share.conditions)} conditions"
-            progress.update(bar, description=f"{named} {first.scope} {first.task.name}")
-            for records in self.answers(share):
-                self._add(records, progress, bar)
-
-    def _add(self, records: Sequence[Record], progress: Progress, bar: Any) -> None:
-        for record in records:
-            self.file.add(record)
-        progress.update(bar, advance=len(records), score=records[-1].score)
+        for share in shares:
+            first, count = self.conditions[share.conditions[0]], len(share.conditions)
+            named = f"{count} conditions" if count > 1 else f"{first.label} {first.budget or ''}"
+            describe(f"{named} {first.scope} {first.task.name}")
+            yield from self.answers(share)
 
     def _shares(self) -> list[Share]:
         """What waits: samples of a task in a scope, with conditions that wait for the same of them.

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from kvpass.cache.cache import CompressedCache
 from kvpass.config import BudgetLike
 from kvpass.eval.prompt import Prompt, pad
-from kvpass.loading import launched
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -98,7 +97,7 @@ class Batch:
 
 
 Conditions = Sequence[tuple[Policy, BudgetLike]]
-"""Policies and their budgets; empty: those that the model has."""
+"""Policies and their budgets, under each of which all prompts are answered; one at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,26 +113,25 @@ class Runner:
     batch: int = 1
     totals: Totals = field(default_factory=Totals)
 
-    def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions = ()) -> Iterator[Batch]:
+    def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.
 
+        A prompt without a head has nothing to compress, and everything is kept of it.
+
         Args:
-            kinds: of every prompt, sortable; prompts of one batch are of one kind. conditions: under each of which all
-                prompts are answered; those that are read whole are read for each.
+            kinds: of every prompt, sortable; prompts of one batch are of one kind.
         """
         yield from self.compressed(prompts, kinds, conditions)
         whole = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
         whole.sort(key=lambda index: -len(prompts[index]))
         kinds = [(bool(prompt.head), kind) for prompt, kind in zip(prompts, kinds, strict=True)]
-        for number in range(len(conditions) or 1):
+        for number, condition in enumerate(conditions):
             for _, indices in rounds([whole], kinds, self.batch):
-                if conditions:
-                    self.model.set_policy(*conditions[number])
+                self.model.set_policy(*(condition if prompts[indices[0]].head else ("full", None)))
                 yield Batch(indices, condition=number)
+            self.model.set_policy(*condition)
 
-    def compressed(
-        self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions = ()
-    ) -> Iterator[Batch]:
+    def compressed(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """Read each head once, longest first, then continue with prompts whose rests are equally long.
 
         A prompt without a head or a rest is passed over. Let go of a batch's cache before asking for the next batch.
@@ -149,10 +147,9 @@ class Runner:
             ids, mask = pad(filled(heads, size), "left", self._padding)
             turns = list(rounds([sharing[head] for head in heads], kinds, size))
             caches = self._caches(ids.to(self.model.device), mask.to(self.model.device), conditions)
-            for number in range(len(caches)):
+            for number, condition in enumerate(conditions):
                 cache = caches.pop(0)
-                if conditions:
-                    self.model.set_policy(*conditions[number])
+                self.model.set_policy(*condition)
                 kept = self.kept(cache)[: len(heads)]
                 self.totals.add(kept, cache)
                 for turn, (rows, indices) in enumerate(turns, 1):
@@ -163,15 +160,13 @@ class Runner:
 
     def _caches(self, ids: Tensor, mask: Tensor, conditions: Conditions) -> list[CompressedCache]:
         """One cache of these heads for each condition."""
-        if not conditions:
-            return [self.model.compress(ids, mask)]
-        if launched()[1] == 1:
+        if len(conditions) > 1:
             return list(self.model.compress_each(ids, mask, conditions=conditions))
-        self.model.set_policy(*conditions[0])  # one: processes that share a model read prompts for each condition
+        self.model.set_policy(*conditions[0])  # processes that share a model can compress for one only
         return [self.model.compress(ids, mask)]
 
     def greedy(
-        self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int], conditions: Conditions = ()
+        self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int], conditions: Conditions
     ) -> Iterator[tuple[int, list[tuple[int, list[int], Kept]]]]:
         """Greedy answers to all prompts, under each condition.
 

@@ -49,14 +49,11 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     target, shared = _device(device), _shared()
     if name == "builtin":
         transformers.utils.logging.disable_progress_bar()
-        model, tokenizer = builtin.load(dtype=torch.float32 if dtype == "auto" else getattr(torch, dtype), **shared)
-    else:
-        with readable(name) as (place, file):
-            model = AutoModelForCausalLM.from_pretrained(
-                place, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **file, **shared
-            )
-            tokenizer = AutoTokenizer.from_pretrained(place, **file)
-        forget_gguf(model)
+        dtype = "float32" if dtype == "auto" else dtype
+    with located(name) as (place, file):
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **file, **shared)
+        tokenizer = AutoTokenizer.from_pretrained(place, **file)
+    forget_gguf(model)
     model.eval()
     if not shared:
         model.to(target)  # type: ignore[arg-type]
@@ -77,34 +74,31 @@ def is_gguf(name: str) -> bool:
 def located(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Give what ``from_pretrained`` takes for a model: its folder or hub name, and ``gguf_file`` for a GGUF file.
 
+    What transformers finds wrong when it reads there is a ``ValueError`` of one line.
+
     Raises:
         ValueError: not fetched, or no GGUF file that transformers reads. ImportError: it cannot read GGUF files here.
     """
-    if name in PACKAGES:
-        yield str(fetched(name)), {}
-    elif not is_gguf(name):
-        yield name, {}
-    else:
-        _check_readers()
-        _check_whole(name)
-        # alone in a folder: transformers would also read the tokenizer settings of a model beside it
-        with tempfile.TemporaryDirectory() as folder:
-            file = {"gguf_file": "model.gguf"}
-            Path(folder, "model.gguf").symlink_to(Path(name).absolute())
-            try:
-                AutoConfig.from_pretrained(folder, **file)
-            except (ValueError, NotImplementedError, KeyError, IndexError) as error:
-                # an architecture that transformers does not know, or a file that ends too early
-                raise ValueError(f"model={name!r}: transformers cannot read this GGUF file: {error}") from error
-            yield folder, file
-
-
-@contextmanager
-def readable(name: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """As :func:`located`; what transformers finds wrong when it reads there is a ``ValueError`` of one line."""
     try:
-        with located(name) as found:
-            yield found
+        if name == "builtin":
+            yield str(builtin.path()), {}
+        elif name in PACKAGES:
+            yield str(fetched(name)), {}
+        elif not is_gguf(name):
+            yield name, {}
+        else:
+            _check_readers()
+            _check_whole(name)
+            # alone in a folder: transformers would also read the tokenizer settings of a model beside it
+            with tempfile.TemporaryDirectory() as folder:
+                file = {"gguf_file": "model.gguf"}
+                Path(folder, "model.gguf").symlink_to(Path(name).absolute())
+                try:
+                    AutoConfig.from_pretrained(folder, **file)
+                except (ValueError, NotImplementedError, KeyError, IndexError) as error:
+                    # an architecture that transformers does not know, or a file that ends too early
+                    raise ValueError(f"model={name!r}: transformers cannot read this GGUF file: {error}") from error
+                yield folder, file
     except OSError as error:
         raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
 

@@ -8,8 +8,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -56,16 +55,11 @@ class Meter:
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Seconds between neighbouring marks, once the device has passed them all."""
-        self.wait()
-        pairs = list(itertools.pairwise(marks))
+        pairs = itertools.pairwise(marks)
         if not self.is_cuda:
             return [last - first for first, last in pairs]
+        torch.cuda.synchronize()
         return [first.elapsed_time(last) / 1e3 for first, last in pairs]
-
-    def wait(self) -> None:
-        """Wait until the device has done all that was launched."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
 
     def room(self) -> int | None:
         """Bytes that can still be allocated."""
@@ -100,19 +94,6 @@ def median_seconds(run: Callable[[], Any], at_least: float | None = None) -> flo
     return timer.blocked_autorange(min_run_time=at_least or _LEAST_SECONDS).median
 
 
-def run_in_memory(function: Callable[[], Any]) -> str | None:
-    """Run a function; every failure but lack of device memory is raised.
-
-    Returns:
-        None, or the first line of the allocator's message.
-    """
-    try:
-        function()
-    except torch.OutOfMemoryError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
 def first_line(error: Exception) -> str:
     """Type and first line of an exception."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -126,8 +107,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / median_seconds(lambda: target.copy_(source))
 
 
-@dataclass(frozen=True)
-class Scoring:
+class Scoring(NamedTuple):
     """What compression adds to a prefill.
 
     Attributes:
@@ -138,9 +118,6 @@ class Scoring:
     seconds: float
     prefill: float
     parts: dict[str, float]
-
-    def brief(self) -> dict[str, float]:
-        return {"seconds": self.seconds, "prefill_s": self.prefill, "share": self.seconds / self.prefill}
 
 
 def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None:

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import resource
 import statistics
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -22,21 +21,19 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from rich.console import Console
 from torch._inductor.utils import fresh_cache
 
 from kvpass.compiler.blocks import tokens_of
+from kvpass.eval.bench.base import Benchmark, Result
 from kvpass.eval.bench.measure import Meter, first_line
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import Kvpass
-from kvpass.eval.environment import command_line, conditions, machine, versions
+from kvpass.eval.environment import conditions
 from kvpass.eval.tables import Tables
-from kvpass.progress import progress_bar
 
 START_TOKENS = 256
 """Prompt of a start: so short that what it takes to run does not matter beside compilation."""
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RECORDED = "device window budget backend seed".split()
 _MIB = 2**20
 
 START_LEGEND = (
@@ -51,7 +48,6 @@ MEMORY_LEGEND = (
     "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one graph, compile_regions=False."
 )
 
-Result = dict[str, Any]
 _R = TypeVar("_R")
 
 
@@ -88,13 +84,8 @@ def measure_batches(settings: BenchSettings, layers: int, batches: Sequence[int]
     system, meter = _system(settings, layers), Meter(torch.device(settings.device))
     found = []
     for rows in batches:
-        ids, taken = settings.ids(rows, START_TOKENS).to(settings.device), []
-        for _ in range(2):
-            marks = [meter.mark()]
-            _, cache = system.prefill(ids)
-            marks.append(meter.mark())
-            system.step(ids[:, :1], START_TOKENS, cache)
-            taken.append(meter.seconds([*marks, meter.mark()]))
+        ids = settings.ids(rows, START_TOKENS).to(settings.device)
+        taken = [[run.prefill, *run.steps] for run in (system.run(meter, ids, 1) for _ in range(2))]
         compiled = [
             {"phase": record.phase, "rows": record.batch, "parts": record.parts, "seconds": record.seconds}
             for record in system.model.report().compiled
@@ -161,40 +152,8 @@ def _most_resident() -> int:
 # -- in the process of the command ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProcessBench(ABC):
-    """A checked measurement whose figures are taken in processes of their own."""
-
-    settings: BenchSettings
-
-    def run(self, console: Console, save: Callable[[Result], None] = lambda result: None) -> Result:
-        """Measure, showing progress on the console; ``save`` is handed what is there after every step.
-
-        Returns:
-            what ``--json`` writes.
-        """
-        result = header_of(self.settings) | {"complete": False}
-        with progress_bar(console) as progress:
-            task = progress.add_task("", total=self.steps)
-            for number, description in enumerate(self.measure(result)):
-                if number:
-                    save(result)
-                progress.update(task, completed=number, description=description)
-        save(result := result | {"complete": True})
-        return result
-
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """How many steps there are."""
-
-    @abstractmethod
-    def measure(self, result: Result) -> Iterator[str]:
-        """Add to a result what is measured; yields the description of each step before it is done."""
-
-
-@dataclass(frozen=True)
-class Start(ProcessBench):
+@dataclass
+class Start(Benchmark):
     """Seconds of a start by depth, with Inductor's cache empty and filled, and of the first call of each batch size.
 
     Args:
@@ -221,7 +180,8 @@ class Start(ProcessBench):
         """Add to ``start`` one record a repeat for each depth, cold and warm; then ``batches``."""
         settings, batches = self.settings, self.settings.batches
         starts: list[Result] = [{"layers": depth, "cold": [], "warm": []} for depth in self.layers]
-        result |= {"repeats": settings.repeats, "start": starts, "batches": {"layers": self.layers[0], "runs": []}}
+        result |= {"policy": str(settings.policies[0]), "repeats": settings.repeats, "start": starts}
+        result["batches"] = {"layers": self.layers[0], "runs": []}
         for _ in range(settings.repeats):
             for start in starts:
                 with fresh_cache():
@@ -258,8 +218,8 @@ class Start(ProcessBench):
         return Tables(tables, (said, START_LEGEND))
 
 
-@dataclass(frozen=True)
-class PrefillMemory(ProcessBench):
+@dataclass
+class PrefillMemory(Benchmark):
     """The most memory that prompts of several lengths take beside the model, in blocks and as a whole.
 
     Args:
@@ -288,8 +248,8 @@ class PrefillMemory(ProcessBench):
 
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``prefill_memory`` a record for every length and batch, in blocks and whole."""
-        settings = self.settings
-        result["prefill_memory"] = records = []
+        settings, records = self.settings, list[Result]()
+        result |= {"policy": str(settings.policies[0]), "prefill_memory": records}
         for rows, tokens, whole in itertools.product(settings.batches, settings.prompts, (False, True)):
             yield f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}"
             try:
@@ -317,28 +277,6 @@ class PrefillMemory(ProcessBench):
         named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
         title = f"{named}: memory of a prompt beside the model"
         return Tables([(title, header, rows)], (conditions(result), MEMORY_LEGEND))
-
-
-def header_of(settings: BenchSettings) -> Result:
-    """Return what every result begins with."""
-    config: Any = settings.bench_model.config.get_text_config()
-    return {
-        "command": command_line(),
-        "machine": machine(torch.device(settings.device)),
-        "versions": versions(),
-        "model": {
-            "name": settings.model,
-            "type": config.model_type,
-            "dtype": str(settings.torch_dtype).removeprefix("torch."),
-            "hidden_size": config.hidden_size,
-            "intermediate_size": getattr(config, "intermediate_size", None),
-            "layers": config.num_hidden_layers,
-            "query_heads": config.num_attention_heads,
-            "kv_heads": getattr(config, "num_key_value_heads", None),
-        },
-        "policy": str(settings.policies[0]),
-        **{name: getattr(settings, name) for name in _RECORDED},
-    }
 
 
 def _seconds(starts: Sequence[Result]) -> list[str]:

@@ -10,42 +10,37 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, TaskID
 from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, EntryFormat, Geometry
+from kvpass.eval.bench.base import Benchmark, Result
 from kvpass.eval.bench.measure import (
     Meter,
     Scoring,
     copy_bandwidth,
     first_line,
-    run_in_memory,
     scoring_time,
     spread,
     weight_bytes,
 )
 from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
-from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
-from kvpass.eval.environment import command_line, machine, versions
+from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
 from kvpass.eval.policy_spec import PolicySpec
-from kvpass.progress import progress_bar
 from kvpass.transformers_compat import CACHE
 
 __all__ = ["Bench", "BenchSettings"]
 
-_RECORDED = "new_tokens repeats seed backend window budget shared_prompt warm_cache left_out".split()
-"""Settings that a result names."""
+_RECORDED = "new_tokens repeats shared_prompt warm_cache left_out".split()
+"""Settings that a result names, beside those of every measurement."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,9 @@ def record(
         "tokens_per_s": 1e3 * wanted.batch / decode["median"],
         **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes", "step_bytes")},
         "compile_s": measurement.compile_seconds,
-        "scoring": None if scoring is None else scoring.brief(),
+        "scoring": None
+        if scoring is None
+        else {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
         "bound_ms": bound,
         "share_of_bound": None if bound is None else bound / decode["median"],
         "largest_batch": largest,
@@ -158,15 +155,16 @@ def record(
     }
 
 
-class Bench:
-    """A checked run of the bench; ``run`` measures.
+@dataclass
+class Bench(Benchmark):
+    """A checked comparison of systems.
 
     Raises:
         ValueError: the budget cannot hold the window and one more entry of a prompt.
     """
 
-    def __init__(self, settings: BenchSettings) -> None:
-        self.settings = settings
+    def __post_init__(self) -> None:
+        settings = self.settings
         self.device = torch.device(settings.device)
         self.meter = Meter(self.device)
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
@@ -180,104 +178,94 @@ class Bench:
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
-        self._seen: WeakKeyDictionary[System, set[bool | torch.Size]] = WeakKeyDictionary()
-        """Of each system, whether it has run with several rows (True), with one, and with which shapes of prompts."""
         self._errors: list[str] = []
 
-    def run(self, console: Console, save: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
-        """Measure all systems, showing progress on the console.
+    @property
+    def failed(self) -> Sequence[str]:
+        """What failed for another reason than memory."""
+        return self._errors
 
-        Args:
-            save: is handed what has been measured so far, after every turn; ``complete`` says whether it is all.
+    @property
+    def steps(self) -> int:
+        repeats = 1 + self.settings.repeats
+        return sum(len(self._makers(wanted)) * (repeats + self._is_profiled(wanted)) for wanted in self.comparisons)
 
-        Returns:
-            what ``--json`` writes: machine, versions, model, settings and, in ``runs``, one record a system for each
-            context and batch.
+    def measure(self, result: Result) -> Iterator[str]:
+        """Add to ``runs`` one record a system for each context and batch."""
+        settings, config = self.settings, self.model.config
+        result["machine"]["copy_bandwidth"] = bandwidth = copy_bandwidth(self.device)
+        self.meter.release()
+        parameters = {"parameters": self.model.num_parameters(), "step_weight_bytes": self.step_weight_bytes}
+        result["model"] |= {**parameters, "vocabulary": config.vocab_size, **asdict(self.geometry)}
+        result |= {name: getattr(settings, name) for name in _RECORDED}
+        result["runs"] = runs = list[Result]()
+        for wanted in self.comparisons:
+            kept = {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()}
+            run: Result = {"context": wanted.context, "batch": wanted.batch, "budget": kept, "systems": []}
+            runs.append(run)
+            measured: list[Measurement] = []
+            for name, measurement, function in self._turns(wanted, measured):
+                yield f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
+                if measurement.failure is None:
+                    self._take(measurement, function)
+                bounds = self.step_weight_bytes, bandwidth, self.room, self.held
+                run["systems"] = [
+                    record(each, measured, wanted, *bounds)
+                    for each in measured
+                    if each.steps or each.failure is not None
+                ]
 
-        Raises:
-            RuntimeError: a system failed for another reason than memory; what the others did is measured and saved.
-        """
-        with torch.no_grad(), progress_bar(console) as progress:
-            bandwidth = copy_bandwidth(self.device)
-            self.meter.release()
-            task = progress.add_task("", total=None)
-            runs: list[dict[str, Any]] = []
-            for comparison in self.comparisons:
-                runs.append(self._run_record([], comparison, bandwidth))
-                for run in self._compare(comparison, bandwidth, progress, task):
-                    runs[-1] = run
-                    save(self._result([*runs], bandwidth))
-        result = {**self._result(runs, bandwidth), "complete": not self._errors}
-        save(result)
-        if self._errors:
-            raise RuntimeError(f"{len(self._errors)} failed, first {self._errors[0]}")
-        return result
-
-    def _compare(
-        self, wanted: Comparison, bandwidth: float, progress: Progress, task: TaskID
-    ) -> Iterator[dict[str, Any]]:
-        """The run so far, after every turn that measured."""
+    def _turns(
+        self, wanted: Comparison, measured: list[Measurement]
+    ) -> Iterator[tuple[str, Measurement, Callable[[], None]]]:
+        """Yield the name of each turn, whose it is, and what it does; systems are made when they have their first."""
         settings = self.settings
         ids = settings.ids(1 if settings.shared_prompt else wanted.batch, wanted.context).to(self.device)
-        measured: list[Measurement] = []
-
-        def turn(measurement: Measurement, what: str, function: Callable[[], Any]) -> None:
-            progress.update(task, description=f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {what}")
-            if measurement.failure is None:
-                try:
-                    measurement.failure = run_in_memory(function)
-                except Exception as error:  # reported again when the others are measured
-                    traceback.print_exc()
-                    measurement.failure = first_line(error)
-                    self._errors.append(f"{measurement.system.name}: {measurement.failure}")
-                gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
-                if measurement.failure is not None:
-                    self.meter.release()
-            progress.advance(task)
-
-        makers = list(self._makers(wanted))
-        is_profiled = wanted.batch == settings.batches[0] or not settings.shared_prompt  # else it is the same prompt
-        progress.reset(task, total=len(makers) * (1 + settings.repeats + is_profiled))
+        makers = self._makers(wanted)
         for repeat in range(settings.repeats):
             for index, make in enumerate(makers):
                 if repeat == 0:
                     measured.append(Measurement(make()))
-                    turn(measured[-1], "first run", partial(self._first_run, measured[-1], ids, wanted.batch))
+                    yield "first run", measured[-1], partial(self._first_run, measured[-1], ids, wanted.batch)
                 measurement = measured[index]
-                turn(measurement, f"repeat {repeat + 1}", partial(self._repeat, measurement, ids, wanted.batch))
-                yield self._run_record(measured, wanted, bandwidth)
-        for measurement in measured if is_profiled else ():
-            turn(measurement, "scoring", partial(self._profile, measurement, ids))
-            yield self._run_record(measured, wanted, bandwidth)
+                yield f"repeat {repeat + 1}", measurement, partial(self._repeat, measurement, ids, wanted.batch)
+        for measurement in measured if self._is_profiled(wanted) else ():
+            yield "scoring", measurement, partial(self._profile, measurement, ids)
 
-    def _run_record(self, measured: list[Measurement], wanted: Comparison, bandwidth: float) -> dict[str, Any]:
-        return {
-            "context": wanted.context,
-            "batch": wanted.batch,
-            "budget": {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()},
-            "systems": [
-                record(measurement, measured, wanted, self.step_weight_bytes, bandwidth, self.room, self.held)
-                for measurement in measured
-                if measurement.steps or measurement.failure is not None
-            ],
-        }
+    def _is_profiled(self, wanted: Comparison) -> bool:
+        """Whether scoring is measured: rows that share a prompt have the same as the first batch."""
+        return wanted.batch == self.settings.batches[0] or not self.settings.shared_prompt
 
-    def _makers(self, wanted: Comparison) -> Iterator[Callable[[], System]]:
-        settings = self.settings
+    def _take(self, measurement: Measurement, function: Callable[[], None]) -> None:
+        """Run a turn; where it fails, the others go on."""
+        try:
+            function()
+        except torch.OutOfMemoryError as error:
+            measurement.failure = str(error).splitlines()[0]
+        except Exception as error:  # reported again when the others are measured
+            traceback.print_exc()
+            measurement.failure = first_line(error)
+            self._errors.append(f"{measurement.system.name}: {measurement.failure}")
+        gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
+        if measurement.failure is not None:
+            self.meter.release()
+
+    def _makers(self, wanted: Comparison) -> list[Callable[[], System]]:
+        settings, baselines = self.settings, self.settings.baselines
         slots = wanted.context + settings.new_tokens + WARM_UP_STEPS
-        baselines = settings.baselines
+        makers: list[Callable[[], System]] = []
         if "hf-eager" in baselines:
-            yield partial(HfEager, self.model)
+            makers.append(partial(HfEager, self.model))
         if "hf-static" in baselines:
-            yield partial(HfStatic, self.model, slots, settings.backend)
+            makers.append(partial(HfStatic, self.model, slots, settings.backend))
         for name in map(str, settings.policies) if "kvpress" in baselines else ():
             if name in KVPRESS_TWINS:
-                yield partial(Kvpress, self.model, policy=name, entries=wanted.entries, window=settings.window)
+                makers.append(partial(Kvpress, self.model, name, wanted.entries, settings.window))
         kvpass_systems = [(policy, entries) for policy in settings.policies for entries in settings.entries]
         if "full" in baselines:
             kvpass_systems.append((PolicySpec("full"), "model"))
-        for policy, entries in dict.fromkeys(kvpass_systems):
-            yield partial(self._kvpass_system, policy, entries)
+        makers += [partial(self._kvpass_system, *each) for each in dict.fromkeys(kvpass_systems)]
+        return makers
 
     def _kvpass_system(self, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
         """One compiled model serves all contexts and batches."""
@@ -288,21 +276,22 @@ class Bench:
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Compile, and have cuDNN plan for each length; else a short prompt loads libraries as well."""
         is_compiled, several = measurement.system.compiled, batch > 1
-        seen = self._seen.setdefault(measurement.system, set())
+        seen = measurement.system.seen
         if not is_compiled or {several, ids.shape} <= seen:
             ids = ids[:, :WARM_UP_TOKENS]
         with nullcontext() if self.settings.warm_cache else fresh_cache():
-            prefill, steps = self._once(measurement, ids, batch, WARM_UP_STEPS)
+            found = self._run(measurement, ids, batch, WARM_UP_STEPS)
         if is_compiled and several not in seen:
-            measurement.warm_up = prefill + sum(steps)
+            measurement.warm_up = found.prefill + sum(found.steps)
         seen |= {several, ids.shape}
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
-        prefill, steps = self._once(measurement, ids, batch, settling + self.settings.new_tokens, answered=True)
-        measurement.prefill.append(prefill)
-        measurement.first_steps.append(steps[:settling])
-        measurement.steps.append(steps[settling:])
+        found = self._run(measurement, ids, batch, settling + self.settings.new_tokens)
+        self._answer(measurement, found.tokens[:, -1:], found.cache)
+        measurement.prefill.append(found.prefill)
+        measurement.first_steps.append(found.steps[:settling])
+        measurement.steps.append(found.steps[settling:])
 
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
         """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
@@ -310,48 +299,21 @@ class Bench:
         if not isinstance(system, Kvpass) or not system.model.policy.needs_budget:
             return
 
-        def run() -> None:
+        with suppress(torch.OutOfMemoryError):
             measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
 
-        if run_in_memory(run) is not None:
-            self.meter.release()
-
-    def _once(
-        self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int, answered: bool = False
-    ) -> tuple[float, list[float]]:
-        """Prefill and decode; returns seconds of the prefill and of each step.
-
-        Args:
-            answered: then also time ``generate`` for the settings' number of tokens.
-        """
+    def _run(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> Timed:
+        """Prefill and decode, and note tokens and bytes."""
         system = measurement.system
-        self.meter.reset_peak()
-        marks = [self.meter.mark()]
-        logits, cache = system.prefill(ids)
-        marks.append(self.meter.mark())
-        repeats = batch // ids.shape[0]
-        cache = system.decoding_cache(cache, repeats)
-        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
-        del logits
-        prefill_peak, begun = self.meter.peak(), self.meter.allocated()
-        self.meter.reset_peak()
-        steps = [self.meter.mark()]
-        for position in range(ids.shape[1], ids.shape[1] + new_tokens):
-            logits = system.step(tokens[-1], position, cache)
-            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
-            steps.append(self.meter.mark())
-        prefill, taken = self.meter.seconds(marks)[0], self.meter.seconds(steps)
-        peak = self.meter.peak()
-        if peak is not None and prefill_peak is not None:
+        found = system.run(self.meter, ids, new_tokens, batch // ids.shape[0])
+        if found.peak_bytes is not None and found.step_bytes is not None:
             # the most of all runs: replayed steps allocate next to nothing
-            measurement.peak_bytes = max(measurement.peak_bytes or 0, prefill_peak, peak)
-            measurement.step_bytes = max(measurement.step_bytes or 0, peak - begun)
-        measurement.tokens = torch.cat(tokens, 1)[0].tolist()
-        measurement.cache_bytes = system.nbytes(cache)
-        measurement.attended_bytes = system.attended_bytes(cache, ids.shape[1] + new_tokens)
-        if answered:
-            self._answer(measurement, tokens[-1], cache)
-        return prefill, taken
+            measurement.peak_bytes = max(measurement.peak_bytes or 0, found.peak_bytes)
+            measurement.step_bytes = max(measurement.step_bytes or 0, found.step_bytes)
+        measurement.tokens = found.tokens[0].tolist()
+        measurement.cache_bytes = system.nbytes(found.cache)
+        measurement.attended_bytes = system.attended_bytes(found.cache, ids.shape[1] + new_tokens)
+        return found
 
     def _answer(self, measurement: Measurement, token: Tensor, cache: Any) -> None:
         """Time the second of two answers: room for the first may move the cache, and what CUDA has captured with it.
@@ -363,28 +325,6 @@ class Bench:
             marks = [self.meter.mark()]
             measurement.system.answer(token, cache, new)
             measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new
-
-    def _result(self, runs: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
-        settings, config = self.settings, self.model.config
-        return {
-            "command": command_line(),
-            "machine": {**machine(self.device), "copy_bandwidth": bandwidth},
-            "versions": versions(),
-            "model": {
-                "name": settings.model,
-                "type": config.model_type,
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-                "parameters": self.model.num_parameters(),
-                "step_weight_bytes": self.step_weight_bytes,
-                "hidden_size": config.hidden_size,
-                "query_heads": config.num_attention_heads,
-                "vocabulary": config.vocab_size,
-                **asdict(self.geometry),
-            },
-            **{name: getattr(settings, name) for name in _RECORDED},
-            "complete": False,
-            "runs": runs,
-        }
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:

@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 
 from kvpass.config import EntryFormat
-from kvpass.eval.bench.processes import ProcessBench, Result, in_new_process
+from kvpass.eval.bench.base import Benchmark, Result
+from kvpass.eval.bench.processes import in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
@@ -153,8 +154,8 @@ def measure_requests(
     return {"rounds": rounds, "running": running, "request_bytes": held / running, **document}
 
 
-@dataclass(frozen=True)
-class Serve(ProcessBench):
+@dataclass
+class Serve(Benchmark):
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
@@ -196,8 +197,9 @@ class Serve(ProcessBench):
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``serve`` a record for every length and system."""
         settings, records = self.settings, list[Result]()
-        result |= {"requests": self.requests, "cache_mib": self.cache_mib, "question_tokens": self.question_tokens}
-        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "serve": records}
+        result |= {"policy": str(settings.policies[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
+        result |= {name: getattr(self, name) for name in ("requests", "cache_mib", "question_tokens")}
+        result["serve"] = records
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
         systems += [(KVPASS, entries) for entries in settings.entries]
         with mock.patch.dict(os.environ, _ENVIRONMENT):

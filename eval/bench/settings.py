@@ -17,7 +17,7 @@ from kvpass.config import EntryFormat, one_of
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
 from kvpass.fetch import PACKAGES
-from kvpass.loading import forget_gguf, is_gguf, readable
+from kvpass.loading import forget_gguf, is_gguf, located
 from kvpass.policies import resolve_budget
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,7 +102,7 @@ def find_model(name: str, layers: int | None = None) -> BenchModel:
         return BenchModel(name, AutoConfig.for_model(**known | depth), context)
     path = Path(name)
     if name in PACKAGES or is_gguf(name) or path.is_dir():
-        with readable(name) as (place, file):
+        with located(name) as (place, file):
             config = AutoConfig.from_pretrained(place, **file, **depth)
         return BenchModel(name, config, _usual_context(config), has_weights=True)
     if path.suffix != ".json":
@@ -134,7 +134,7 @@ def build(
     Random weights are made on the device in their dtype, so that the host needs no memory for them.
     """
     if model.has_weights and torch.device(device).type != "meta":
-        with readable(model.name) as (place, file):
+        with located(model.name) as (place, file):
             built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype, **file)
         forget_gguf(built)
         built.to(device)  # type: ignore[arg-type]

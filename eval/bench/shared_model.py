@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvpass.adapt.tensor_parallel import check_heads
+from kvpass.eval.bench.base import Benchmark, Result
 from kvpass.eval.bench.measure import Meter, spread
-from kvpass.eval.bench.processes import ProcessBench, Result
 from kvpass.eval.bench.settings import WARM_UP_STEPS, BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import PolicySpec
@@ -66,20 +66,12 @@ def measure_one(
     ids, settling = settings.ids(rows, tokens).to(model.device), WARM_UP_STEPS if meter.is_cuda else 0
     found: Result = {"prefill_s": [], "steps_s": []}
     for repeat in range(1 + settings.repeats):  # the first one compiles
-        marks = [meter.mark()]
-        logits, cache = system.prefill(ids)
-        marks.append(meter.mark())
-        answer = []
-        for position in range(tokens, tokens + settling + settings.new_tokens):
-            answer.append(logits[:, -1].argmax(-1, keepdim=True))
-            logits = system.step(answer[-1], position, cache)
-            marks.append(meter.mark())
+        run = system.run(meter, ids, settling + settings.new_tokens)
         if repeat > 0:
-            prefill, *steps = meter.seconds(marks)
-            found["prefill_s"].append(prefill)
-            found["steps_s"] += steps[settling:]
+            found["prefill_s"].append(run.prefill)
+            found["steps_s"] += run.steps[settling:]
     report = system.model.report()
-    found |= {"cache_bytes": cache.nbytes, "tokens": torch.cat(answer, 1).tolist()}
+    found |= {"cache_bytes": run.cache.nbytes, "tokens": run.tokens.tolist()}
     found |= {"imbalance": report.imbalance.amax(0).tolist(), "kept_bytes": int(report.bytes_kept.sum())}
     Path(at, f"{rank}.json").write_text(json.dumps(found))
     if dist.is_initialized():
@@ -89,8 +81,8 @@ def measure_one(
 # -- in the process of the command ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SharedModel(ProcessBench):
+@dataclass
+class SharedModel(Benchmark):
     """Prefill and decode of a model that several processes share, beside one process.
 
     The processes are started here, anew for every measurement; the weights, which are random, are written to a

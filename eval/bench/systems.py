@@ -9,7 +9,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
 from kvpass.compiler.backend import Compiler
+from kvpass.eval.bench.measure import Meter
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -40,12 +41,34 @@ def storage_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+class Timed(NamedTuple):
+    """A prompt and a greedy answer.
+
+    Attributes:
+        prefill, steps: seconds of the prefill and of each decode step. tokens: int64 ``[B, 1 + steps]``. cache: at the
+            end. peak_bytes: most that was allocated at once. step_bytes: most that a step needed beside what was held
+            before it; both None on the CPU.
+    """
+
+    prefill: float
+    steps: list[float]
+    tokens: Tensor
+    cache: Any
+    peak_bytes: int | None
+    step_bytes: int | None
+
+
 class System(ABC):
     """A way to prefill a prompt and to decode; only the cache holds state."""
 
     name: str
     model: Any
     compiled: bool = True
+
+    @functools.cached_property
+    def seen(self) -> set[bool | torch.Size]:
+        """Whether it has run with several rows (True), with one (False), and with which shapes of prompts."""
+        return set()
 
     @abstractmethod
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
@@ -60,6 +83,27 @@ class System(ABC):
         if repeats > 1:
             cache.reorder_cache(torch.zeros(repeats, dtype=torch.int64))
         return cache
+
+    def run(self, meter: Meter, ids: Tensor, new_tokens: int, repeats: int = 1) -> Timed:
+        """Prefill ids, int64 ``[B, N]``, and decode greedily, each row ``repeats`` times from then on."""
+        meter.reset_peak()
+        marks = [meter.mark()]
+        logits, cache = self.prefill(ids)
+        marks.append(meter.mark())
+        cache = self.decoding_cache(cache, repeats)
+        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        del logits
+        peak, begun = meter.peak(), meter.allocated()
+        meter.reset_peak()
+        steps = [meter.mark()]
+        for position in range(ids.shape[1], ids.shape[1] + new_tokens):
+            logits = self.step(tokens[-1], position, cache)
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            steps.append(meter.mark())
+        prefill, taken, later = meter.seconds(marks)[0], meter.seconds(steps), meter.peak()
+        if peak is None or later is None:
+            return Timed(prefill, taken, torch.cat(tokens, 1), cache, None, None)
+        return Timed(prefill, taken, torch.cat(tokens, 1), cache, max(peak, later), later - begun)
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
         """Generate greedily after ``token`` as users do; False where that is not timed.
@@ -155,14 +199,14 @@ class HfStatic(System):
         ).logits
 
 
-KVPRESS_TWINS = {
-    "snapkv": "SnapKVPress",
-    "ada_snapkv": "AdaKVPress",
-    "pyramidkv": "PyramidKVPress",
-    "streaming_llm": "StreamingLLMPress",
-    "tova": "TOVAPress",
+KVPRESS_TWINS: dict[str, Callable[[Any, float, int], Any]] = {
+    "snapkv": lambda kvpress, ratio, window: kvpress.SnapKVPress(ratio, window_size=window),
+    "ada_snapkv": lambda kvpress, ratio, window: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=window)),
+    "pyramidkv": lambda kvpress, ratio, window: kvpress.PyramidKVPress(ratio, window_size=window),
+    "streaming_llm": lambda kvpress, ratio, window: kvpress.StreamingLLMPress(ratio),
+    "tova": lambda kvpress, ratio, window: kvpress.TOVAPress(ratio),
 }
-"""Policies that kvpress has too, and its name for them. Its AdaKV masks entries and frees none."""
+"""Policies that kvpress has too, and how its presses are made. Its AdaKV masks entries and frees none."""
 
 
 def has_kvpress() -> bool:
@@ -180,29 +224,19 @@ class Kvpress(System):
 
     compiled = False
 
-    def __init__(self, model: PreTrainedModel, *, policy: str, entries: int, window: int) -> None:
+    def __init__(self, model: PreTrainedModel, policy: str, entries: int, window: int) -> None:
         self.name = f"kvpress/{policy}"
         self.model = model
-        self._policy = policy
+        self._press_of = KVPRESS_TWINS[policy]
         self._entries = entries
         self._window = window
         self._kvpress, self._attention = _import_kvpress()
 
-    def _press(self, prompt: int) -> Any:
-        # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
-        kept = {"compression_ratio": max(0.0, 1 - (self._entries + 0.5) / prompt)}
-        observing = {**kept, "window_size": self._window}
-        match self._policy:
-            case "ada_snapkv":
-                return self._kvpress.AdaKVPress(self._kvpress.SnapKVPress(**observing))
-            case "snapkv" | "pyramidkv":
-                return getattr(self._kvpress, KVPRESS_TWINS[self._policy])(**observing)
-            case _:
-                return getattr(self._kvpress, KVPRESS_TWINS[self._policy])(**kept)
-
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        cache = DynamicCache(config=self.model.config)
-        with _sdpa_attention(self._attention), self._press(ids.shape[1])(self.model):
+        # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
+        ratio = max(0.0, 1 - (self._entries + 0.5) / ids.shape[1])
+        press, cache = self._press_of(self._kvpress, ratio, self._window), DynamicCache(config=self.model.config)
+        with _sdpa_attention(self._attention), press(self.model):
             return self._forward(ids, 0, cache), cache
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:

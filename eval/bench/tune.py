@@ -161,8 +161,8 @@ def write_row(path: Path, architecture: int, chosen: dict[str, str], measured_on
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def tune(console: Console) -> Path:
-    """Measure every case on the current CUDA device; return the table, which now has a row for it.
+def tune() -> None:
+    """Measure every case on the current CUDA device and print it; the table then has a row for the device.
 
     Raises:
         ValueError: there is no CUDA device, or the table cannot be written.
@@ -175,7 +175,7 @@ def tune(console: Console) -> Path:
         raise ValueError(f"tune: the table {str(TABLE)!r} cannot be written; install kvpass from a checkout")
     device = torch.device("cuda", torch.cuda.current_device())
     architecture = architecture_of(device)
-    chosen = {}
+    chosen, console = {}, Console()
     with torch.no_grad():
         for case, work in workloads():
             config = pinned(case, architecture)
@@ -183,4 +183,4 @@ def tune(console: Console) -> Path:
             console.print(f"{case}: {chosen[case]}", highlight=False)
     write_row(TABLE, architecture, chosen, f"{machine(device)['name']}, triton {versions()['triton']}")
     table.cache_clear()
-    return TABLE
+    console.print(f"written: {TABLE}", highlight=False)

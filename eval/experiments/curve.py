@@ -14,7 +14,6 @@ from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
 from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
 from kvpass.eval.tasks import find_tasks
 from kvpass.policies import POLICIES
-from kvpass.progress import progress_console
 from kvpass.report import import_figure
 
 BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
@@ -34,26 +33,15 @@ def default_policies() -> tuple[PolicySpec, ...]:
 
 
 def curve_settings(**given: Any) -> EvalSettings:
-    """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own where nothing is given.
+    """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own budgets and policies if not given.
 
-    ``output`` is for picture, table and samples; ``samples`` are questions a point, those of one context share it.
     On the built-in model the window is ``WINDOW`` where none is typed.
 
     Raises:
         ImportError: without matplotlib. ValueError: more than one task, or a value out of range.
     """
     import_figure()
-    usual: dict[str, Any] = {
-        "model": "builtin",
-        "tasks": ("multi_needle",),
-        "samples": 24,
-        "length": 512,
-        "budgets": BUDGETS,
-        "policies": default_policies(),
-        "batch": 25,
-        "backend": "eager",
-    }
-    chosen = usual | given
+    chosen: dict[str, Any] = {"budgets": BUDGETS, "policies": default_policies()} | given
     if len(find_tasks(chosen["tasks"])) > 1:
         raise ValueError(f"task={','.join(chosen['tasks'])!r}: stands for several tasks, name one")
     if chosen["model"] == "builtin":
@@ -61,9 +49,9 @@ def curve_settings(**given: Any) -> EvalSettings:
     return EvalSettings(**chosen)
 
 
-def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
-    """Answer what a checked run asks, draw ``curve.png`` and write ``curve.md``."""
-    s, rows = evaluation.settings, evaluation.run(progress_console())
+def draw_curve(evaluation: Evaluation) -> None:
+    """Answer what a checked run asks, draw ``curve.png``, write ``curve.md`` and print what it has."""
+    s, rows, console = evaluation.settings, evaluation.run(), Console()
     title = f"{s.model}: {s.tasks[0]}, {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
     (plot_curve if len(s.entries) == 1 else plot_formats)(rows, s.output / "curve.png", title=title)
     text = curve_table(rows)
@@ -73,7 +61,6 @@ def draw_curve(evaluation: Evaluation, console: Console) -> list[Row]:
     (s.output / "curve.md").write_text(text, encoding="utf-8")
     console.print(terminal_tables(rows))
     console.print(f"written: {s.output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
-    return rows
 
 
 def curve_table(rows: Sequence[Row]) -> str:

@@ -23,7 +23,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
-from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, make_sentence
+from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
 from kvpass.loading import load_model
@@ -40,34 +40,6 @@ POLICIES: tuple[PolicyName, ...] = ("lava", "snapkv", "streaming_llm")
 """With their default options."""
 _TIMED = 16
 _ANSWER = 48  # tokens, about a document
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoSettings:
-    """One run of the demo; ``kvpass demo --help`` says what each setting is.
-
-    Raises:
-        ValueError: a number out of range, one of document and question, or an output that does not end in .png.
-    """
-
-    model: str = "builtin"
-    document: Path | None = None
-    question: str | None = None
-    tokens: int | None = None
-    facts: int = 8
-    seed: int = 0
-    output: Path = Path("kvpass-demo.png")
-    backend: Compiler = "inductor"
-
-    def __post_init__(self) -> None:
-        if (self.document is None) != (self.question is None):
-            raise ValueError("document and question: give both, or none")
-        if self.document and self.tokens:
-            raise ValueError(f"tokens={self.tokens}: a document has the length that it has")
-        if not 1 <= self.facts <= len(HELD_OUT_NAMES):
-            raise ValueError(f"facts={self.facts}: must be between 1 and {len(HELD_OUT_NAMES)}, the number of names")
-        if self.output.suffix != ".png":
-            raise ValueError(f"output={str(self.output)!r}: must end in .png")
 
 
 @dataclass
@@ -107,50 +79,68 @@ class _Clock(BaseStreamer):
         return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(self.times[1:]))
 
 
+@dataclass(kw_only=True)
 class Demo:
-    """A checked run of the demo.
+    """A checked run of the demo; ``kvpass demo --help`` says what each setting is.
 
     Raises:
-        ValueError: no such model or document, or a prompt that is too short for facts or budgets, or too long for the
-            model. ImportError: without matplotlib.
+        ValueError: a number out of range, one of document and question, an output that does not end in .png, no such
+            model or document, or a prompt that is too short for facts or budgets, or too long for the model.
+        ImportError: without matplotlib.
     """
 
-    def __init__(self, settings: DemoSettings) -> None:
-        self.settings = settings
+    model: str = "builtin"
+    document: Path | None = None
+    question: str | None = None
+    tokens: int | None = None
+    facts: int = 8
+    seed: int = 0
+    output: Path = Path("kvpass-demo.png")
+    backend: Compiler = "inductor"
+
+    def __post_init__(self) -> None:
+        if (self.document is None) != (self.question is None):
+            raise ValueError("document and question: give both, or none")
+        if self.document and self.tokens:
+            raise ValueError(f"tokens={self.tokens}: a document has the length that it has")
+        if not 1 <= self.facts <= len(HELD_OUT_NAMES):
+            raise ValueError(f"facts={self.facts}: must be between 1 and {len(HELD_OUT_NAMES)}, the number of names")
+        if self.output.suffix != ".png":
+            raise ValueError(f"output={str(self.output)!r}: must end in .png")
         import_figure()
         transformers.utils.logging.disable_progress_bar()
-        self.model, self.tokenizer = load_model(settings.model, dtype="auto", device="cpu")
-        builtin, document = settings.model == "builtin", settings.document
+        self.decoder, self.tokenizer = load_model(self.model, dtype="auto", device="cpu")
+        builtin, document = self.model == "builtin", self.document
         self.budgets: tuple[int, ...] | tuple[float, ...] = BUDGETS if builtin and not document else SHARES
-        tokens = settings.tokens or (2048 if builtin else 1024)
+        tokens = self.tokens or (2048 if builtin else 1024)
         if document:
-            self.samples = [_on_document(document, settings.question or "")]
+            self.samples = [_on_document(document, self.question or "")]
         elif builtin:
-            self.samples = _made_for_builtin(tokens, settings.facts, settings.seed)
+            self.samples = _made_for_builtin(tokens, self.facts, self.seed)
         else:
-            self.samples = _made_for_others(self.tokenizer, tokens, settings.facts, settings.seed)
+            self.samples = _made_for_others(self.tokenizer, tokens, self.facts, self.seed)
         # the last token is fed after compression: a prefill's full attention would give the first word
         self.prompts = [encode(self.tokenizer, sample, chat=True).scoped("prompt", 1) for sample in self.samples]
-        self.tokens = len(self.prompts[0])
-        what = f"document={str(document)!r}: {self.tokens} tokens" if document else f"tokens={self.tokens}"
+        self.length = len(self.prompts[0])
+        what = f"document={str(document)!r}: {self.length} tokens" if document else f"tokens={self.length}"
         least = max(BUDGETS) if self.budgets == BUDGETS else int(32 / min(SHARES))  # the window fits the budget
-        if self.tokens <= least:
+        if self.length <= least:
             raise ValueError(f"{what}: must be above {least} for the budgets of the demo")
-        window = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        longest = self.tokens + max(_TIMED, self.samples[0].max_new_tokens)
+        window = getattr(self.decoder.config.get_text_config(), "max_position_embeddings", None)
+        longest = self.length + max(_TIMED, self.samples[0].max_new_tokens)
         if window and longest > window:
             raise ValueError(f"{what}: with the answer {longest}, and the model reads at most {window}")
 
-    def run(self, console: Console) -> None:
+    def run(self) -> None:
         """Ask every system every question; print the answers, the summary and what was measured."""
-        model = kvpass.compile(self.model, policy="full", backend=self.settings.backend)
+        model = kvpass.compile(self.decoder, policy="full", backend=self.backend)
         conditions = [("full", None), *itertools.product(POLICIES, self.budgets)]
         plain, kept = Answers("transformers"), [Answers(f"kvpass {policy}", budget) for policy, budget in conditions]
         with progress_bar(progress_console()) as progress:
             task = progress.add_task("", total=len(self.samples) * (2 + len(conditions)))
             for index, prompt in enumerate(self.prompts):
                 progress.update(task, description=f"question {index + 1}")
-                self._answer(self.model, prompt.ids, index, plain)
+                self._answer(self.decoder, prompt.ids, index, plain)
                 progress.advance(task, 2)
                 head = torch.tensor([prompt.head])
                 caches = model.compress_each(head, conditions=conditions)
@@ -158,9 +148,9 @@ class Demo:
                     model.set_policy(policy, budget)
                     self._answer(model, prompt.rest, index, answers, past_key_values=cache)
                     if index == 0 and (policy, budget) == ("lava", min(self.budgets)):
-                        model.report(cache).plot(self.settings.output, marks=self._facts())
+                        model.report(cache).plot(self.output, marks=self._facts())
                     progress.advance(task)
-        everyone = [plain, *kept]
+        everyone, console = [plain, *kept], Console()
         console.print(self._fact_table(everyone) if self.samples[0].answers else self._document_table(everyone))
         console.print(self._summary_table(everyone))
         console.print(self._notes(everyone), highlight=False, markup=False)
@@ -203,13 +193,13 @@ class Demo:
             [str(asked.labels["name"]), wanted, *(_coloured(answer.texts[index], wanted) for answer in shown)]
             for index, (asked, wanted) in enumerate(zip(self.samples, self._wanted(answers), strict=True))
         ]
-        title = f"{self.settings.facts} facts in {self.tokens} tokens: the code, pin or number of a name"
+        title = f"{self.facts} facts in {self.length} tokens: the code, pin or number of a name"
         return rich_table(("name", "value", *systems), rows, title=title, caption="system over budget")
 
     def _document_table(self, answers: list[Answers]) -> Table:
         (wanted,) = self._wanted(answers)
         rows = [(answer.label, answer.kept, _coloured(answer.texts[0], wanted)) for answer in answers]
-        title = escape(self.settings.question or "")
+        title = escape(self.question or "")
         return rich_table(("system", "budget", "answer"), rows, left=3, leading=1, title=title)
 
     def _summary_table(self, answers: list[Answers]) -> Table:
@@ -218,7 +208,7 @@ class Demo:
             [
                 answer.label,
                 answer.kept,
-                f"{answer.budget / self.tokens:.1%}" if isinstance(answer.budget, int) else f"{answer.budget or 1:.0%}",
+                f"{answer.budget / self.length:.1%}" if isinstance(answer.budget, int) else f"{answer.budget or 1:.0%}",
                 f"{sum(map(str.__eq__, wanted, answer.texts))}/{len(wanted)}",
                 f"{answer.cache_bytes / 1024:.0f}",
                 f"{answer.cache_bytes / full:.1%}",
@@ -231,16 +221,18 @@ class Demo:
         return rich_table(columns, rows, title="accuracy, memory and speed")
 
     def _notes(self, answers: list[Answers]) -> str:
-        shown, s = next(answer for answer in answers if answer.budget == min(self.budgets)), self.settings
-        if s.document:
-            prompts = f"1 of {self.tokens} tokens"
+        shown = next(answer for answer in answers if answer.budget == min(self.budgets))
+        if self.document:
+            prompts = f"1 of {self.length} tokens"
             last = "as full: the answer of the full cache, word for word. One question"
         else:
-            prompts = f"{s.facts} of {self.tokens} tokens, the same text with another question each, seed {s.seed}"
-            last = f"One text and {s.facts} questions"
+            many, seed = f"{self.facts} of {self.length} tokens", f"seed {self.seed}"
+            prompts = f"{many}, the same text with another question each, {seed}"
+            last = f"One text and {self.facts} questions"
+        device, dtype = self.decoder.device, str(self.decoder.dtype).removeprefix("torch.")
         return f"""\
-Measured on {self.model.device}, {torch.get_num_threads()} threads, {str(self.model.dtype).removeprefix("torch.")}, \
-batch 1, backend {s.backend}; torch {torch.__version__}, transformers {transformers.__version__}. Model: {s.model}.
+Measured on {device}, {torch.get_num_threads()} threads, {dtype}, batch 1, backend {self.backend}; \
+torch {torch.__version__}, transformers {transformers.__version__}. Model: {self.model}.
 Prompts: {prompts}; greedy decoding. \
 kvpass reads each once for all policies, without its last token, and goes on from there: a prefill computes with full \
 attention, and the first word would be right whatever is kept.
@@ -249,7 +241,7 @@ Policies: {", ".join(POLICIES)}, with default options. Budget: entries per KV he
 ms per token: median of {_TIMED - 1} between generated tokens, generate's own work included, prefill and compilation \
 not.
 {last}: a demonstration, not an evaluation.
-What lava kept at budget {shown.kept}, first question: {s.output.absolute()}"""
+What lava kept at budget {shown.kept}, first question: {self.output.absolute()}"""
 
 
 def _coloured(text: str, wanted: str) -> str:
@@ -299,12 +291,12 @@ def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int
         rng = random.Random(seed)
         names = [" ".join(name) for name in rng.sample(list(itertools.product(ADJECTIVES, NOUNS)), facts)]
         values = [str(number) for number in rng.sample(range(10, 100), facts)]
-        text = [" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(sentences)]
+        text = [english_sentence(rng) for _ in range(sentences)]
         for name, value in zip(names, values, strict=True):
-            text.insert(rng.randrange(len(text) + 1), f"the code of the {name} is {value}")
+            text.insert(rng.randrange(len(text) + 1), f"The code of the {name} is {value}.")
         return Sample(
             id=names[asked],
-            context=" ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in text),
+            context=" ".join(text),
             question=f"\n\nWhat is the code of the {names[asked]} in the text above?",
             answer_prefix=f"The code of the {names[asked]} is",
             answers=(values[asked],),

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import kvpass
@@ -22,36 +21,8 @@ from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
 from kvpass.policies.options import check_int
-from kvpass.progress import progress_bar
+from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactSettings:
-    """One measurement; ``kvpass exact --help`` says what each setting is.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    model: str
-    tasks: tuple[str, ...]
-    policies: tuple[PolicySpec, ...]
-    budgets: tuple[BudgetValue, ...]
-    samples: int = 20
-    length: int = 1024
-    new_tokens: int = 64
-    seed: int = 0
-    backend: Compiler = "inductor"
-    dtype: str = "auto"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name, low in {"samples": 1, "length": 2, "new_tokens": 2, "seed": 0}.items():
-            check_int(name, getattr(self, name), low)
-        for spec in self.policies:
-            if not spec.resolve().needs_budget or spec.resolve().decode_rule() is not None:
-                raise ValueError(f"policies={str(spec)!r}: must compress a prompt and only append while decoding")
 
 
 @dataclass
@@ -72,42 +43,57 @@ class Condition:
     exact: list[float] = field(default_factory=list)
 
 
+@dataclass(kw_only=True)
 class Exact:
-    """A checked measurement.
+    """A checked measurement; ``kvpass exact --help`` says what each setting is.
 
     Each prompt but its last token is read once and compressed under every condition, question included. Answers are
     greedy and end at the model's own end token, or after ``new_tokens``.
 
     Raises:
-        ValueError: what does not exist or is out of range: model, tasks, budgets.
+        ValueError: what does not exist or is out of range: model, tasks, policies, budgets, numbers.
     """
 
-    def __init__(self, settings: ExactSettings) -> None:
-        self.settings = s = settings
-        tasks = find_tasks(s.tasks)
-        self.model, self.tokenizer = load_model(s.model, dtype=s.dtype, device=s.device)
-        self.ends = sorted(stop_tokens(self.model, self.tokenizer)) or None
-        self.fast = kvpass.compile(self.model, policy="full", backend=s.backend)
+    model: str
+    tasks: tuple[str, ...]
+    policies: tuple[PolicySpec, ...]
+    budgets: tuple[BudgetValue, ...]
+    samples: int = 20
+    length: int = 1024
+    new_tokens: int = 64
+    seed: int = 0
+    backend: Compiler = "inductor"
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, low in {"samples": 1, "length": 2, "new_tokens": 2, "seed": 0}.items():
+            check_int(name, getattr(self, name), low)
+        for spec in self.policies:
+            if not spec.resolve().needs_budget or spec.resolve().decode_rule() is not None:
+                raise ValueError(f"policies={str(spec)!r}: must compress a prompt and only append while decoding")
+        tasks = find_tasks(self.tasks)
+        decoder, tokenizer = load_model(self.model, dtype=self.dtype, device=self.device)
+        self.ends = sorted(stop_tokens(decoder, tokenizer)) or None
+        self.fast = kvpass.compile(decoder, policy="full", backend=self.backend)
         self.prompts = [
-            torch.tensor([encode(self.tokenizer, sample, chat=task.chat, limit=s.length).ids])
+            torch.tensor([encode(tokenizer, sample, chat=task.chat, limit=self.length).ids])
             for task in tasks
-            for sample in task.samples(self.tokenizer, s.length, s.samples, s.seed)
+            for sample in task.samples(tokenizer, self.length, self.samples, self.seed)
         ]
-        self.rules = [(spec.resolve(), budget) for spec in s.policies for budget in s.budgets]
-        self.conditions = [Condition(str(spec), str(budget)) for spec in s.policies for budget in s.budgets]
+        self.rules = [(spec.resolve(), budget) for spec in self.policies for budget in self.budgets]
+        self.conditions = [Condition(str(spec), str(budget)) for spec in self.policies for budget in self.budgets]
         for rule in self.rules:
             self.fast.set_policy(*rule)
         self.full: list[float] = []
 
-    def run(self, console: Console, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def run(self, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Answer all prompts; ``save`` gets what is known after each."""
-        with progress_bar(console) as progress:
-            bar = progress.add_task("prompts", total=len(self.prompts))
-            for ids in self.prompts:
+        with progress_bar(progress_console()) as progress:
+            for ids in progress.track(self.prompts, description="prompts"):
                 self._answer(ids.to(self.fast.device))
-                progress.update(bar, advance=1)
-                save(self.result())
-        return self.result()
+                save(result := self.result())
+        return result
 
     def _answer(self, ids: Tensor) -> None:
         full, *caches = self.fast.compress_each(ids[:, :-1], conditions=[("full", None), *self.rules])
@@ -132,7 +118,7 @@ class Exact:
         settings = {
             "do_sample": False,
             "eos_token_id": self.ends,
-            "max_new_tokens": self.settings.new_tokens,
+            "max_new_tokens": self.new_tokens,
             **options,
         }
         began = time.perf_counter()
@@ -142,12 +128,12 @@ class Exact:
 
     def result(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        settings = asdict(self.settings) | {"policies": [str(spec) for spec in self.settings.policies]}
+        settings = asdict(self) | {"policies": [str(spec) for spec in self.policies]}
         return {
             "command": command_line(),
             "settings": settings,
             "versions": versions(),
-            "machine": machine(self.model.device),
+            "machine": machine(self.fast.device),
             "tokens": [ids.shape[1] for ids in self.prompts],
             "full_ms": self.full,
             "conditions": [asdict(condition) for condition in self.conditions],

@@ -137,23 +137,15 @@ class KVPassLM(HFLM):
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        self._original: Any = self.model
         named: Any = policy  # checked above
-        self._model = kvpass.compile(self._original, policy=named, budget=budget, backend=self._compiler, **options)
+        self._model = kvpass.compile(self.model, policy=named, budget=budget, backend=self._compiler, **options)
         self._policy: Policy = self._model.policy
         self._budget: kvpass.Budget | None = self._model.budget
+        self._conditions = [(self._policy, self._budget)]
         self._totals, self._truncated = Totals(), 0
-        self._runner = self._runner_of(self._model)
-
-    def _runner_of(self, model: Any) -> Runner:
-        return Runner(model=model, tokenizer=self.tokenizer, batch=int(self.batch_size), totals=self._totals)
-
-    @functools.cached_property
-    def _full_runner(self) -> Runner:
-        """Keeps everything, for prompts in which there is nothing to compress."""
-        if self._policy.name == "full":
-            return self._runner
-        return self._runner_of(kvpass.compile(self._original, policy="full", backend=self._compiler))
+        self._runner = Runner(
+            model=self._model, tokenizer=self.tokenizer, batch=int(self.batch_size), totals=self._totals
+        )
 
     # -- likelihood -------------------------------------------------------------------------------------------------
 
@@ -219,13 +211,15 @@ class KVPassLM(HFLM):
                 progress.update(1)
 
         prompts = list(asked)
-        for batch in self._runner.compressed(prompts, [0] * len(prompts)):
+        for batch in self._runner.compressed(prompts, [0] * len(prompts), self._conditions):
             self._score_compressed(batch, [prompts[index] for index in batch.indices], asked, score)
             del batch  # its cache, before the next one is filled
         whole = [(prompt, fed) for prompt in asked if not prompt.head for fed in asked[prompt]]
         whole.sort(key=lambda item: -len(item[0]) - len(item[1]))
+        self.model.set_policy("full")
         for pairs in chunks(whole, self._runner.batch):
             self._score_whole(pairs, asked, score)
+        self.model.set_policy(self._policy, self._budget)
         progress.close()
         assert None not in answers
         return answers  # type: ignore[return-value]
@@ -256,7 +250,7 @@ class KVPassLM(HFLM):
         """Contexts too short to be compressed: one pass over context and continuation with everything kept."""
         self._totals.prompts_not_compressed += len(pairs)
         ids, mask = pad([prompt.ids + fed for prompt, fed in pairs], "left", self.tokenizer.pad_token_id)
-        logits = self._full_runner.model(ids.to(self.device), mask, use_cache=False).logits
+        logits = self.model(ids.to(self.device), mask, use_cache=False).logits
         for row, (prompt, fed) in zip(logits, pairs, strict=True):
             score(row[-len(fed) - 1 :], asked[prompt][fed])
 
@@ -278,7 +272,7 @@ class KVPassLM(HFLM):
         self._check_budget(prompts)
         texts: list[str] = [""] * len(requests)
         progress = self._progress(len(requests), "generate_until", disable_tqdm)
-        for batch in self._runner.batches(prompts, kinds):
+        for batch in self._runner.batches(prompts, kinds, self._conditions):
             found = self._generate(
                 [prompts[index] for index in batch.indices], batch, settings[kinds[batch.indices[0]]]
             )
@@ -295,8 +289,7 @@ class KVPassLM(HFLM):
         until = kwargs.pop("until")
         if not kwargs["do_sample"]:
             kwargs.pop("temperature", None)
-        runner = self._runner if prompts[0].head else self._full_runner
-        answers = runner.generate(
+        answers = self._runner.generate(
             prompts,
             batch.cache,
             stopping=functools.partial(stop_sequences_criteria, self.tokenizer, until),

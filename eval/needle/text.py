@@ -87,11 +87,6 @@ class Question:
     answers: tuple[str, ...]
     max_new_tokens: int
 
-    def answered_by(self, text: str) -> bool:
-        """Whether ``text`` is the answer and its full stop, all of it and nothing else."""
-        said, stop, rest = " ".join(text.split()).partition(" .")
-        return bool(stop) and not rest and sorted(said.split(" , ")) == sorted(self.answers)
-
 
 @dataclass(frozen=True)
 class Sample:

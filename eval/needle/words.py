@@ -156,6 +156,12 @@ def decoy(rng: random.Random, name: Name, number: str) -> list[str]:
     return [*_noun_phrase(rng), "in", "room", number, rng.choice(VERBS), *_noun_phrase(rng), "."]
 
 
+def english_sentence(rng: random.Random) -> str:
+    """A sentence of filler as text for any model."""
+    sentence = " ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",")
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
 def make_sentence(rng: random.Random) -> list[str]:
     """A sentence of filler, its words and marks."""
     clause = _clause(rng)

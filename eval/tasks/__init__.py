@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpass.eval.tasks import longbench, needle, ruler
-from kvpass.eval.tasks.base import Sample, Task, encode
+from kvpass.eval.tasks.base import Sample, encode
 
 __all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
+Task = needle.Needle | ruler.Ruler | longbench.LongBench
+"""A source of samples, with a name in the registry.
+
+``chat`` says whether a prompt is put into the tokenizer's chat template. ``samples`` gives at most ``count``, generated
+ones with prompts of at most ``tokens`` tokens; too few of them, or data missing, are a ``ValueError``. ``metric`` is
+the score of a prediction, in [0, 1].
+"""
 GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench}
 """Names that stand for all tasks of a benchmark."""
 

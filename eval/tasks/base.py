@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -52,32 +52,6 @@ def library(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ImportError(f"this evaluation needs the package {name!r}: pip install 'kvpass[eval]'") from error
-
-
-class Task(Protocol):
-    """A source of samples.
-
-    Attributes:
-        name: in the registry. chat: whether the prompt is put into the tokenizer's chat template.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def chat(self) -> bool: ...
-
-    def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        """At most ``count`` samples; generated ones have prompts of at most ``tokens`` tokens.
-
-        Raises:
-            ValueError: ``tokens`` too few, ``count < 1``, or data missing.
-        """
-        ...
-
-    def metric(self, prediction: str, sample: Sample) -> float:
-        """Score of a prediction, in [0, 1]."""
-        ...
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Prompt:
@@ -137,8 +111,3 @@ def largest(
         if length(good + step) <= tokens:
             good += step
     return good
-
-
-def check_count(count: int) -> None:
-    if count < 1:
-        raise ValueError(f"count={count}: must be >= 1")

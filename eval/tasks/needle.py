@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.needle import text as needle_text
-from kvpass.eval.tasks.base import Sample, check_count, encode, largest
+from kvpass.eval.tasks.base import Sample, encode, largest
 
 LENGTHS = (0.25, 0.5, 0.75, 1.0)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -44,7 +44,6 @@ class Needle:
     chat: bool = False
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        check_count(count)
         made: list[Sample] = []
         index = 0
         while len(made) < count:
@@ -63,7 +62,6 @@ class NeedleGrid(Needle):
     name: str = "needle_grid"
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        check_count(count)
         cells = [(round(part * tokens), depth) for part in LENGTHS for depth in DEPTHS]
         made = []
         for index in range(count):

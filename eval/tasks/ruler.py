@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.needle.words import ADJECTIVES, NOUNS, PLACES, make_sentence
-from kvpass.eval.tasks.base import Sample, check_count, largest, library
+from kvpass.eval.needle.words import ADJECTIVES, NOUNS, PLACES, english_sentence
+from kvpass.eval.tasks.base import Sample, largest, library
 
 _NOISE = "Coal is black and snow is white. Tides rise and fall. Leaves turn in autumn. On it goes, year after year."
 _KEY_WORDS = (ADJECTIVES, NOUNS, PLACES)
@@ -51,16 +51,16 @@ class Ruler:
     chat: bool = True
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        check_count(count)
-        return [self._sample(tokenizer, tokens, str(index), f"{self.name}/{seed}/{index}") for index in range(count)]
+        made = []
+        for index in range(count):
+            text = f"{self.name}/{seed}/{index}"
+            made.append(self._of_size(self._largest(tokenizer, tokens, text), tokens, str(index), text))
+        return made
 
     def metric(self, prediction: str, sample: Sample) -> float:
         """Share of the answers that occur in the prediction, case aside."""
         ruler = library("lm_eval.tasks.ruler.common_utils")
         return float(ruler.string_match_all(ruler.postprocess_pred([prediction]), [sample.answers]))
-
-    def _sample(self, tokenizer: PreTrainedTokenizerBase, tokens: int, name: str, seed: str) -> Sample:
-        return self._of_size(self._largest(tokenizer, tokens, seed), tokens, name, seed)
 
     def _largest(self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: str) -> int:
         return largest(
@@ -88,7 +88,6 @@ class NiahRequests(Ruler):
     build: Niah
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        check_count(count)
         asked = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
         made: list[Sample] = []
         for number in range(-(-count // len(asked))):
@@ -263,8 +262,7 @@ def _with_example(shown: Text, answer: str, asked: Text) -> Text:
 def _essay(size: int) -> tuple[str, ...]:
     """So many sentences, the same ones every time."""
     rng = random.Random("essay")
-    sentences = (" ".join(make_sentence(rng)).removesuffix(" .").replace(" ,", ",") for _ in range(size))
-    return tuple(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+    return tuple(english_sentence(rng) for _ in range(size))
 
 
 def _unique(draw: Callable[[], str], taken: set[str]) -> str:

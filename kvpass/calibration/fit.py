@@ -1,8 +1,8 @@
 """``kvpass.calibrate``: fits what enters attention to the log of KVzip+'s scores (KVzap, arXiv 2601.07891).
 
-Each text runs once, as ``[header, text; request to repeat it, text]`` in the model's chat template. In each layer, y is
-the log of the score of :class:`kvpass.policies.kvzip.KVzipPlus`: the most attention that the repetition pays an entry,
-weighed by norms. Only sums over tokens of ``x x'`` and ``x y'`` are held, in fp64.
+Each text runs once, as ``[header, text; request to repeat it, text]`` in the model's chat template, compressed by
+:class:`kvpass.policies.kvzip.KVzipPlus`. In each layer, y is the log of its score: the most attention that the
+repetition pays an entry, weighed by norms. Only sums over tokens of ``x x'`` and ``x y'`` are held, in fp64.
 """
 
 from __future__ import annotations
@@ -10,33 +10,31 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvpass.api import compile as compile_model
 from kvpass.cache.fingerprint import weights_digest
 from kvpass.calibration.texts import generated_texts
-from kvpass.frontends.arguments import check_model
-from kvpass.frontends.attention import kvpass_attention
 from kvpass.frontends.transformers import CompressedModel
-from kvpass.operands import Attention
+from kvpass.policies import POLICIES, register_policy
 from kvpass.policies.kvzap import MODEL, SHARES
-from kvpass.policies.observation import projected_norms
+from kvpass.policies.kvzip import KVzipPlus
+from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float, check_int
-from kvpass.policies.replay import Replayed, most_attended
 from kvpass.progress import progress_bar, progress_console
+from kvpass.ranks import Ranks
 from kvpass.replace_file import replacing
 
-_NAME = "kvpass_calibration"
 _TEXTS = "kvpass_texts"
 _REQUEST = "\n\nRepeat the previous context exactly."
 _MARK = "\ufffckvpass text\ufffc"
@@ -98,16 +96,13 @@ def calibrate(
         resume: file that Ctrl-C leaves, from which the next call with the same model and texts goes on, and which is
             removed at the end.
     Raises:
-        ValueError: an argument is out of range, too little text, or a model whose attention layers are not called
-            through transformers' interface.
+        ValueError: an argument is out of range, or too little text.
+        UnsupportedAttentionError: kvpass does not find in this model what policy ``kvzip_plus`` or ``kvzap`` reads.
     """
     if isinstance(model, CompressedModel):
         raise ValueError(f"{type(model).__name__} is compiled by kvpass; calibrate the original model")
-    check_model(model)
     check_int("tokens", tokens, 32)
     check_float("ridge", ridge, 0.0, open_low=True)
-    if not type(model)._can_set_attn_implementation():
-        raise ValueError(f"{type(model).__name__} does not call attention through transformers' interface")
     pieces = _pieces(tokenizer, generated_texts() if texts is None else texts, tokens)
     held_out = pieces[_HELD_OUT - 1 :: _HELD_OUT]
     fitted = [piece for number, piece in enumerate(pieces) if number % _HELD_OUT != _HELD_OUT - 1]
@@ -165,10 +160,6 @@ class Piece(NamedTuple):
     @property
     def prompt(self) -> list[int]:
         return self.header + self.text
-
-    @property
-    def replay(self) -> list[int]:
-        return self.request + self.prompt[self.first :]
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: int) -> list[Piece]:
@@ -283,65 +274,38 @@ def _shares(y: Tensor) -> Tensor:
     return best.view(y.shape).sum(1) / count
 
 
-class _Observer:
-    """Sees attention calls of a model, what the linear layer before each reads, and the linear layer behind it.
+@dataclass(frozen=True, kw_only=True)
+class _Recorder(KVzipPlus):
+    """KVzip+, which notes what enters attention and the scores of each layer."""
 
-    Attributes:
-        piece: the text that runs. layers: what was found in it, of layers without a sliding window.
-    """
+    name: ClassVar[str] = "kvpass_calibration"
+    scores_tokens: ClassVar[bool] = True
+    seen: ClassVar[list[_Layer]] = []
 
-    def __init__(self) -> None:
-        self.piece: Piece | None = None
-        self.layers: list[_Layer] = []
-        self._read: Tensor | None = None
-        self._waiting: tuple[Tensor, Attention] | None = None  # what entered; its output projection is still to come
+    def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
+        return x.transpose(1, 2)
 
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any
-    ) -> tuple[Tensor, None]:
-        """Attention of transformers' interface."""
-        if given.get("sliding_window") is None:
-            assert self._read is not None
-            scale = given.get("scaling") or q.shape[-1] ** -0.5
-            self._waiting = self._read, Attention(q, k, v, scale, given.get("softcap"), given.get("s_aux"))
-        return kvpass_attention(module, q, k, v, mask, **given)
-
-    def see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hook before a linear layer."""
-        if self._waiting is not None:
-            weight: Any = module.weight
-            self.layers.append(self._observe(*self._waiting, weight.T if isinstance(module, Conv1D) else weight))
-            self._waiting = None
-        self._read = args[0]
-
-    def _observe(self, x: Tensor, call: Attention, projection: Tensor) -> _Layer:
-        assert self.piece is not None
-        first, n = self.piece.first, len(self.piece.prompt)
-        norms = torch.linalg.vector_norm(x[:, n:].float(), dim=-1)
-        replay = Replayed(first, n, first, call.q[:, :, n:], call.k[:, :, n:], norms)
-        worth = projected_norms(call.v[:, :, :n], projection, 2)
-        most = most_attended(call.k[:, :, :n], [replay], *call[3:], value_norms=worth)
-        return _Layer(x[0, first:n].double(), most[0, :, first:].T.double().clamp(min=_LEAST).log())
+    def score(self, obs: Observation) -> Tensor:
+        x, most = (part[0, :, self.sinks :].T.double() for part in (obs.token_scores, obs.replayed_attention))
+        self.seen.append(_Layer(x, most.clamp(min=_LEAST).log()))
+        return super().score(obs)
 
 
 @contextmanager
-def _observed(model: PreTrainedModel) -> Iterator[Any]:
+def _observed(model: PreTrainedModel) -> Iterator[Callable[[Piece], list[_Layer]]]:
     """Give a function that runs a piece of text and returns a :class:`_Layer` of each layer under the budget."""
-    observer, before = _Observer(), model.config._attn_implementation
-    AttentionInterface.register(_NAME, observer.attend)
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
-    hooks = [module.register_forward_pre_hook(observer.see) for module in linear]
-    model.set_attn_implementation(_NAME)
+    register_policy(_Recorder)
     try:
-        yield partial(_run, model, observer)
+        yield partial(_run, compile_model(model, policy="full", backend="eager"))
     finally:
-        model.set_attn_implementation(before)
-        for hook in hooks:
-            hook.remove()
+        del POLICIES[_Recorder.name]  # not a policy to choose
+        _Recorder.seen.clear()
 
 
-@torch.inference_mode()
-def _run(model: PreTrainedModel, observer: _Observer, piece: Piece) -> list[_Layer]:
-    observer.piece, observer.layers = piece, []
-    model(torch.tensor([piece.prompt + piece.replay], device=model.device), use_cache=False, logits_to_keep=1)
-    return observer.layers
+@torch.no_grad()
+def _run(model: Any, piece: Piece) -> list[_Layer]:
+    policy = _Recorder(sinks=piece.first, prompt_ids=tuple(piece.request), chunk=len(piece.prompt))
+    model.set_policy(policy, 1)
+    _Recorder.seen.clear()
+    model.compress(torch.tensor([piece.prompt], device=model.device))
+    return list(_Recorder.seen)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvpass
@@ -114,21 +113,13 @@ class Document:
         """
         if new_tokens < 1:
             raise ValueError(f"new_tokens={new_tokens}: must be >= 1")
-        ids = self.tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
-        if ids.numel() == 0:
+        asked = self.tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
+        tokens = asked.input_ids.shape[1]
+        if tokens == 0:
             raise ValueError("the question has no tokens")
-        ids = ids.to(self.cache.device)
-        mask = torch.cat([self.cache.attention_mask, torch.ones_like(ids)], 1)
-        out = self.model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            exact=exact,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            use_cache=True,
-        )
-        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+        greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
+        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, exact=exact, **greedy)
+        return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
 
 
 def full_path(path: str | Path) -> Path:

@@ -33,6 +33,22 @@ _DIVIDED = ("ask", "compress", "eval")
 """Commands whose model the processes of ``torchrun`` share."""
 
 _MODEL = "'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name."
+_Model = Annotated[str, typer.Argument(help=_MODEL)]
+_Tasks = Annotated[str, typer.Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")]
+_Policies = Annotated[str, typer.Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
+_Budgets = Annotated[
+    str, typer.Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")
+]
+_Scopes = Annotated[
+    str, typer.Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")
+]
+_Samples = Annotated[int, typer.Option(help="Samples of each task.")]
+_Length = Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")]
+_Batch = Annotated[int, typer.Option(help="Prompts answered at once.")]
+_NewTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]
+_Folder = Annotated[Path, typer.Option(help="Folder for samples, tables and pictures; a rerun goes on there.")]
+_Json = Annotated[Path | None, typer.Option("--json", help="Also write everything measured to this file.")]
+_Seed = Annotated[int, typer.Option(help="Seed of texts and weights that are made up.")]
 _Backend = Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")]
 _Device = Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
 _Dtype = Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")]
@@ -102,7 +118,7 @@ def main(
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Argument(help=_MODEL)] = "builtin",
+    model: _Model = "builtin",
     document: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Text file to ask about, instead of a made-up text."),
@@ -112,7 +128,7 @@ def demo(
         int | None, typer.Option(help="Length of each made-up prompt; 2048 for the built-in model, else 1024.")
     ] = None,
     facts: Annotated[int, typer.Option(help="Facts hidden in the text; each is asked for.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of facts and text.")] = 0,
+    seed: _Seed = 0,
     output: Annotated[Path, typer.Option(help="Where the heat map of what was kept goes (.png).")] = Path(
         "kvpass-demo.png"
     ),
@@ -121,12 +137,12 @@ def demo(
     """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
     given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.demo import Demo, DemoSettings
+    from kvpass.eval.experiments.demo import Demo
 
     with _bad_values():
-        checked = Demo(DemoSettings(**_read(DemoSettings, given)))
+        checked = Demo(**_read(Demo, given))
         _make_folder("output", output.parent)
-    checked.run(Console())
+    checked.run()
 
 
 @app.command()
@@ -152,9 +168,7 @@ def bench(
         str, typer.Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
     ] = "256",
     window: Annotated[int, typer.Option(help="Last prompt tokens, always kept.")] = 32,
-    policies: Annotated[
-        str, typer.Option(help="kvpass policies with their options, such as 'lava,cake:tau1=1.6,tau2=0.4'.")
-    ] = "lava,snapkv",
+    policies: _Policies = "lava,snapkv",
     entries: _Entries = "model",
     systems: Annotated[
         str | None,
@@ -169,10 +183,8 @@ def bench(
     warm_cache: Annotated[
         bool, typer.Option("--warm-cache", help="Use what Inductor has compiled before; compile times mean little.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything measured to this file.")] = (
-        None
-    ),
+    seed: _Seed = 0,
+    json_path: _Json = None,
     start: Annotated[
         str,
         typer.Option(
@@ -225,34 +237,34 @@ def bench(
         from kvpass.eval.bench.tune import tune as tune_kernels
 
         with _interruptible("nothing is written before the end"), _bad_values():
-            Console().print(f"written: {tune_kernels(Console())}", highlight=False)
+            tune_kernels()
         return
-    from kvpass.eval.bench.processes import PrefillMemory, ProcessBench, Start
+    from kvpass.eval.bench.base import Benchmark
+    from kvpass.eval.bench.processes import PrefillMemory, Start
     from kvpass.eval.bench.report import show
     from kvpass.eval.bench.run import Bench, BenchSettings
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.shared_model import SharedModel
-    from kvpass.progress import progress_console
 
     kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    others: dict[str, Callable[[BenchSettings], ProcessBench]] = {
+    others: dict[str, Callable[[BenchSettings], Benchmark]] = {
         "start": lambda settings: Start(settings, _numbers("start", start)),
         "prefill_memory": PrefillMemory,
         "serve": lambda settings: Serve(settings, requests, cache_mib, question_tokens),
         "tensor_parallel": lambda settings: SharedModel(settings, tensor_parallel),
     }
     instead = [name for name in others if given[name]]
-    with _interruptible(anew), _bad_values():
-        if len(instead) > 1:
-            raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
-        if instead and not serve and entries != "model":
-            raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
-        settings = BenchSettings(**_read(BenchSettings, given))
-        checked = others[instead[0]](settings) if instead else Bench(settings)
-        save = _writer(json_path)
     with _interruptible(anew):
-        result = checked.run(progress_console(), save)
+        with _bad_values():
+            if len(instead) > 1:
+                raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
+            if instead and not serve and entries != "model":
+                raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
+            settings = BenchSettings(**_read(BenchSettings, given))
+            checked = others[instead[0]](settings) if instead else Bench(settings)
+            save = _writer(json_path)
+        result = checked.run(save)
     console = Console()
     console.print(show(result))
     if json_path is not None:
@@ -261,30 +273,20 @@ def bench(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help=_MODEL)],
-    tasks: Annotated[
-        str, typer.Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")
-    ] = "multi_needle",
-    policies: Annotated[
-        str, typer.Option(help="Policies with their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")
-    ] = "full,lava,snapkv",
-    budgets: Annotated[
-        str, typer.Option(help="Budgets, separated by commas: entries (64), share of the prompt (0.1), bytes ('4MiB').")
-    ] = "0.125,0.25",
-    scopes: Annotated[
-        str, typer.Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")
-    ] = "prompt,context",
-    samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
-    length: Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")] = 2048,
+    model: _Model,
+    tasks: _Tasks = "multi_needle",
+    policies: _Policies = "full,lava,snapkv",
+    budgets: _Budgets = "0.125,0.25",
+    scopes: _Scopes = "prompt,context",
+    samples: _Samples = 20,
+    length: _Length = 2048,
     data_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for samples, tables and manifest; a rerun goes on there.")] = (
-        Path("kvpass-eval")
-    ),
+    output: _Folder = Path("kvpass-eval"),
     entries: _Entries = "model",
-    seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
-    batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 1,
+    seed: _Seed = 0,
+    batch: _Batch = 1,
     workers: Annotated[
         int, typer.Option(help="Processes that answer, each with its own model; on CUDA one device each.")
     ] = 1,
@@ -299,13 +301,12 @@ def evaluate(
     _import_libraries()
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import EvalSettings, Evaluation
-    from kvpass.progress import progress_console
 
-    with _interruptible(_goes_on(output)), _bad_values():
-        checked = Evaluation(EvalSettings(**_read(EvalSettings, given)))
-        _make_folder("output", output)
     with _interruptible(_goes_on(output)):
-        rows = checked.run(progress_console())
+        with _bad_values():
+            checked = Evaluation(EvalSettings(**_read(EvalSettings, given)))
+            _make_folder("output", output)
+        rows = checked.run()
     if not checked.writes:
         return
     console = Console()
@@ -315,19 +316,17 @@ def evaluate(
 
 @app.command()
 def curve(
-    samples: Annotated[int, typer.Option(help="Questions a point, several on each text.")] = 24,
-    length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 512,
-    budgets: Annotated[str | None, typer.Option(help="Budgets, separated by commas; 3 to 50 % by default.")] = None,
-    policies: Annotated[str | None, typer.Option(help="Policies as in 'kvpass eval'; all by default.")] = None,
-    scopes: Annotated[str, typer.Option("--scope", help="'prompt', 'context' or both.")] = "prompt,context",
-    output: Annotated[Path, typer.Option(help="Folder for picture, table and samples; a rerun goes on there.")] = (
-        Path("kvpass-curve")
-    ),
+    samples: _Samples = 24,
+    length: _Length = 512,
+    budgets: Annotated[str | None, typer.Option(help="As in 'kvpass eval'; 3 to 50 % by default.")] = None,
+    policies: Annotated[str | None, typer.Option(help="As in 'kvpass eval'; all by default.")] = None,
+    scopes: _Scopes = "prompt,context",
+    output: _Folder = Path("kvpass-curve"),
     entries: _Entries = "model",
-    seed: Annotated[int, typer.Option(help="Seed of texts and facts.")] = 0,
-    batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 25,
-    backend: Annotated[str, typer.Option(help="'eager', or 'inductor', which compiles each policy first.")] = "eager",
-    dtype: Annotated[str, typer.Option(help="'auto' (fp32), 'float32', 'bfloat16' or 'float16'.")] = "auto",
+    seed: _Seed = 0,
+    batch: _Batch = 25,
+    backend: _Backend = "eager",
+    dtype: _Dtype = "auto",
     model: Annotated[str, typer.Option(help=_MODEL)] = "builtin",
     tasks: Annotated[str, typer.Option("--task", help="A task of 'kvpass eval'.")] = "multi_needle",
 ) -> None:
@@ -337,24 +336,24 @@ def curve(
     from kvpass.eval.experiments.curve import curve_settings, draw_curve
     from kvpass.eval.run import EvalSettings, Evaluation
 
-    with _interruptible(_goes_on(output)), _bad_values():
-        checked = Evaluation(curve_settings(**_read(EvalSettings, given)))
-        _make_folder("output", output)
     with _interruptible(_goes_on(output)):
-        draw_curve(checked, Console())
+        with _bad_values():
+            checked = Evaluation(curve_settings(**_read(EvalSettings, given)))
+            _make_folder("output", output)
+        draw_curve(checked)
 
 
 @app.command()
 def exact(
-    model: Annotated[str, typer.Argument(help=_MODEL)],
-    tasks: Annotated[str, typer.Option(help="Tasks of 'kvpass eval' whose prompts are answered.")] = "niah_single_2",
-    policies: Annotated[str, typer.Option(help="Policies as in 'kvpass eval'.")] = "snapkv,lava",
-    budgets: Annotated[str, typer.Option(help="Budgets as in 'kvpass eval'.")] = "0.125,0.25,0.5",
-    samples: Annotated[int, typer.Option(help="Prompts of each task.")] = 20,
-    length: Annotated[int, typer.Option(help="Longest prompt in tokens.")] = 1024,
-    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated prompts.")] = 0,
+    model: _Model,
+    tasks: _Tasks = "niah_single_2",
+    policies: _Policies = "snapkv,lava",
+    budgets: _Budgets = "0.125,0.25,0.5",
+    samples: _Samples = 20,
+    length: _Length = 1024,
+    new_tokens: _NewTokens = 64,
+    json_path: _Json = None,
+    seed: _Seed = 0,
     backend: _Backend = "inductor",
     dtype: _Dtype = "auto",
     device: _Device = "cpu",
@@ -362,19 +361,18 @@ def exact(
     """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
     given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.exact import Exact, ExactSettings, exact_table
-    from kvpass.progress import progress_console
+    from kvpass.eval.experiments.exact import Exact, exact_table
 
     with _bad_values():
-        checked, save = Exact(ExactSettings(**_read(ExactSettings, given))), _writer(json_path)
+        checked, save = Exact(**_read(Exact, given)), _writer(json_path)
     with _interruptible("the same command begins anew"):
-        result = checked.run(progress_console(), save)
+        result = checked.run(save)
     Console().print(exact_table(result))
 
 
 @app.command()
 def calibrate(
-    model: Annotated[str, typer.Argument(help="'smollm2-135m', a .gguf file, or a folder or hub name.")],
+    model: _Model,
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the maps go to.")],
     texts: Annotated[
         Path | None,
@@ -478,7 +476,7 @@ def ask(
     policy: Annotated[
         str | None, typer.Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 64,
+    new_tokens: _NewTokens = 64,
     exact: Annotated[
         bool, typer.Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
     ] = False,

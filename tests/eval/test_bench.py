@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from kvpass.eval.bench import measure as bench_measure
@@ -42,16 +41,12 @@ def settings(model, **changes):
     return BenchSettings(**usual | changes)
 
 
-def quiet():
-    return Console(quiet=True)
-
-
 @pytest.mark.exhaustive  # five seconds
 def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     entry = 2 * 8 * 4
     for shared in (False, True):
         result = Bench(settings(micro, batches=(2,), systems=("hf-eager", "hf-static", "full"), shared_prompt=shared))
-        run = result.run(quiet())["runs"][0]
+        run = result.run()["runs"][0]
         systems = {record["name"]: record for record in run["systems"]}
         assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
         for name in ("hf-eager", "hf-static", "full"):
@@ -62,13 +57,13 @@ def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
 
 
 def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
-    result = Bench(settings(micro, dtype="bf16", policies=(), systems=("hf-eager",))).run(quiet())
+    result = Bench(settings(micro, dtype="bf16", policies=(), systems=("hf-eager",))).run()
     assert result["model"]["dtype"] == "bfloat16"
     assert result["runs"][0]["budget"]["bytes"] == 16 * 2 * 2 * 8 * 2
 
 
 def test_formats_of_kept_entries_are_systems_of_their_own(micro):
-    result = Bench(settings(micro, entries=("model", "int8"))).run(quiet())
+    result = Bench(settings(micro, entries=("model", "int8"))).run()
     systems = {record["name"]: record["attended_bytes"] for record in result["runs"][0]["systems"]}
     assert list(systems) == ["hf-eager", "lava", "int8 lava", "full"]
     entry, codes = 2 * 8 * 4, 2 * (8 + 4)  # bytes
@@ -83,7 +78,7 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
 
     monkeypatch.setattr(bench.HfEager, "prefill", hungry)
-    result = Bench(settings(micro)).run(quiet())
+    result = Bench(settings(micro)).run()
     eager, lava, full = result["runs"][0]["systems"]
     assert eager == {"name": "hf-eager", "failure": "CUDA out of memory. Tried to allocate 9 GiB."}
     assert "hf-eager" not in lava["decode_speedup"] and lava["decode_speedup"]["full"] > 0
@@ -95,11 +90,12 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
 
 def test_what_has_been_measured_is_saved_after_every_turn(micro):
     saved = []
-    Bench(settings(micro, contexts=(32, 48), repeats=2, systems=())).run(quiet(), saved.append)
-    assert [len(result["runs"]) for result in saved] == [1, 1, 1, 2, 2, 2, 2]
-    assert [result["complete"] for result in saved] == [False] * 6 + [True]
-    assert [len(result["runs"][-1]["systems"][0]["decode_ms"]["all"]) for result in saved[:3]] == [1, 2, 2]
-    assert all(json.loads(json.dumps(result)) for result in saved)
+    Bench(settings(micro, contexts=(32, 48), repeats=2, systems=())).run(
+        lambda result: saved.append(json.loads(json.dumps(result)))
+    )
+    assert [len([run for run in result["runs"] if run["systems"]]) for result in saved] == [0, 1, 1, 1, 1, 2, 2, 2]
+    assert [result["complete"] for result in saved] == [False] * 7 + [True]
+    assert [len(result["runs"][0]["systems"][0]["decode_ms"]["all"]) for result in saved[1:4]] == [1, 2, 2]
 
 
 def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monkeypatch):
@@ -110,8 +106,8 @@ def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monk
         return prefill(self, ids)
 
     monkeypatch.setattr(bench.Kvpass, "prefill", logged)
-    Bench(settings(micro, systems=("full",))).run(quiet(), lambda result: said.append("saved"))
-    assert said == ["lava", "lava", "saved", "full", "full", "saved", "lava", "saved", "saved", "saved"]
+    Bench(settings(micro, systems=("full",))).run(lambda result: said.append("saved"))
+    assert said == ["lava", "saved", "lava", "saved", "full", "saved", "full", "saved", "lava", "saved", "saved"]
 
 
 def test_any_other_failure_is_raised_when_the_others_are_measured(micro, monkeypatch):
@@ -121,7 +117,7 @@ def test_any_other_failure_is_raised_when_the_others_are_measured(micro, monkeyp
     saved = []
     monkeypatch.setattr(bench.HfEager, "prefill", broken)
     with pytest.raises(RuntimeError, match="1 failed, first hf-eager: RuntimeError: no"):
-        Bench(settings(micro)).run(quiet(), lambda result: saved.append(json.loads(json.dumps(result))))
+        Bench(settings(micro)).run(lambda result: saved.append(json.loads(json.dumps(result))))
     eager, *others = saved[-1]["runs"][0]["systems"]
     assert eager == {"name": "hf-eager", "failure": "RuntimeError: no"} and not saved[-1]["complete"]
     assert others and all(record["decode_ms"]["median"] > 0 for record in others)
@@ -137,7 +133,7 @@ def test_a_system_that_failed_keeps_no_cache_while_others_run(micro, monkeypatch
     monkeypatch.setattr(bench.HfEager, "step", broken)
     held = []
     with pytest.raises(RuntimeError, match="hf-eager: RuntimeError: no"):
-        Bench(settings(micro)).run(quiet(), lambda result: held.append([cache() for cache in caches]))
+        Bench(settings(micro)).run(lambda result: held.append([cache() for cache in caches]))
     assert held and all(cache is None for at_once in held for cache in at_once) and len(held[-1]) == 1
 
 
@@ -146,7 +142,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(bench, "scoring_time", full)
-    systems = Bench(settings(micro)).run(quiet())["runs"][0]["systems"]
+    systems = Bench(settings(micro)).run()["runs"][0]["systems"]
     compressed = next(record for record in systems if record["name"] == "lava")
     assert compressed["failure"] is None and compressed["scoring"] is None and compressed["decode_ms"]["median"] > 0
 
@@ -154,7 +150,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
 def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
     policies = parse_policies("cake:tau1=1.6,tau2=0.4,tova")
     made = Bench(settings(micro, policies=policies, systems=()))
-    assert [record["name"] for record in made.run(quiet())["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
+    assert [record["name"] for record in made.run()["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
     cake, tova = (system.model.policy for system in made._kvpass_systems.values())
     assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
 
@@ -197,7 +193,7 @@ def hybrid(micro_sizes, tmp_path):
 
 
 def test_bytes_of_a_model_with_recurrent_layers_count_its_states(hybrid):
-    run = Bench(settings(hybrid, systems=("hf-eager",))).run(quiet())["runs"][0]
+    run = Bench(settings(hybrid, systems=("hf-eager",))).run()["runs"][0]
     entry = 2 * 2 * 8 * 4
     assert run["budget"]["bytes"] == 16 * entry
     found = {record["name"]: record for record in run["systems"]}
@@ -341,7 +337,7 @@ def test_kvpress_keeps_as_many_entries_and_leaves_attention_as_it_was(micro):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = dict(ALL_ATTENTION_FUNCTIONS.items())
-    result = Bench(settings(micro, policies=parse_policies("snapkv"), systems=("hf-eager", "kvpress"))).run(quiet())
+    result = Bench(settings(micro, policies=parse_policies("snapkv"), systems=("hf-eager", "kvpress"))).run()
     systems = {record["name"]: record for record in result["runs"][0]["systems"]}
     assert systems["kvpress/snapkv"]["attended_bytes"] == systems["snapkv"]["attended_bytes"]
     assert dict(ALL_ATTENTION_FUNCTIONS.items()) == plain

@@ -31,13 +31,6 @@ def invoke(*words: object):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-@pytest.fixture
-def micro(micro_sizes, tmp_path):
-    path = tmp_path / "micro.json"
-    path.write_text(json.dumps({**micro_sizes, "model_type": "llama"}))
-    return path
-
-
 def test_commands_whose_model_no_processes_share_are_refused_under_torchrun(micro, monkeypatch):
     """Each process would measure on its own, and all write the same files."""
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
@@ -101,8 +94,10 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
 @pytest.mark.usefixtures("compile_anew")
 def test_bars_are_drawn_on_standard_error(tmp_path, monkeypatch):
     """Spinners of a compilation stand below a bar only if both are on one console."""
+    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path / "cache"))  # else the capture may be known
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr("kvpass.progress.progress_console", lambda: console)
+    for module in ("kvpass.progress", "kvpass.eval.run"):
+        monkeypatch.setattr(f"{module}.progress_console", lambda: console)
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     words = ("--samples", 1, "--length", 160, "--policies", "lava", "--budgets", 0.3, "--backend", "eager")
     result = invoke("eval", "builtin", *words, "--scope", "prompt", "--output", tmp_path / "out")

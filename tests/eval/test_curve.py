@@ -67,7 +67,7 @@ def test_formats_of_entries_are_compared_by_bytes_and_by_their_answers(tmp_path)
 
 
 def test_every_policy_for_any_model_is_in_the_curve_and_fits_in_3_percent_of_its_prompts(tmp_path):
-    specs = curve_settings(output=tmp_path).policies
+    specs = curve_settings(model="builtin", tasks=("multi_needle",), output=tmp_path).policies
     assert specs[0].name == "full"
     assert {spec.name for spec in specs} == {
         name for name, policy in kvpass.POLICIES.items() if not policy.of_one_model
@@ -222,7 +222,8 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
 
 
 def test_settings_of_the_curve_are_those_of_a_run(tmp_path):
-    made = curve_settings(output=tmp_path, samples=3, length=200, seed=7)
+    given = {"tasks": ("multi_needle",), "output": tmp_path, "samples": 3, "length": 200, "seed": 7}
+    made = curve_settings(model="builtin", **given)
     assert (made.samples, made.length, made.seed, made.output) == (3, 200, 7, tmp_path)
     assert max(spec.resolve().window for spec in made.policies if spec.resolve().needs_budget) == 8
     other = curve_settings(output=tmp_path, model="other", tasks=("vt",))

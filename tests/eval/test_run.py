@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import kvpass
@@ -41,10 +40,6 @@ def settings(folder, **changes):
         "backend": "eager",
     }
     return EvalSettings(**{**given, **changes})
-
-
-def quiet() -> Console:
-    return Console(quiet=True)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -113,11 +108,11 @@ def count_requests(monkeypatch, *, limit: int | None = None):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_nothing(tmp_path, monkeypatch):
-    once = Evaluation(settings(tmp_path / "once")).run(quiet())
+    once = Evaluation(settings(tmp_path / "once")).run()
     with monkeypatch.context() as patch:
         count_requests(patch, limit=8)  # full's six and two of snapkv's first six
         with pytest.raises(Interrupted):
-            Evaluation(settings(tmp_path / "twice")).run(quiet())
+            Evaluation(settings(tmp_path / "twice")).run()
     file = tmp_path / "twice" / "samples.jsonl"
     assert len(file.read_bytes().splitlines()) == 8
     assert not json.loads((tmp_path / "twice" / "manifest.json").read_text())["finished"]
@@ -125,14 +120,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
         torn.write(b'{"key": "half a li')
     with monkeypatch.context() as patch:
         asked = count_requests(patch)
-        twice = Evaluation(settings(tmp_path / "twice")).run(quiet())
+        twice = Evaluation(settings(tmp_path / "twice")).run()
         assert len(asked) == 18 - 8
     assert twice == once
     before = file.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(kvpass, "compile", None)  # nothing is even compiled
         asked = count_requests(patch)
-        assert Evaluation(settings(tmp_path / "twice")).run(quiet()) == once
+        assert Evaluation(settings(tmp_path / "twice")).run() == once
         assert asked == []
     assert file.read_bytes() == before
 
@@ -144,7 +139,7 @@ def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_p
     monkeypatch.setattr(BlockedPrefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
     with monkeypatch.context() as patch:
         patch.setattr(run, "MOST_TOGETHER", 1)
-        alone = Evaluation(settings(tmp_path / "alone", **options)).run(quiet())
+        alone = Evaluation(settings(tmp_path / "alone", **options)).run()
     single = len(read)
     lines = (tmp_path / "alone" / "samples.jsonl").read_bytes().splitlines(keepends=True)
     done = [line for line in lines if json.loads(line)["question"]["budget"] == "0.2"]
@@ -152,7 +147,7 @@ def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_p
         read.clear()
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "samples.jsonl").write_bytes(b"".join(already))
-        assert Evaluation(settings(tmp_path / folder, **options)).run(quiet()) == alone
+        assert Evaluation(settings(tmp_path / folder, **options)).run() == alone
         assert sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
         assert len(read) == single / 5 and set(read) == {3 if already else 5}
 
@@ -167,7 +162,7 @@ def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workers, "ProcessPoolExecutor", in_a_thread)
     threads = torch.get_num_threads()
-    rows = [Evaluation(settings(tmp_path / str(n), **options, workers=n)).run(quiet()) for n in (1, 2)]
+    rows = [Evaluation(settings(tmp_path / str(n), **options, workers=n)).run() for n in (1, 2)]
     torch.set_num_threads(threads)
     assert rows[0] == rows[1]
     written = [sorted((tmp_path / str(n) / "samples.jsonl").read_bytes().splitlines()) for n in (1, 2)]
@@ -177,7 +172,7 @@ def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_run_whose_worker_was_killed_goes_on_and_writes_what_one_process_writes(tmp_path, monkeypatch):
     options = {"samples": 6, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
-    once = Evaluation(settings(tmp_path / "once", **options)).run(quiet())
+    once = Evaluation(settings(tmp_path / "once", **options)).run()
     monkeypatch.setattr(run, "SHARE_BATCHES", 1)
     add = RecordFile.add
 
@@ -188,8 +183,8 @@ def test_a_run_whose_worker_was_killed_goes_on_and_writes_what_one_process_write
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="workers=2: one died"):
         patch.setattr(RecordFile, "add", kill)
-        Evaluation(settings(tmp_path / "twice", **options, workers=2)).run(quiet())
-    assert Evaluation(settings(tmp_path / "twice", **options, workers=2)).run(quiet()) == once
+        Evaluation(settings(tmp_path / "twice", **options, workers=2)).run()
+    assert Evaluation(settings(tmp_path / "twice", **options, workers=2)).run() == once
     written = [sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines()) for folder in ("once", "twice")]
     assert written[0] == written[1]
 
@@ -201,11 +196,11 @@ def died(*_):
 def test_workers_that_die_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_start", died)
     with pytest.raises(RuntimeError, match="workers=2: one died, mostly for want of memory"):
-        Evaluation(settings(tmp_path, workers=2)).run(quiet())
+        Evaluation(settings(tmp_path, workers=2)).run()
 
 
 def test_records_tables_and_manifest_say_the_same(tmp_path):
-    rows = Evaluation(settings(tmp_path, policies=parse_policies("full"), scopes=("prompt", "context"))).run(quiet())
+    rows = Evaluation(settings(tmp_path, policies=parse_policies("full"), scopes=("prompt", "context"))).run()
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(records) == 12
     assert len({record["key"] for record in records}) == 12

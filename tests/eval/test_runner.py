@@ -62,7 +62,8 @@ def all_answers(loaded, given, requests, scope, left=1):
     model, tokenizer = loaded
     prompts = [request.prompt.scoped(scope, left) for request in requests]
     limits = [request.max_new_tokens for request in requests]
-    found = [one for _, answers in given.greedy(prompts, limits, stop_tokens(model, tokenizer)) for one in answers]
+    asked = given.greedy(prompts, limits, stop_tokens(model, tokenizer), [(given.model.policy, given.model.budget)])
+    found = [one for _, answers in asked for one in answers]
     assert sorted(index for index, *_ in found) == list(range(len(requests)))
     return [
         Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), kept)
@@ -179,6 +180,7 @@ def test_a_budget_changes_without_compiling_anything_again(loaded, requests):
     for budget in (0.2, 0.6, 40, "192KiB"):
         given.model.set_budget(budget)
         kept.append(all_answers(loaded, given, requests[:3], "prompt")[0].kept.kept_entries)
+        given.model.compress(torch.tensor([requests[0].prompt.ids]))
         graphs.append(len(given.model.report().compiled))
     assert len(set(graphs)) == 1
     assert kept == [26, 78, 40, 192 * 1024 // (6 * 4 * 128 * 4)]
