@@ -8,8 +8,7 @@ repetition pays an entry, weighed by norms. Only sums over tokens of ``x x'`` an
 from __future__ import annotations
 
 import hashlib
-import signal
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,8 +92,8 @@ def calibrate(
         texts: what to fit on, as mixed as what will be compressed; None: generated ones. Eight pieces or more.
         tokens: of a piece; longer texts are cut into several. Scores depend on it: about the length to be compressed.
         ridge: added to the diagonal of ``x x'``, summed over tokens.
-        resume: file that Ctrl-C leaves, from which the next call with the same model and texts goes on, and which is
-            removed at the end.
+        resume: file that is written now and then, from which the next call with the same model and texts goes on if
+            this one is interrupted, and which is removed at the end.
     Raises:
         ValueError: an argument is out of range, or too little text.
         UnsupportedAttentionError: kvpass does not find in this model what policy ``kvzip_plus`` or ``kvzap`` reads.
@@ -112,28 +111,20 @@ def calibrate(
         MODEL: weights_digest(model, {}, rounded=True),
         _TEXTS: hashlib.sha256(repr(pieces).encode()).hexdigest(),
     }
-    of = digests | {"ridge": str(ridge)}
-    seen = _Seen() if resume is None else _Seen.resumed(Path(resume), of, model.device)
+    partial_file = _PartialFile(None if resume is None else Path(resume), digests | {"ridge": str(ridge)})
+    seen = partial_file.read(model.device)
     with _observed(model) as run, progress_bar(progress_console()) as progress:
         task = progress.add_task("calibrate", total=len(pieces), completed=seen.pieces)
-        try:
-            for piece in fitted[seen.pieces :]:
-                layers = run(piece)
-                with _counted_whole():
-                    seen.fit(layers)
-                progress.advance(task)
-            maps = seen.solve(ridge)
-            for piece in held_out[seen.pieces - len(fitted) :]:
-                layers = run(piece)
-                with _counted_whole():
-                    seen.tell(layers, *maps)
-                progress.advance(task)
-        except KeyboardInterrupt:
-            if resume is not None and seen.pieces:
-                seen.save(Path(resume), of)
-            raise
-    if resume is not None:
-        Path(resume).unlink(missing_ok=True)
+        for piece in fitted[seen.pieces :]:
+            seen.fit(run(piece))
+            partial_file.save(seen)
+            progress.advance(task)
+        maps = seen.solve(ridge)
+        for piece in held_out[seen.pieces - len(fitted) :]:
+            seen.tell(run(piece), *maps)
+            partial_file.save(seen)
+            progress.advance(task)
+    partial_file.remove()
     return Calibration(
         weight=maps[0],
         bias=maps[1],
@@ -239,31 +230,40 @@ class _Seen:
         count, y, yy, error = self.told
         return 1 - error / (yy - y.square() / count).clamp(min=1e-12)
 
-    def save(self, path: Path, of: Mapping[str, str]) -> None:
-        with replacing(path) as file:
-            torch.save({"of": dict(of), **vars(self)}, file)
 
-    @classmethod
-    def resumed(cls, path: Path, of: Mapping[str, str], device: torch.device) -> _Seen:
-        """Return what a file of :meth:`save` holds, or nothing if it is of another model, other texts or options."""
-        held = torch.load(path, map_location=device, weights_only=True) if path.is_file() else {"of": None}
-        return cls(**held) if held.pop("of") == of else cls()
+@dataclass
+class _PartialFile:
+    """The file from which an interrupted fit goes on; none without a path.
 
+    Attributes:
+        of: model, texts and options. due: when it is written again, in seconds of the monotonic clock.
+    """
 
-@contextmanager
-def _counted_whole() -> Iterator[None]:
-    """Put off Ctrl-C until the block has ended, so that no sum lacks a part of a piece."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
+    path: Path | None
+    of: Mapping[str, str]
+    due: float = 0.0
+
+    def read(self, device: torch.device) -> _Seen:
+        """Return what the file holds, or nothing if it is of another model, other texts or options."""
+        if self.path is None or not self.path.is_file():
+            return _Seen()
+        held = torch.load(self.path, map_location=device, weights_only=True)
+        return _Seen(**held) if held.pop("of") == self.of else _Seen()
+
+    def save(self, seen: _Seen) -> None:
+        """Write the file, after a piece, where a tenth of the time is enough to."""
+        began = time.monotonic()
+        if self.path is None or began < self.due:
+            return
+        with replacing(self.path) as file:
+            torch.save({"of": dict(self.of), **vars(seen)}, file)
+        ended = time.monotonic()
+        self.due = ended + 9 * (ended - began)
+
+    def remove(self) -> None:
+        """Remove the file at the end."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def _shares(y: Tensor) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
-import signal
 
 import pytest
 import torch
@@ -114,7 +112,7 @@ def test_the_maps_are_those_of_least_squares_and_r2_is_of_other_texts():
 
 @pytest.mark.parametrize("where", ["a piece", "its sums", "a piece held out"])
 def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
-    """Sums to the last bit, whether Ctrl-C comes while the model runs or while its layers are added."""
+    """Sums to the last bit, whether it ends while the model runs or while its layers are added."""
     model, texts = tiny_model("llama", layers=2), [text[:200] for text in generated_texts(words=60, rounds=2)]
     given = {"texts": texts, "tokens": 90, "ridge": 2.0}
     expected = kvpass.calibrate(model, Letters(), **given)
@@ -130,7 +128,7 @@ def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
 
     def counted(y):
         if len(calls) == last and where == "its sums":
-            os.kill(os.getpid(), signal.SIGINT)
+            raise KeyboardInterrupt
         return shares(y)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -142,7 +140,7 @@ def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
     assert torch.equal(other.r2, kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}).r2), "it begins again"
     monkeypatch.setattr(fit, "_run", lambda *args: calls.append(args) or run(*args))
     found = kvpass.calibrate(model, Letters(), **given, resume=left)
-    assert len(calls) == pieces + (where != "its sums") and not left.exists()
+    assert pieces < len(calls) < pieces + last and not left.exists(), "the first piece is in the file at least"
     for name in ("weight", "bias", "head_shares", "r2"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert (found.fitted, found.texts) == (expected.fitted, expected.texts)
