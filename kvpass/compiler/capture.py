@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvpass.compiler.backend import CanonicalGraph, PhaseCompiler, Runner, rows_text
-from kvpass.compiler.known_capture import KnownCapture, ModelText, capture_to_json, keep_capture, recall_capture
+from kvpass.compiler.known_capture import KnownCapture, capture_to_json, keep_capture, recall_capture
+from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
 from kvpass.config import EntryFormat
 from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders

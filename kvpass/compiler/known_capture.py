@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,54 +18,22 @@ import sympy  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.model_text import code_digest, code_objects, model_digest, traced_modules
+from kvpass.compiler.model_text import ModelText, code_digest, code_objects, traced_modules
 from kvpass.compiler.step import ModuleState
 from kvpass.graphs.bind_state import backend_mode, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import symbols_of
 from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to_json, inputs_of
 from kvpass.graphs.one_token import record_values
-from kvpass.graphs.passes import DISABLE, DUMP
 from kvpass.graphs.verify.graph_text import NoTextError
-from kvpass.remembered import keep, keeps_results, recall
-from kvpass.torch_compat import dynamo_runs, modes_are_active, shape_guards
+from kvpass.remembered import keep, recall
+from kvpass.torch_compat import shape_guards
 
 Run = Callable[[Sequence[Any]], Tensor]
 """Runs a graph on its inputs, for the call that is under way."""
 
 _KIND = "capture"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelText:
-    """By what a capture of a model is known: a digest of all but traced code; the paths of its tensors, by their id."""
-
-    digest: str
-    paths: Mapping[int, str]
-
-    @classmethod
-    def of(cls, model: nn.Module, *more: object) -> ModelText | None:
-        """Return that of a model as it is; None where a capture is not to be kept, nor taken from an earlier process.
-
-        Args:
-            more: what else a capture depends on.
-        """
-        if (
-            not keeps_results()
-            or DUMP in os.environ
-            or DISABLE in os.environ
-            or modes_are_active()
-            or not dynamo_runs()
-        ):
-            return None
-        try:
-            digest = model_digest(model, *more)
-        except NoTextError as reason:
-            _LOG.debug("the capture is not kept for later processes: %s", reason)
-            return None
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        return cls(digest, {id(tensor): path for path, tensor in tensors})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from transformers import PretrainedConfig
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.compiler.model_text import ModelText
 from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import held_by_module, input_named, placeholders
 from kvpass.graphs.fx_utils import recorded
 from kvpass.torch_compat import GlobalStateGuard, dict_version, dynamo_settings, modes_are_active, traced_effects
-
-if TYPE_CHECKING:
-    from kvpass.compiler.known_capture import ModelText
 
 R = TypeVar("R")
 

@@ -14,7 +14,6 @@ from transformers import Cache, PreTrainedModel
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
 from kvpass.policies.base import Policy
-from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules
 from kvpass.ranks import Ranks
 from kvpass.transformers_compat import CACHE
@@ -45,12 +44,6 @@ _OF_GENERATE = {
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
 """Arguments of ``generate`` that say who drafts tokens which the model then checks."""
-
-_NOT_EXACT = {
-    "num_beams": "beams change their order after every token, so no draft would be verified; use one beam",
-    "guidance_scale": "it reads each token into a second cache, and would read drafts too",
-}
-"""Arguments of ``generate`` that ``exact=True`` does not support, with a reason for each."""
 
 _FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrained"
 
@@ -169,13 +162,13 @@ def check_forward(given: Mapping[str, Any]) -> None:
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 
-def cache_argument(given: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments, by either of its names.
+def take_cache(given: dict[str, Any]) -> Any:
+    """Take the cache out of the arguments, where it has either of two names.
 
     Raises:
         ValueError: both are given.
     """
-    caches = [given[name] for name in ("past_key_values", "cache") if given.get(name) is not None]
+    caches = [cache for cache in (given.pop("past_key_values", None), given.pop("cache", None)) if cache is not None]
     if len(caches) > 1:
         raise ValueError("past_key_values and cache are two names of one argument: give one of them")
     return caches[0] if caches else None
@@ -306,54 +299,6 @@ def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
         reason = f"recompress={rules.recompress!r}"
     if reason is not None:
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
-
-
-def check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> int:
-    """Check a call of ``generate`` with ``exact=True``.
-
-    Args:
-        kwargs, configured: as given, and the generation configuration. tokens: ``draft_tokens``.
-    Returns:
-        rows of the answer.
-    Raises:
-        ValueError: it has beams, guidance, drafts of another kind, or embeddings; ``tokens`` is out of range.
-    """
-    if tokens != "auto":
-        check_int("draft_tokens", tokens, 1)
-    asked = drafts_asked(kwargs, configured)
-    if asked is not None:
-        raise ValueError(f"exact=True and {asked!r} are two kinds of drafts: give one of them")
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("exact=True with inputs_embeds is not supported: pass input_ids")
-    for name, reason in _NOT_EXACT.items():
-        value = said(name, kwargs, configured)
-        if value not in (None, 1):
-            raise ValueError(f"exact=True with {name}={value!r} is not supported: {reason}")
-    ids = kwargs.get("input_ids", kwargs.get("inputs"))
-    rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
-    return rows * (said("num_return_sequences", kwargs, configured) or 1)
-
-
-def full_of(cache: CompressedCache) -> CompressedCache:
-    """Return the full cache of the text that a compressed one holds.
-
-    Raises:
-        CacheMismatchError: there is none, or it holds other tokens.
-    """
-    if cache.full is None:
-        raise CacheMismatchError(
-            f"exact=True needs the full cache of the text beside {cache!r}: compress it with keep_full=True, or give "
-            "the whole text and no cache"
-        )
-    if cache.full.columns != cache.columns or cache.full.batch_size != cache.batch_size:
-        raise CacheMismatchError(
-            f"cache.full holds {cache.full.columns} tokens, and the cache {cache.columns}: a call without exact=True "
-            "continued only one of them; prefill the text again"
-        )
-    ids, full_ids = cache.ids, cache.full.ids
-    if ids is not None and full_ids is not None and not torch.equal(ids, full_ids):
-        raise CacheMismatchError("cache.full holds another text than the cache: give it the full cache of the same one")
-    return cache.full
 
 
 def check_one_process(ranks: Ranks, asked: str) -> None:
