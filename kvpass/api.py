@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpass.adapt.changed_class import changed_class
 from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.offload import offload_device
 from kvpass.adapt.tensor_parallel import ranks_of
@@ -27,7 +28,7 @@ from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import attend_in_captures
 from kvpass.frontends.runtime import Runtime
-from kvpass.frontends.transformers import CompressedModel, compressed_class
+from kvpass.frontends.transformers import CompressedModel
 from kvpass.policies import Policy, PolicyName
 from kvpass.policies.rules import Recompress, read_rules
 from kvpass.ranks import digest, run_on_all_ranks
@@ -113,7 +114,7 @@ def compile(
         )
         uses_our_attention = type(model)._can_set_attn_implementation()
         compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-        compiled.__class__ = compressed_class(type(model))
+        compiled.__class__ = changed_class(type(model), CompressedModel)
         if uses_our_attention:
             attend_in_captures(compiled)
         recurrent, attention = adapted.recurrent, adapted.attention

@@ -6,13 +6,13 @@ property of their class, so that a capture shows what is to be copied before it 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvpass.adapt.changed_class import changed_class, once
 from kvpass.host_weights import to_device
 
 
@@ -80,20 +80,18 @@ def hold_host_weights(compiled: nn.Module, model: nn.Module, device: torch.devic
                 name for name, weight in twin._parameters.items() if weight is not None and weight.ndim > 1
             )
             if streamed and twin is not compiled:
-                kind: Any = type(twin)
-                twin.__class__ = _reading_from_host(kind, streamed, device)
+                twin.__class__ = _reading_from_host(type(twin), streamed, device)
     lost = [name for name, tensor in (*compiled.named_parameters(), *compiled.named_buffers()) if tensor.is_meta]
     if lost:
         raise ValueError(f"{lost[0]} of {type(model).__name__} has no content: it is on the device 'meta'")
     return sum(weight.numel() * weight.itemsize for weight in held.values() if weight.ndim > 1)
 
 
-@functools.cache
-def _reading_from_host(cls: Any, names: tuple[str, ...], device: torch.device) -> type[nn.Module]:
+@once
+def _reading_from_host(cls: type[nn.Module], names: tuple[str, ...], device: torch.device) -> Any:
     """Return a subclass of the same name whose parameters of these names are read as copies on the device."""
 
     def copied(name: str) -> property:
         return property(lambda module: to_device(module._parameters[name], device))
 
-    read = {name: copied(name) for name in names}
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **read})
+    return changed_class(cls, **{name: copied(name) for name in names})

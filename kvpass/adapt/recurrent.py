@@ -26,8 +26,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.activations import ACT2FN
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+from kvpass.adapt.changed_class import changed_class, in_captures, once
 from kvpass.adapt.offload import offload_hooks
-from kvpass.compiler.capture import in_captures
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.transformers_compat import CACHE
@@ -281,13 +281,9 @@ FUNCTIONS: Mapping[str, Function] = {
 
 def replace_token_mixers(model: nn.Module) -> None:
     """Let the layers of a compiled copy call :data:`FUNCTIONS`."""
-    known: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
+    with_functions = once(_with_functions)
     for module in model.modules():
-        kind, layer = type(module), getattr(module, "layer_idx", None)
-        if (kind, layer) not in known:
-            known[kind, layer] = _with_functions(kind, layer)
-        if known[kind, layer] is not kind:
-            module.__class__ = known[kind, layer]
+        module.__class__ = with_functions(type(module), getattr(module, "layer_idx", None))
 
 
 def _methods_of(kind: type) -> dict[str, types.FunctionType]:
@@ -295,14 +291,14 @@ def _methods_of(kind: type) -> dict[str, types.FunctionType]:
     return {name: inspect.unwrap(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
 
 
-def _with_functions(kind: type[nn.Module], layer: int | None) -> type[nn.Module]:
+def _with_functions(kind: type[nn.Module], layer: int | None) -> Any:
     """Return a class whose methods call :data:`FUNCTIONS`; the same class where they call none."""
     changed = {
         name: in_captures(_twin(method, layer), getattr(kind, name))
         for name, method in _methods_of(kind).items()
         if any(known in FUNCTIONS and known in method.__globals__ for known in method.__code__.co_names)
     }
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **changed}) if changed else kind
+    return changed_class(kind, **changed) if changed else kind
 
 
 def _twin(method: types.FunctionType, layer: int | None) -> types.FunctionType:

@@ -76,15 +76,6 @@ def capturing() -> bool:
     return _CALL.get(None) is not None
 
 
-def in_captures(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that is ``own`` in captures and ``plain`` everywhere else."""
-
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        return own(self, *given, **named) if capturing() else plain(self, *given, **named)
-
-    return method
-
-
 class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
 

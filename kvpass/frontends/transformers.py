@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpass.cache.cache import CompressedCache
@@ -511,8 +511,3 @@ def _warn_of_question(policy: str) -> None:
         policy,
         others,
     )
-
-
-def compressed_class(cls: type[PreTrainedModel]) -> type[CompressedModel]:
-    """Return a class of the same name that has our ``forward`` before the model's own."""
-    return type(cls.__name__, (CompressedModel, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
