@@ -35,8 +35,6 @@ def _attending_latents(kind: Any) -> Any:
 def attend_latents(model: nn.Module, divided: bool) -> str | None:
     """Let the layers of a model, which is changed, attend their latents, if all can; then ``attends_latents`` is True.
 
-    Args:
-        divided: several processes share the heads of the model.
     Returns:
         why they attend expanded heads; None if they do not, or the model has no latents.
     """

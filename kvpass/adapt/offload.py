@@ -25,11 +25,7 @@ def offload_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def offload_device(model: nn.Module) -> torch.device | None:
-    """Return the device on which a model computes that has weights on the host; None if it has none there.
-
-    Raises:
-        ValueError: weights are on disk, or it computes on several devices.
-    """
+    """Return the device on which a model computes that has weights on the host; None if it has none there."""
     hooks, name = [hook for _, hook in offload_hooks(model)], type(model).__name__
     if not hooks:
         return None
@@ -52,9 +48,6 @@ def hold_host_weights(compiled: nn.Module, model: nn.Module, device: torch.devic
     """Give a copy of ``model`` the weights that accelerate keeps on the host; return their bytes.
 
     Vectors (norms, biases) and buffers are small: they are moved to the device for good.
-
-    Raises:
-        ValueError: a weight is quantised, or nowhere to be found.
     """
     twins = dict(zip(model.modules(), compiled.modules(), strict=True))
     held: dict[tuple[int, torch.Size], nn.Parameter] = {}

@@ -41,8 +41,6 @@ def rotate_by_row(model: nn.Module) -> int | None:
 
     Returns:
         tokens beyond which longrope takes other frequencies; None without longrope.
-    Raises:
-        ValueError: one that follows the length cannot.
     """
     limit, by_row = None, once(_by_row)
     module: Any
@@ -69,9 +67,6 @@ def check_rows_stay(limit: int, cache: CompressedCache, tokens: int) -> None:
     """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
 
     Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
-
-    Raises:
-        ValueError: with the row.
     """
     if bool((cache.start == cache.start[0]).all()):
         return

@@ -39,7 +39,6 @@ _NEITHER = {"mlp", "moe", "dummy"}
 _GIVES_STATES = {"update_conv_state", "update_recurrent_state"}
 """Methods of a cache by which recurrent layers give it their states."""
 
-Function = Callable[..., Any]
 _States = Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -70,13 +69,6 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     """Return the recurrent layers of a model, None if it has none beside attention.
 
     The model is run on two tokens: only so it is known which states it has.
-
-    Args:
-        divided: whether several processes share the weights.
-    Raises:
-        UnsupportedAttentionError: no layer has attention, transformers is too old, or the layers keep their states
-            otherwise than in a cache.
-        ValueError: weights are on the host, or divided.
     """
     kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
@@ -267,7 +259,7 @@ def _mamba(
     return torch.ops.kvpass.mamba.default(x, dt, a, b, c, state, D, z, delta_bias, module)
 
 
-FUNCTIONS: Mapping[str, Function] = {
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": lambda module, layer, *given, **named: causal_conv1d(*given, **named),
     "torch_chunk_gated_delta_rule": partial(
         _delta_rule, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"

@@ -41,11 +41,7 @@ FEWEST_TOKENS = 128
 
 
 def check_block(given: object, regions: Regions, name: str = "prefill_block") -> Block:
-    """Return the option ``prefill_block``, or of another name, as given.
-
-    Raises:
-        ValueError: it is neither "auto" nor an int from 2 on, or an int where graphs are not to be split.
-    """
+    """Return the option ``prefill_block``, or of another name, as given."""
     if given == "auto":
         return given
     if not isinstance(given, int) or isinstance(given, bool) or given < 2:
@@ -84,11 +80,7 @@ def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int],
 
 
 class _TokenBuffer:
-    """Tensors of blocks of tokens, put together along axis 2.
-
-    Args:
-        first, end: columns that are held.
-    """
+    """Tensors of blocks of tokens, put together along axis 2, of the columns from ``first`` to ``end``."""
 
     def __init__(self, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -157,11 +149,7 @@ class SplitDecoder:
         return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Check that inputs are within the tables in which they are looked up.
-
-        Raises:
-            ValueError: one is not.
-        """
+        """Check that inputs are within the tables in which they are looked up."""
         for lookup in self.lookups:
             lookup.check(inputs)
 
@@ -274,11 +262,7 @@ class LayerRun:
         )
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Run a part for some tokens, which follow those of its last call.
-
-        Args:
-            made: values of these tokens.
-        """
+        """Run a part for some tokens, of which ``made`` are values, and which follow those of its last call."""
         if not part.outputs:
             return {}
         given = [self._part(node, first, end, made) for node in part.inputs]

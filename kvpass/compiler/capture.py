@@ -1,14 +1,13 @@
-"""Dynamo captures of decoders, and the captures of one model: for one row and for several, by logits_to_keep."""
+"""The captures of one model, which Dynamo makes: for one row and for several, by logits_to_keep."""
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,34 +18,30 @@ import transformers.utils
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.backend import CanonicalGraph, PhaseCompiler, Runner, rows_text
+from kvpass.compiler.backend import Capture, PhaseCompiler, no_garbage_collection, rows_text
 from kvpass.compiler.known_capture import KnownCapture, capture_to_json, keep_capture, recall_capture
 from kvpass.compiler.model_text import ModelText
-from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
-from kvpass.config import EntryFormat
-from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
+from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
+from kvpass.graphs.bind_state import input_named, placeholders
 from kvpass.graphs.canonical import batch_and_tokens, find_sites
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.one_token import admit_one_token, several_tokens
 from kvpass.graphs.passes import PassRecord
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.tables import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
-from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
+from kvpass.ranks import run_on_all_ranks
 from kvpass.torch_compat import (
     BackendCompilerFailed,
     FakeTensorMode,
     ShapeEnv,
-    ShapeGuard,
     TorchRuntimeError,
     TracingContext,
     Unsupported,
     UserError,
     compile_lock,
     maybe_mark_dynamic,
-    shape_guards,
     tracing,
 )
 
@@ -95,77 +90,6 @@ class _LengthLimits:
 
     columns: set[int] = field(default_factory=set)
     positions: set[int] = field(default_factory=set)
-
-
-class Capture:
-    """One captured graph; the phases of every policy are compiled from it when a call first needs them.
-
-    Args:
-        graph: made in the trace in which this must be made too. inputs: of the graph, fake.
-    """
-
-    def __init__(self, graph: CanonicalGraph, inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
-        self.graph, self.compiler, self._inputs = graph, compiler, inputs
-        self._context = TracingContext.get()
-        shapes = backend_mode().shape_env
-        assert shapes is not None
-        self._shapes = shapes
-        self._tokens = batch_and_tokens(self.graph.gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool, bool], Runner] = {}
-
-    @property
-    def guards(self) -> list[ShapeGuard]:
-        """What it takes for granted of its sizes."""
-        return list(shape_guards(self._shapes))
-
-    @classmethod
-    def of_trace(cls, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> Capture:
-        """Return that of a graph and its inputs, as Dynamo gives them to a backend.
-
-        Raises:
-            UnsupportedAttentionError: an attention call is not understood.
-        """
-        graph = compiler.canonicalize(gm)
-        return cls(graph, fake_inputs(graph.gm, example_inputs), compiler)
-
-    def admit_one_token(self) -> None:
-        """Let Dynamo call this capture with one token too. To be called last in its trace."""
-        if not isinstance(self._tokens, int):
-            admit_one_token(self._shapes, self._tokens)
-
-    def __call__(self, call: Call, *inputs: Any) -> Any:
-        """Run a call; a prefill of several caches once, or where the decoder is not split into layers once for each."""
-        run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
-        for cache in call.cache.fills if call.phase == "prefill" else ():
-            alone = replace(call, cache=cache)
-            run_alone = self.runner(alone, ranks)  # also where it is not run: policies are checked against the graph
-            if self.graph.blocked is None or call.one_token_prompt:
-                run_alone(alone, *inputs)
-        return run(call, *inputs)
-
-    def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:
-        """What runs calls like this one, compiled when there is none yet.
-
-        Args:
-            ranks: processes that now need it too.
-        """
-        policy = call.cache.policy
-        # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = (
-            *(type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows),
-            *(call.phase, call.observed, call.one_token_prompt),
-        )
-        if key in self._runners:
-            return self._runners[key]
-
-        def make() -> Runner:
-            with tracing(self._context), several_tokens(self._shapes, self._tokens):
-                return self.compiler.compile(self.graph, self._inputs, call)
-
-        with compile_lock, _no_garbage_collection():
-            if key not in self._runners:
-                self._runners[key] = run_on_all_ranks(ranks, f"compiling {call.phase}", make)
-        return self._runners[key]
 
 
 class CaptureCache:
@@ -260,13 +184,13 @@ class CaptureCache:
     def _recalled(self, text: ModelText, model: nn.Module, ids: Tensor, key: Key) -> KnownCapture | None:
         """The capture that an earlier process made of this model; None if there is none."""
         began, shapes = time.perf_counter(), ShapeEnv()
-        with compile_lock, _no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
+        with compile_lock, no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
             found = recall_capture(text, model, ids)
             if found is None:
                 return None
             sites, seconds = len(find_sites(found.gm)), time.perf_counter() - began
             passes = [PassRecord(name="recall", sites=sites, seconds=seconds, op_diff="")]
-            decoder = Capture(CanonicalGraph(found.gm, passes), found.inputs, self.compiler)
+            decoder = Capture(found.gm, passes, found.inputs, self.compiler)
             _find_ends(found.gm, _shortest(key), self._ends)
             decoder.admit_one_token()
             shapes.freeze()
@@ -328,13 +252,7 @@ class CaptureCache:
 
 
 def check_length(longest: int | None, seen: int, tokens: int) -> None:
-    """Check that a decoder takes ``tokens`` more tokens after ``seen``.
-
-    Args:
-        longest: most tokens the decoder takes; None for any number.
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that a decoder takes ``tokens`` more tokens after ``seen``, of ``longest`` in all (None: of any number)."""
     if longest is not None and seen + tokens > longest:
         raise ValueError(
             f"{tokens} tokens after {seen}: the decoder does not take more than {longest}, or does otherwise from "
@@ -342,24 +260,12 @@ def check_length(longest: int | None, seen: int, tokens: int) -> None:
         )
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Search for no reference cycles inside, in any thread: a capture makes millions of objects, and most stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
     """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
     capturing = replace(call, only_capture=True)
     positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
     try:
-        with working(f"capturing the decoder for {rows_text(len(ids))}"), _no_garbage_collection():
+        with working(f"capturing the decoder for {rows_text(len(ids))}"), no_garbage_collection():
             _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), positions)
     except _OnlyCaptured:
         return
@@ -429,8 +335,8 @@ def _make_compiled_forward(
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call = _CALL.get()
         call.cache.recheck_fingerprint()
-        decoder, given = Capture.of_trace(gm, example_inputs, compiler), given_places(gm)
-        _find_ends(decoder.graph.gm, _shortest(key), ends)
+        decoder, given = compiler.canonicalize(gm, example_inputs), given_places(gm)
+        _find_ends(decoder.gm, _shortest(key), ends)
 
         def run(*inputs: Any) -> Any:
             call = _CALL.get()
@@ -442,7 +348,7 @@ def _make_compiled_forward(
             return outputs
 
         text, assumed = call.model_text, len(decoder.guards)
-        plain = None if text is None else capture_to_json(text, decoder.graph.gm, repeatable=given is not None)
+        plain = None if text is None else capture_to_json(text, decoder.gm, repeatable=given is not None)
         decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
         if text is not None and plain is not None and len(decoder.guards) == assumed:
             keep_capture(text, plain)

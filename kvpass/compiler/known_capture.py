@@ -29,9 +29,6 @@ from kvpass.graphs.verify.graph_text import NoTextError
 from kvpass.remembered import keep, recall
 from kvpass.torch_compat import shape_guards
 
-Run = Callable[[Sequence[Any]], Tensor]
-"""Runs a graph on its inputs, for the call that is under way."""
-
 _KIND = "capture"
 _LOG = logging.getLogger(__name__)
 
@@ -48,8 +45,7 @@ class Recalled:
 def capture_to_json(text: ModelText, gm: GraphModule, *, repeatable: bool) -> dict[str, Any] | None:
     """Return a capture for :func:`keep_capture`; None where it has no exact text. To be called in its trace.
 
-    Args:
-        gm: its canonical graph. repeatable: Dynamo's code does nothing but to call it.
+    ``repeatable``: Dynamo's code does nothing but to call the canonical graph ``gm``.
     """
     try:
         if not repeatable or len(gm.graph.output_node().all_input_nodes) != 1:
@@ -70,10 +66,7 @@ def keep_capture(text: ModelText, plain: dict[str, Any]) -> None:
 def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled | None:
     """Return a capture of an earlier process; None if there is none for this model, ids and code.
 
-    To be called in ``tracing`` with a fake mode of its own.
-
-    Args:
-        ids: an example ``[B, T]``, or embeddings.
+    To be called in ``tracing`` with a fake mode of its own; ``ids``: an example ``[B, T]``, or embeddings.
     """
     kept = recall(_KIND, [text.digest])
     if kept is None:
@@ -108,7 +101,7 @@ class KnownCapture:
     Instead of Dynamo's guards, it compares what it was made for.
     """
 
-    def __init__(self, found: Recalled, model: nn.Module, run: Run) -> None:
+    def __init__(self, found: Recalled, model: nn.Module, run: Callable[[Sequence[Any]], Tensor]) -> None:
         self._found, self._run = found, run
         held = [node.meta["grapharg"].example for node in placeholders(found.gm) if "grapharg" in node.meta]
         self._state = ModuleState(model, held)

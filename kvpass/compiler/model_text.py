@@ -99,11 +99,7 @@ def _tensor_text(tensor: Tensor | None, name: str, known: dict[int, str]) -> str
 
 
 def _value_text(value: Any, places: Mapping[int, str]) -> str:
-    """The exact text of an attribute.
-
-    Args:
-        places: paths of the modules of the model, by their id.
-    """
+    """The exact text of an attribute; ``places``: paths of the modules of the model, by their id."""
     if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, PretrainedConfig):
@@ -190,11 +186,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def traced_modules() -> list[str]:
-    """Return the names of the modules of Python whose code the current trace has followed; without those of kvpass.
-
-    Raises:
-        NoTextError: some code is not of torch, transformers or kvpass.
-    """
+    """Return the names of the modules of Python whose code the current trace has followed; without those of kvpass."""
     files = {code.co_filename for code in TracingContext.get_traced_code() or ()}
     known = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
     found = {"torch.nn.functional"}  # often patched from outside

@@ -49,12 +49,7 @@ _FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrain
 
 
 def check_model(model: object) -> None:
-    """Raise for models that ``kvpass.compile`` does not support, as far as known without tracing.
-
-    Raises:
-        ValueError: no model of transformers, in training mode, no decoder, or config asks for more than logits.
-        UnsupportedAttentionError: its attention is known to be unsupported.
-    """
+    """Raise for models that ``kvpass.compile`` does not support, as far as known without tracing."""
     if isinstance(model, str | Path):
         raise ValueError(f"model={str(model)!r} is a name: {_FROM_PRETRAINED}({str(model)!r}) and give what it returns")
     kind = type(model).__name__
@@ -93,11 +88,7 @@ def check_model(model: object) -> None:
 
 
 def check_ids(ids: object, device: torch.device | None = None) -> None:
-    """Check that ``ids`` are token ids, int64 or int32 ``[B, T]``, on ``device`` if given.
-
-    Raises:
-        ValueError: they are something else; the message says what to do.
-    """
+    """Check that ``ids`` are token ids, int64 or int32 ``[B, T]``, on ``device`` if given."""
     if isinstance(ids, Mapping):
         raise ValueError(f"input_ids of type {type(ids).__name__}: give what it holds by name, as in model(**inputs)")
     if not isinstance(ids, Tensor):
@@ -119,8 +110,6 @@ def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Po
 
     Args:
         ids: ``input_ids`` of the same call of ``forward``, if any. begun: the cache is filled.
-    Raises:
-        ValueError: they are not; the message says what to do.
     """
     if ids is not None:
         raise ValueError("input_ids and inputs_embeds are two forms of one prompt: give one of them")
@@ -151,11 +140,7 @@ def unsupported_argument(given: Mapping[str, Any]) -> str | None:
 
 
 def check_forward(given: Mapping[str, Any]) -> None:
-    """Raise for unsupported arguments of ``forward``.
-
-    Raises:
-        ValueError: there is one; the message says what to do.
-    """
+    """Raise for unsupported arguments of ``forward``."""
     name = unsupported_argument(given)
     if name is not None:
         reason = _OF_FORWARD.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
@@ -163,11 +148,7 @@ def check_forward(given: Mapping[str, Any]) -> None:
 
 
 def take_cache(given: dict[str, Any]) -> Any:
-    """Take the cache out of the arguments, where it has either of two names.
-
-    Raises:
-        ValueError: both are given.
-    """
+    """Take the cache out of the arguments, where it has one of two names."""
     caches = [cache for cache in (given.pop("past_key_values", None), given.pop("cache", None)) if cache is not None]
     if len(caches) > 1:
         raise ValueError("past_key_values and cache are two names of one argument: give one of them")
@@ -175,11 +156,7 @@ def take_cache(given: dict[str, Any]) -> Any:
 
 
 def check_cache(given: object) -> None:
-    """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None.
-
-    Raises:
-        CacheMismatchError: a cache of another kind that holds tokens. ValueError: anything else.
-    """
+    """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None."""
     if given is None or isinstance(given, CompressedCache):
         return
     kind = type(given).__name__
@@ -197,13 +174,7 @@ def check_cache(given: object) -> None:
 
 
 def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
-    """Raise for unsupported arguments of ``generate``.
-
-    Args:
-        kwargs: as given. given: the generation configuration that was given, or None. default: the model's own.
-    Raises:
-        ValueError: there is one; the message says why.
-    """
+    """Raise for unsupported arguments of ``generate``; ``given``, ``default``: generation configurations."""
     configured = given or default
     cache = kwargs[CACHE]
     check_cache(cache)
@@ -239,8 +210,6 @@ def check_generate_mask(mask: Tensor | None, text: Tensor, seen: int, kwargs: Ma
     Args:
         mask: as given. text: ids ``[B, T]``, or embeddings. seen: columns in the cache. kwargs, configs: of the call,
             which may name the padding token: without a mask transformers takes that for padding wherever it stands.
-    Raises:
-        ValueError: another length; or no mask, and the padding token inside a prompt.
     """
     tokens = text.shape[1]
     if mask is not None:
@@ -277,13 +246,7 @@ def drafts_asked(kwargs: Mapping[str, Any], configured: Any) -> str | None:
 
 
 def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
-    """Check that tokens of drafts which are not accepted can be taken back.
-
-    Args:
-        asked: the argument of ``generate`` that asks for drafts. recurrent: the decoder has recurrent layers.
-    Raises:
-        ValueError: they cannot; the message says why.
-    """
+    """Check that tokens of drafts, for which the argument ``asked`` asks, can be taken back."""
     reason = None
     if recurrent:
         reason = (
@@ -302,11 +265,7 @@ def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
 
 
 def check_one_process(ranks: Ranks, asked: str) -> None:
-    """Check that no other process shares the model.
-
-    Raises:
-        ValueError: others do; a prompt fills one cache then.
-    """
+    """Check that no other process shares the model: then a prompt fills one cache."""
     if ranks.several:
         raise ValueError(
             f"{asked}: several processes share this model, whose prompts fill one cache at a time; call set_policy and "

@@ -59,13 +59,7 @@ _UNSUPPORTED = {
 
 
 class Manager(ContinuousBatchingManager):
-    """The manager of transformers for a kvpass model: what ``init_continuous_batching`` returns.
-
-    Attributes:
-        room: tokens that a request may append.
-    Raises:
-        ValueError: the model, its policy or budget or a setting is unsupported; the message says why.
-    """
+    """The manager of transformers for a kvpass model; ``room``: tokens that a request may append."""
 
     model: Any
     continuous_batching_config: Any
@@ -107,11 +101,7 @@ class Manager(ContinuousBatchingManager):
         *args: Any,
         **kwargs: Any,
     ) -> str | None:
-        """Add a request as in transformers.
-
-        Raises:
-            ValueError: it does not fit, and an error in a step would end all requests; the message says why.
-        """
+        """Add a request as in transformers; one that does not fit raises here, since an error in a step ends all."""
         ids = list(input_ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_prompt(self.model, ids)

@@ -84,11 +84,7 @@ def generate_exactly(
 
 
 def _check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> int:
-    """Check a call of ``generate`` with ``exact=True``; return the rows of the answer.
-
-    Args:
-        configured: the generation configuration. tokens: ``draft_tokens``.
-    """
+    """Check a call of ``generate`` with ``exact=True``; return the rows of the answer."""
     if tokens != "auto":
         check_int("draft_tokens", tokens, 1)
     asked = drafts_asked(kwargs, configured)

@@ -197,47 +197,43 @@ class CompressedModel(GenerateHooks):
 
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
         """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
-        inputs, generation_config = kwargs.pop("inputs"), kwargs.pop("generation_config")
+        inputs, given = kwargs.pop("inputs"), kwargs.pop("generation_config")
         cache: CompressedCache | None = take_cache(kwargs)
         kwargs[CACHE] = cache
-        check_generate(kwargs, generation_config, self.generation_config)
+        check_generate(kwargs, given, self.generation_config)
         if cache is not None and rules.own_budget and cache.budget != rules.budget:
             raise CacheMismatchError(
                 f"generate(budget=...) is {rules.budget}, but the cache has {cache.budget} and keeps it: leave it out"
             )
         begun = cache is not None and not cache.is_empty
-        asked = drafts_asked(kwargs, generation_config or self.generation_config)
+        asked = drafts_asked(kwargs, given or self.generation_config)
         if asked is not None:
             check_drafts(asked, rules, recurrent=self._kvpass.adapted.recurrent is not None)
-        generation_config, block = self._take_chunk_size(generation_config, kwargs)
+        config, block = self._take_chunk_size(given, kwargs)
+        configs = config, self.generation_config
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
-        ids, text = kwargs.get("input_ids", inputs), kwargs.get("inputs_embeds")
+        embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+        text = kwargs.get("input_ids", inputs) if embeds is None else embeds  # beside embeddings ids are only returned
+        if embeds is not None:
+            check_embeds(embeds, None, self, rules.policy, begun=begun)
+        elif text is not None:
+            check_ids(text)
         if text is not None:
-            check_embeds(text, None, self, rules.policy, begun=begun)
-            ids = None  # beside embeddings they are only returned
-        elif ids is not None:
-            check_ids(ids)
-            text = ids
-        if text is not None:
-            seen = 0 if cache is None else cache.columns
-            check_generate_mask(
-                kwargs.get("attention_mask"), text, seen, kwargs, generation_config, self.generation_config
-            )
-        by_default = text is not None and _cache_is_default(kwargs, generation_config, self.generation_config)
+            check_generate_mask(mask, text, 0 if cache is None else cache.columns, kwargs, *configs)
+        by_default = text is not None and _cache_is_default(kwargs, *configs)
         if cache is None and (by_default or block is not None):
             cache = kwargs[CACHE] = self._kvpass.new_cache(rules)
         if cache is not None and block is not None:
             cache.block = block
-        arguments, held = {"inputs": inputs, "generation_config": generation_config, **kwargs}, 0
+        arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
         if cache is not None and text is not None:
-            tokens, configs = text.shape[1], (generation_config, self.generation_config)
-            continues = ids is not None and has_new_ids(cache, ids, kwargs.get("attention_mask"))
-            most = _new_tokens(tokens, kwargs, *configs)
+            continues = embeds is None and has_new_ids(cache, text, mask)
+            new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
+            new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
             for one in (cache, *cache.fills):
-                one.expected = (cache.columns if continues else 0) + tokens + most - 1  # the last one is not appended
+                one.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
             if continues:
-                assert ids is not None
-                arguments, held = with_text_of_cache(cache, ids, arguments, configs)
+                arguments, held = with_text_of_cache(cache, text, arguments, configs)
         output = super().generate(**arguments)  # type: ignore[misc]
         if not begun and cache is not None and cache.record is not None:
             self._kvpass.last_prompt = cache.record  # not that of a negative prompt, which is read later
@@ -491,14 +487,9 @@ class CompressedModel(GenerateHooks):
 
 def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
     """Whether neither a call of ``generate`` nor a configuration says anything of the cache."""
-    said = [getattr(config, name, None) for config in configs for name in ("use_cache", "cache_implementation")]
-    return not {"use_cache", "cache_implementation"} & kwargs.keys() and all(one in (None, True) for one in said)
-
-
-def _new_tokens(tokens: int, kwargs: Mapping[str, Any], *configs: Any) -> int:
-    """Return how many tokens ``generate`` may add to ``tokens`` ids; 0 where only its own default says so."""
-    new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
-    return max(new if new is not None else (length or 0) - tokens, 0)
+    names = {"use_cache", "cache_implementation"}
+    found = [getattr(config, name, None) for config in configs for name in names]
+    return not names & kwargs.keys() and all(one in (None, True) for one in found)
 
 
 @functools.cache
