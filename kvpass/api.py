@@ -177,11 +177,7 @@ def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
 
 @torch.inference_mode(False)
 def read_saved(path: str | Path, *, mapped: bool = False) -> tuple[CacheMetadata, dict[str, Tensor]]:
-    """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match.
-
-    Raises:
-        CacheFileError: as in :func:`load_cache`. OSError: the file cannot be read.
-    """
+    """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match."""
     metadata, tensors = read_cache_file(path, mapped=mapped)
     return typed(metadata, CacheMetadata, path), tensors
 

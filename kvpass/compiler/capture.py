@@ -45,9 +45,6 @@ from kvpass.torch_compat import (
     tracing,
 )
 
-Forward = types.MethodType
-"""``forward`` of a causal language model of transformers."""
-
 Further = Callable[[Tensor], dict[str, Any]]
 """Makes arguments of a forward from the positions; traced with it."""
 
@@ -114,7 +111,13 @@ class CaptureCache:
         return min(self._ends.columns | self._ends.positions, default=None)
 
     def run(
-        self, call: Call, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int, hooks: tuple[int, ...]
+        self,
+        call: Call,
+        forward: types.MethodType,
+        ids: Tensor,
+        positions: Tensor,
+        logits_to_keep: int,
+        hooks: tuple[int, ...],
     ) -> Tensor:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call; captures and compiles first what it needs.
 
@@ -126,21 +129,26 @@ class CaptureCache:
             ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
                 not take so many tokens.
         """
-        self._prepare(call, forward, ids, logits_to_keep, hooks)
+        if hooks != self._hooks:
+            self._compiled.clear()
+        if hooks != self._hooks or ids.shape[1] > 1:
+            self.repeated.clear()
+        self._hooks = hooks
+        key, given = self._key(ids, logits_to_keep), (ids, positions)
+        repeated = self.repeated.get(key)
+        if repeated is not None and not repeated.holds(given):
+            self.repeated.pop(key, None)
+            repeated = None
+        if repeated is None:
+            self._prepare(call, forward, ids, key)
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
         for cache in (call.cache, *call.cache.fills) if call.phase == "prefill" else ():
             if cache.policy.replays_prompt:
                 self._check_replays(cache.policy, positions)
-        key = self._key(ids, logits_to_keep)
-        if ids.shape[1] > 1:
-            self.repeated.clear()
-        elif (repeated := self.repeated.get(key)) is not None:
-            if repeated.holds((ids, positions)):
-                return repeated(call, (ids, positions))
-            self.repeated.pop(key, None)
-            self._prepare(call, forward, ids, logits_to_keep, hooks)  # a known capture may hold no more
+        if repeated is not None:
+            return repeated(call, given)
         compiled = self._compiled[key]
         try:
             logits = _call_compiled(compiled, call, ids, positions)
@@ -150,28 +158,22 @@ class CaptureCache:
         made, module = call.made, forward.__self__
         if call.phase == "decode" and made is not None and any(value is logits for value in made.outputs):
             assert isinstance(module, nn.Module)
-            self.repeated[key] = RepeatedStep(module, made, (ids, positions), logits)
+            self.repeated[key] = RepeatedStep(module, made, given, logits)
         return logits
 
-    def _prepare(self, call: Call, forward: Forward, ids: Tensor, logits_to_keep: int, hooks: tuple[int, ...]) -> None:
+    def _prepare(self, call: Call, forward: types.MethodType, ids: Tensor, key: Key) -> None:
         """Capture and compile what a call needs, without running it.
 
         A capture is made of several tokens, also where the call has one, and serves one as well.
         """
-        if hooks != self._hooks:
-            self._compiled.clear()
-            self.repeated.clear()
-            self._hooks = hooks
-        key = self._key(ids, logits_to_keep)
         known = self._compiled.get(key)
-        compared = ids.shape[1] == 1 and key in self.repeated  # by its repeated step
-        if isinstance(known, KnownCapture) and not compared and not known.holds(ids.shape[1]):
+        if isinstance(known, KnownCapture) and not known.holds(ids.shape[1]):
             del self._compiled[key]
-        if key in self._compiled:
+        elif known is not None:
             return
         several, model = ids if ids.shape[1] > 1 else _several(ids), forward.__self__
         assert isinstance(model, nn.Module)
-        if known is None and self.further is None and not hooks and self.compiler.captures_alone:
+        if known is None and self.further is None and not self._hooks and self.compiler.captures_alone:
             call.model_text = ModelText.of(model, key, self.compiler.layers, forward.__func__.__qualname__)
         recalled = None if call.model_text is None else self._recalled(call.model_text, model, several, key)
         if recalled is not None:
@@ -313,7 +315,7 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
 
 
 def _make_compiled_forward(
-    forward: Forward, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
+    forward: types.MethodType, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
     _, logits_to_keep, embedded = key

@@ -80,11 +80,7 @@ class BlockedPrefill(SplitDecoder):
         return logits
 
     def _find_what_is_read(self, policy: Policy) -> None:
-        """Find in each layer what the policy reads of the model, before anything is written.
-
-        Raises:
-            UnsupportedAttentionError: it is not there.
-        """
+        """Find in each layer what the policy reads of the model, or raise, before anything is written."""
         for layer in self.split.layers:
             if self.locations[layer.site.layer].ring:
                 continue
@@ -111,11 +107,7 @@ class _ScoredPrompt(PromptRun):
         self.fills, self.ranks, self.ops = fills, ranks, implementation(self.first)
 
     def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
-        """Run a layer; each policy scores its entries and keeps some.
-
-        Args:
-            edges, results_from: as in :meth:`attend`.
-        """
+        """Run a layer, as :meth:`attend` does; each policy scores its entries and keeps some."""
         self.copy_weights(layer.reads)
         location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
 

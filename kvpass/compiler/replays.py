@@ -92,9 +92,6 @@ class PromptRun(LayerRun):
         """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
 
         Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
-
-        Args:
-            groups: rows, their first real column, and their replays.
         """
         decoder, n = self.decoder, self.tokens
         ids_at, positions_at = decoder.given

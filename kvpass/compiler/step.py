@@ -130,10 +130,8 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
 
     A reusable cache is copied, and so is one of one row for a call of several: each continues that row.
 
-    Args:
-        rows, device: of the call.
     Raises:
-        CacheMismatchError: the call does not fit, or the cache is interrupted.
+        CacheMismatchError: a call of so many rows on this device does not fit, or the cache is interrupted.
     """
     if cache.interrupted:
         raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
@@ -194,11 +192,7 @@ def given_places(gm: GraphModule) -> tuple[int | None, ...] | None:
 
 
 class ModuleState:
-    """A module as it is now, to see later whether it is still the same.
-
-    Args:
-        held: tensors of it that a graph reads.
-    """
+    """A module as it is now, to see later whether it is still the same; ``held``: tensors that a graph reads."""
 
     def __init__(self, module: nn.Module, held: Sequence[Tensor]) -> None:
         self._attributes = list(_attributes(module))

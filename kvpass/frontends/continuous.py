@@ -311,11 +311,7 @@ class _OneBlockCache(PagedAttentionCache):
 
 
 class _Step:
-    """Runs a step of the requests in a batch, in place of the model.
-
-    Args:
-        rules: of all prompts. requests: their cache.
-    """
+    """Runs a step of the requests in a batch, in place of the model."""
 
     def __init__(self, model: Any, rules: Rules, requests: RequestCache) -> None:
         self._model, self._rules, self._requests = model, rules, requests

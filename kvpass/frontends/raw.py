@@ -253,8 +253,6 @@ class RawModule:
 
         Args:
             begun_by: the capture of the prompt; None when it is prefilled now.
-        Raises:
-            CacheMismatchError: the captures differ, or of one token there is no other.
         """
         if begun_by is self or (begun_by is None and self.captured_tokens != 1):
             return self, inputs

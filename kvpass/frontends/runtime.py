@@ -135,7 +135,6 @@ def continue_cache(
 ) -> tuple[CompressedCache, Tensor]:
     """Append ids ``[B, T]`` to a filled cache or a copy; return that and the logits."""
     runtime: Runtime = model._kvpass
-    rules = runtime.rules
     b, t = input_ids.shape
     cache = continued(cache, b, input_ids.device)
     if runtime.adapted.longrope_limit is not None:
@@ -156,7 +155,7 @@ def continue_cache(
         columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
         positions = _positions(position_ids, columns - cache.start[:, None])
         decoder = decoder_of(model, ids, positions, logits_to_keep)
-        logits, record = append(cache, t, decoder, THRESHOLDS[rules.recompress], ids)
+        logits, record = append(cache, t, decoder, THRESHOLDS[runtime.rules.recompress], ids)
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
