@@ -12,7 +12,6 @@ alone, and a token after a prompt by where it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +85,9 @@ def _of_length(module: Any, length: Any) -> Tensor:
     return frequencies
 
 
-def _forward_of(kind: Any) -> Callable[..., Any]:
-    """Return the forward of a class without what chooses the frequencies."""
-    forward: Callable[..., Any] = inspect.unwrap(kind.forward)
-    return forward
-
-
 def _takes_rows(module: Any) -> bool:
     """Return whether the forward gives with frequencies of a row what it gives with those of all rows."""
-    frequencies, forward = module.original_inv_freq, _forward_of(type(module))
+    frequencies, forward = module.original_inv_freq, inspect.unwrap(type(module).forward)
     example, positions = frequencies.new_zeros(1), torch.tensor([[3, 7]], device=frequencies.device)
     try:
         found = [
@@ -107,7 +100,7 @@ def _takes_rows(module: Any) -> bool:
 
 
 def _by_row(kind: Any) -> Any:
-    own = _forward_of(kind)
+    own = inspect.unwrap(kind.forward)  # without what chooses the frequencies
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
         length = position_ids.amax(-1, keepdim=True)[..., None] + 1

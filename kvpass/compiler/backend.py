@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.blocks import lengths_allowed, nothing_seen, tokens_of
+from kvpass.compiler.blocks import lengths_allowed, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
 from kvpass.compiler.prompt import BlockedPrefill, Fill
@@ -228,8 +228,10 @@ class PhaseCompiler:
         passes: list[PassRecord] = []
         if captured.blocked is None:
             gm, mode = copy_graph(captured.gm), backend_mode()
+            layout, _, device = layout_of(gm)
             label = f"prefill.{len(self.records):02d}"
-            nodes, fakes = add_state_placeholders(gm, {"seen": nothing_seen(layout_of(gm)[2])}, {}, mode)
+            seen = torch.zeros((), dtype=torch.int64, device=device)
+            nodes, fakes = add_state_placeholders(gm, {"seen": seen}, {}, mode)
             passes = run_passes(gm, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
             began = time.perf_counter()
             split = split_layers(gm, nodes["seen"])
@@ -241,8 +243,8 @@ class PhaseCompiler:
                 compile_one = self._compile_one(mode.shape_env)
                 examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
                 functions = compile_distinct(gm, split.parts, examples, compile_one)
-            lookups = input_lookups(captured.gm) if layout_of(gm)[2].type == "cpu" else ()
-            layout, allowed = layout_of(captured.gm)[0], lengths_allowed(gm, mode.shape_env)
+            lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
+            allowed = lengths_allowed(gm, mode.shape_env)
             captured.blocked = BlockedPrefill(gm, layout, split, functions, allowed, lookups)
         decoder = captured.blocked
 

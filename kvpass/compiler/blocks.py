@@ -56,11 +56,6 @@ def tokens_of(block: Block, rows: int, device: torch.device) -> int:
     return max(AUTO_TOKENS[device.type] // rows, FEWEST_TOKENS) if block == "auto" else block
 
 
-def nothing_seen(device: torch.device) -> Tensor:
-    """Return the tokens before a prompt, from which decoders that count positions go on."""
-    return torch.zeros((), dtype=torch.int64, device=device)
-
-
 def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int], bool]:
     """Return whether the decoder is the same one for so many tokens: a function of their number.
 
@@ -111,9 +106,10 @@ class SplitDecoder:
     """A decoder in parts: what comes before all layers, and of each layer what comes before and after attention.
 
     Args:
-        gm: the graph that was split; behind the inputs of the captured graph it has what :func:`nothing_seen` returns
-            and ``split.added``. layout: of its entries and states. functions: of the parts, by key. allowed: from
-            :func:`lengths_allowed`. lookups: of the inputs in tables, which are checked.
+        gm: the graph that was split; behind the inputs of the captured graph it has the tokens seen before, int64
+            ``[]``, from which decoders that count positions go on, and ``split.added``. layout: of its entries and
+            states. functions: of the parts, by key. allowed: from :func:`lengths_allowed`. lookups: of the inputs in
+            tables, which are checked.
     """
 
     def __init__(
@@ -190,7 +186,7 @@ class LayerRun:
         tokens = real.shape[1]
         self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
         self.edges = decoder.edges(tokens, block)
-        given = [*inputs, nothing_seen(decoder.device) + seen]
+        given = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
         self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
         self.known.update(dict.fromkeys(decoder.split.real, real))
 

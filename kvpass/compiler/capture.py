@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvpass.compiler.backend import Capture, PhaseCompiler, no_garbage_collection, rows_text
-from kvpass.compiler.known_capture import KnownCapture, capture_to_json, keep_capture, recall_capture
+from kvpass.compiler.known_capture import KnownCapture, keeping, recall_capture
 from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
 from kvpass.graphs.bind_state import input_named, placeholders
@@ -349,11 +349,8 @@ def _make_compiled_forward(
                 call.made = GraphCall(decoder, inputs, outputs, given)
             return outputs
 
-        text, assumed = call.model_text, len(decoder.guards)
-        plain = None if text is None else capture_to_json(text, decoder.gm, repeatable=given is not None)
-        decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
-        if text is not None and plain is not None and len(decoder.guards) == assumed:
-            keep_capture(text, plain)
+        with keeping(call.model_text, decoder, repeatable=given is not None):
+            decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
         decoder.admit_one_token()
         return run
 

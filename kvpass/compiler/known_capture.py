@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import sympy  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from kvpass.compiler.backend import Capture
 from kvpass.compiler.model_text import ModelText, code_digest, code_objects, traced_modules
 from kvpass.compiler.step import ModuleState
 from kvpass.graphs.bind_state import backend_mode, placeholders
@@ -42,25 +44,28 @@ class Recalled:
     modules: Sequence[str]
 
 
-def capture_to_json(text: ModelText, gm: GraphModule, *, repeatable: bool) -> dict[str, Any] | None:
-    """Return a capture for :func:`keep_capture`; None where it has no exact text. To be called in its trace.
+@contextmanager
+def keeping(text: ModelText | None, decoder: Capture, *, repeatable: bool) -> Iterator[None]:
+    """Keep a capture for later processes, unless what is compiled inside takes more for granted of its sizes.
 
-    ``repeatable``: Dynamo's code does nothing but to call the canonical graph ``gm``.
+    To be called in its trace. What has no exact text is not kept.
+
+    Args:
+        text: of its model. repeatable: Dynamo's code does nothing but to call the graph.
     """
+    plain, assumed = None, len(decoder.guards)
     try:
-        if not repeatable or len(gm.graph.output_node().all_input_nodes) != 1:
-            raise NoTextError("Dynamo's code does more than to call the graph")
-        _check_guards(gm)
-        modules = traced_modules()
-        return {"modules": modules, "code": code_digest(modules), "graph": graph_to_json(gm, text.paths)}
+        if text is not None:
+            if not repeatable or len(decoder.gm.graph.output_node().all_input_nodes) != 1:
+                raise NoTextError("Dynamo's code does more than to call the graph")
+            _check_guards(decoder.gm)
+            modules, graph = traced_modules(), graph_to_json(decoder.gm, text.paths)
+            plain = {"modules": modules, "code": code_digest(modules), "graph": graph}
     except NoTextError as reason:
         _LOG.debug("the capture is not kept for later processes: %s", reason)
-        return None
-
-
-def keep_capture(text: ModelText, plain: dict[str, Any]) -> None:
-    """Keep a capture for later processes."""
-    keep(_KIND, [text.digest], plain)
+    yield
+    if text is not None and plain is not None and len(decoder.guards) == assumed:
+        keep(_KIND, [text.digest], plain)
 
 
 def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled | None:
