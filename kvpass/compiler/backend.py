@@ -25,7 +25,8 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.blocks import lengths_allowed, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
-from kvpass.compiler.prompt import BlockedPrefill, Fill
+from kvpass.compiler.prompt import BlockedPrefill
+from kvpass.compiler.replays import Fill
 from kvpass.compiler.step import Call, Phase
 from kvpass.config import EntryFormat, Layout
 from kvpass.graphs.bind_state import (
