@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,14 +17,13 @@ import transformers.utils
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.backend import Capture, PhaseCompiler, no_garbage_collection, rows_text
+from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
 from kvpass.compiler.known_capture import KnownCapture, keeping, recall_capture
 from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
 from kvpass.graphs.bind_state import input_named, placeholders
-from kvpass.graphs.canonical import batch_and_tokens, find_sites
+from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.passes import PassRecord
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.tables import table_end
@@ -185,18 +183,16 @@ class CaptureCache:
 
     def _recalled(self, text: ModelText, model: nn.Module, ids: Tensor, key: Key) -> KnownCapture | None:
         """The capture that an earlier process made of this model; None if there is none."""
-        began, shapes = time.perf_counter(), ShapeEnv()
+        shapes = ShapeEnv()
         with compile_lock, no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
-            found = recall_capture(text, model, ids)
+            found = recall_capture(text, model, ids, self.compiler)
             if found is None:
                 return None
-            sites, seconds = len(find_sites(found.gm)), time.perf_counter() - began
-            passes = [PassRecord(name="recall", sites=sites, seconds=seconds, op_diff="")]
-            decoder = Capture(found.gm, passes, found.inputs, self.compiler)
-            _find_ends(found.gm, _shortest(key), self._ends)
+            decoder, modules = found
+            _find_ends(decoder.gm, key, self._ends)
             decoder.admit_one_token()
             shapes.freeze()
-        given = tuple(input_named(found.gm, name) for name in ("input_ids", "position_ids"))
+        given = tuple(input_named(decoder.gm, name) for name in ("input_ids", "position_ids"))
 
         def run(inputs: Sequence[Any]) -> Tensor:
             call = _CALL.get()
@@ -204,15 +200,23 @@ class CaptureCache:
             call.made = GraphCall(decoder, tuple(inputs), outputs, given)
             return logits
 
-        return KnownCapture(found, model, run)
+        return KnownCapture(decoder.gm, modules, model, run)
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
-        """Capture without running, in all processes that share the weights or in none."""
-        run_on_all_ranks(
-            self.compiler.ranks,
-            f"capturing the decoder for {rows_text(len(ids))}",
-            lambda: _capture_only(compiled, call, ids),
-        )
+        """Capture without running, in all processes that share the weights or in none.
+
+        At the positions of a prompt: those of the call may start anywhere.
+        """
+        what, only_capture = f"capturing the decoder for {rows_text(len(ids))}", replace(call, only_capture=True)
+        ids = ids.clone(memory_format=torch.contiguous_format)
+        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+
+        def capture() -> None:
+            with working(what), no_garbage_collection(), suppress(_OnlyCaptured):
+                _call_compiled(compiled, only_capture, ids, positions)
+                only_capture.check_begun()
+
+        run_on_all_ranks(self.compiler.ranks, what, capture)
 
     def _check_positions(self, seen: int, positions: Tensor) -> None:
         """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
@@ -260,18 +264,6 @@ def check_length(longest: int | None, seen: int, tokens: int) -> None:
             f"{tokens} tokens after {seen}: the decoder does not take more than {longest}, or does otherwise from "
             "there on"
         )
-
-
-def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
-    """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
-    capturing = replace(call, only_capture=True)
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-    try:
-        with working(f"capturing the decoder for {rows_text(len(ids))}"), no_garbage_collection():
-            _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), positions)
-    except _OnlyCaptured:
-        return
-    capturing.check_begun()
 
 
 def _several(ids: Tensor) -> Tensor:
@@ -338,7 +330,7 @@ def _make_compiled_forward(
         call = _CALL.get()
         call.cache.recheck_fingerprint()
         decoder, given = compiler.canonicalize(gm, example_inputs), given_places(gm)
-        _find_ends(decoder.gm, _shortest(key), ends)
+        _find_ends(decoder.gm, key, ends)
 
         def run(*inputs: Any) -> Any:
             call = _CALL.get()
@@ -368,12 +360,7 @@ def _needed(guards: Sequence[Any]) -> list[bool]:
     return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
 
 
-def _shortest(key: Key) -> int:
-    """Tokens for which a capture of several must hold."""
-    return max(key[1] + 1, 2)
-
-
-def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
+def _find_ends(gm: GraphModule, key: Key, ends: _LengthLimits) -> None:
     """Add the ends of a capture.
 
     Raises:
@@ -383,6 +370,7 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
     if batch_and_tokens(gm)[1] == 1:
         raise _OneTokenAlone("the decoder is another one for one token than for several")
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
+    shortest = max(key[1] + 1, 2)  # tokens for which a capture of several must hold
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
     end = table_end(gm, [inputs[place] for place in [input_named(gm, "position_ids")] if place is not None])
     ends.positions.update([] if end is None else [end])

@@ -10,38 +10,30 @@ from __future__ import annotations
 
 import logging
 import operator
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.backend import Capture
+from kvpass.compiler.backend import Capture, PhaseCompiler
 from kvpass.compiler.model_text import ModelText, code_digest, code_objects, traced_modules
 from kvpass.compiler.step import ModuleState
 from kvpass.graphs.bind_state import backend_mode, placeholders
-from kvpass.graphs.canonical import batch_and_tokens
+from kvpass.graphs.canonical import batch_and_tokens, find_sites
 from kvpass.graphs.fx_utils import symbols_of
 from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to_json, inputs_of
 from kvpass.graphs.one_token import record_values
+from kvpass.graphs.passes import PassRecord
 from kvpass.graphs.verify.graph_text import NoTextError
 from kvpass.remembered import keep, recall
 from kvpass.torch_compat import shape_guards
 
 _KIND = "capture"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Recalled:
-    """A capture of an earlier process: its canonical graph, fake inputs, and the modules whose code was traced."""
-
-    gm: GraphModule
-    inputs: Sequence[Any]
-    modules: Sequence[str]
 
 
 @contextmanager
@@ -68,11 +60,17 @@ def keeping(text: ModelText | None, decoder: Capture, *, repeatable: bool) -> It
         keep(_KIND, [text.digest], plain)
 
 
-def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled | None:
+def recall_capture(
+    text: ModelText, model: nn.Module, ids: Tensor, compiler: PhaseCompiler
+) -> tuple[Capture, Sequence[str]] | None:
     """Return a capture of an earlier process; None if there is none for this model, ids and code.
 
     To be called in ``tracing`` with a fake mode of its own; ``ids``: an example ``[B, T]``, or embeddings.
+
+    Returns:
+        the capture, and the modules whose code was traced.
     """
+    began = time.perf_counter()
     kept = recall(_KIND, [text.digest])
     if kept is None:
         return None
@@ -87,7 +85,8 @@ def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled |
         _LOG.debug("the capture of an earlier process is not used: %r", reason)
         return None
     gm.recompile()
-    return Recalled(gm, inputs, kept["modules"])
+    passes = [PassRecord(name="recall", sites=len(find_sites(gm)), seconds=time.perf_counter() - began, op_diff="")]
+    return Capture(gm, passes, inputs, compiler), kept["modules"]
 
 
 def _check_guards(gm: GraphModule) -> None:
@@ -106,20 +105,22 @@ class KnownCapture:
     Instead of Dynamo's guards, it compares what it was made for.
     """
 
-    def __init__(self, found: Recalled, model: nn.Module, run: Callable[[Sequence[Any]], Tensor]) -> None:
-        self._found, self._run = found, run
-        held = [node.meta["grapharg"].example for node in placeholders(found.gm) if "grapharg" in node.meta]
+    def __init__(
+        self, gm: GraphModule, modules: Sequence[str], model: nn.Module, run: Callable[[Sequence[Any]], Tensor]
+    ) -> None:
+        self._gm, self._modules, self._run = gm, modules, run
+        held = [node.meta["grapharg"].example for node in placeholders(gm) if "grapharg" in node.meta]
         self._state = ModuleState(model, held)
         self._lists = self._state.lists()
-        self._code = code_objects(found.modules)
+        self._code = code_objects(modules)
 
     def holds(self, tokens: int) -> bool:
         """Whether model and torch are as they were; with several tokens also lists in the model and the traced code."""
         return self._state.holds() and (tokens == 1 or (self._state.lists() == self._lists and self._same_code()))
 
     def _same_code(self) -> bool:
-        now = code_objects(self._found.modules)
+        now = code_objects(self._modules)
         return len(now) == len(self._code) and all(map(operator.is_, now, self._code))
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(inputs_of(self._found.gm, ids, positions))
+        return self._run(inputs_of(self._gm, ids, positions))
