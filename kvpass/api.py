@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpass.adapt.changed_class import changed_class
 from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.offload import offload_device
-from kvpass.adapt.tensor_parallel import check_divided, ranks_of
+from kvpass.adapt.tensor_parallel import ranks_of
 from kvpass.adapt.wrappers import check_weights
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import ModelFingerprint
@@ -26,7 +27,8 @@ from kvpass.config import Block, BudgetLike, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import attend_in_captures
-from kvpass.frontends.transformers import CompressedModel, Runtime, compressed_class
+from kvpass.frontends.runtime import Runtime
+from kvpass.frontends.transformers import CompressedModel
 from kvpass.policies import Policy, PolicyName
 from kvpass.policies.rules import Recompress, read_rules
 from kvpass.ranks import digest, run_on_all_ranks
@@ -112,8 +114,7 @@ def compile(
         )
         uses_our_attention = type(model)._can_set_attn_implementation()
         compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
-        check_divided(rules.policy, adapted.heads)
-        compiled.__class__ = compressed_class(type(model))
+        compiled.__class__ = changed_class(type(model), CompressedModel)
         if uses_our_attention:
             attend_in_captures(compiled)
         recurrent, attention = adapted.recurrent, adapted.attention
@@ -125,15 +126,14 @@ def compile(
             on_host=adapted.on_host,
             ranks=ranks,
         )
-        identity = ModelFingerprint(compiled, adapted.divided)
-        identity.check_policy(rules.policy)
-        compiled._kvpass = Runtime(
+        compiled._kvpass = runtime = Runtime(
             rules=rules,
             captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
-            identity=identity,
+            identity=ModelFingerprint(compiled, adapted.divided),
             adapted=adapted,
             block=block,
         )
+        runtime.check_policy(rules.policy)
         return compiled
 
     return run_on_all_ranks(ranks, "kvpass.compile", make, lambda made: made._kvpass.describe())
@@ -177,11 +177,7 @@ def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
 
 @torch.inference_mode(False)
 def read_saved(path: str | Path, *, mapped: bool = False) -> tuple[CacheMetadata, dict[str, Tensor]]:
-    """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match.
-
-    Raises:
-        CacheFileError: as in :func:`load_cache`. OSError: the file cannot be read.
-    """
+    """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match."""
     metadata, tensors = read_cache_file(path, mapped=mapped)
     return typed(metadata, CacheMetadata, path), tensors
 
@@ -208,7 +204,7 @@ def restore_cache(
         cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.adapted.heads)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
-    cache.check_fingerprint(rules.policy, rules.budget, runtime.identity, rules.entry_format)
+    runtime.check_cache(cache, rules)
     cache = cache.to(model.device if device is None else device)
     cache.reuse = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
     return cache

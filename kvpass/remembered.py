@@ -133,11 +133,7 @@ def _surroundings() -> tuple[str, ...]:
 
 
 def _read(file: Path) -> Any:
-    """Return the result in a file.
-
-    Raises:
-        OSError: there is none. ValueError, RecursionError: it is not what was written.
-    """
+    """Return the result in a file; ValueError and RecursionError: it is not what was written."""
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
         content = opened.read(_MOST_BYTES)
     checksum, _, text = content.partition(b"\n")
@@ -147,11 +143,7 @@ def _read(file: Path) -> Any:
 
 
 def _write(file: Path, result: Any) -> None:
-    """Write a file, and remove the oldest ones, where there are too many or too large ones in all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, and remove the oldest ones, where there are too many or too large ones in all."""
     text = json.dumps(result).encode()
     with replacing(file) as opened:
         opened.write(_checksum(file, text) + b"\n" + text)

@@ -19,7 +19,7 @@ from kvpass.config import Budget
 from kvpass.operands import BITS
 from kvpass.policies.base import Policy
 from kvpass.policies.layer_splits import LossLayers
-from kvpass.ranks import ONE_PROCESS, Ranks
+from kvpass.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,10 +51,10 @@ class Report:
 
     prompt: PromptRecord
     compiled: Sequence[CompileRecord]
-    ranks: Ranks = ONE_PROCESS
-    attention: tuple[int, ...] | None = None
-    on_host: int = 0
-    expanded: str | None = None
+    ranks: Ranks
+    attention: tuple[int, ...] | None
+    on_host: int
+    expanded: str | None
 
     @property
     def policy(self) -> Policy:

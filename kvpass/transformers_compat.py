@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from dataclasses import fields
 
@@ -16,6 +15,3 @@ NEXT_LENGTH = "next_sequence_length"
 """Argument of ``prepare_inputs_for_generation`` that says how many of the ids come next."""
 SAYS_NEXT_LENGTH = NEXT_LENGTH in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 """Whether there is one; before, the cache's length said it."""
-
-HAS_ALLOCATORS = importlib.util.find_spec("transformers.generation.continuous_batching.cache_allocators") is not None
-"""Whether an allocator decides how many blocks of a paged cache a request has: from 5.18 on."""

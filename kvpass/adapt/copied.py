@@ -51,8 +51,6 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     Args:
         ranks: processes that share its weights. uses_our_attention: its layers will call kvpass's attention function;
             else passes find attention in the graph.
-    Raises:
-        ValueError, UnsupportedAttentionError: a part of it cannot be changed so; the message names it.
     """
     device = offload_device(model)
     check_wrappers(model, device)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpass.compiler.capture import in_captures
-from kvpass.operands import Expansion
+from kvpass.adapt.changed_class import changed_class, in_captures, once
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -28,25 +27,14 @@ def _rows(module: nn.Module, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Te
     return row, row[..., : kv_nope.shape[-1]]
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {}
-"""Classes of layers, and those of the layers that attend their latents."""
-
-
-def _of_rows(kind: Any) -> type[nn.Module]:
-    expand = in_captures(_rows, kind.expand_kv)
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "expand_kv": expand})
-
-
-def attends_latents(module: nn.Module) -> bool:
-    """Return whether :func:`attend_latents` changed the layer."""
-    return type(module) in _KINDS.values()
+@once
+def _attending_latents(kind: Any) -> Any:
+    return changed_class(kind, expand_kv=in_captures(_rows, kind.expand_kv), attends_latents=True)
 
 
 def attend_latents(model: nn.Module, divided: bool) -> str | None:
-    """Let the layers of a model, which is changed, attend their latents, if all of them can.
+    """Let the layers of a model, which is changed, attend their latents, if all can; then ``attends_latents`` is True.
 
-    Args:
-        divided: several processes share the heads of the model.
     Returns:
         why they attend expanded heads; None if they do not, or the model has no latents.
     """
@@ -65,7 +53,7 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
         if (reason := cannot_absorb(module) or _expands_otherwise(module)) is not None:
             return f"{path}: {reason}"
     for _, module in layers:
-        module.__class__ = _KINDS.setdefault(type(module), _of_rows(type(module)))
+        module.__class__ = _attending_latents(type(module))
     return None
 
 
@@ -91,8 +79,3 @@ def _expands_otherwise(module: Any) -> str | None:
     expected = nn.functional.linear(latent, weight).view_as(own)
     same = torch.allclose(own, expected) and bool((keys[..., module.qk_nope_head_dim :] == rotated).all())
     return None if same else "expand_kv does not compute what kv_b_proj says"
-
-
-def expansion_of(module: Any) -> Expansion:
-    """Return what makes the keys and values of the layer's heads."""
-    return Expansion(module.kv_b_proj.weight, module.qk_nope_head_dim)

@@ -6,13 +6,13 @@ property of their class, so that a capture shows what is to be copied before it 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvpass.adapt.changed_class import changed_class, once
 from kvpass.host_weights import to_device
 
 
@@ -25,11 +25,7 @@ def offload_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def offload_device(model: nn.Module) -> torch.device | None:
-    """Return the device on which a model computes that has weights on the host; None if it has none there.
-
-    Raises:
-        ValueError: weights are on disk, or it computes on several devices.
-    """
+    """Return the device on which a model computes that has weights on the host; None if it has none there."""
     hooks, name = [hook for _, hook in offload_hooks(model)], type(model).__name__
     if not hooks:
         return None
@@ -52,9 +48,6 @@ def hold_host_weights(compiled: nn.Module, model: nn.Module, device: torch.devic
     """Give a copy of ``model`` the weights that accelerate keeps on the host; return their bytes.
 
     Vectors (norms, biases) and buffers are small: they are moved to the device for good.
-
-    Raises:
-        ValueError: a weight is quantised, or nowhere to be found.
     """
     twins = dict(zip(model.modules(), compiled.modules(), strict=True))
     held: dict[tuple[int, torch.Size], nn.Parameter] = {}
@@ -80,20 +73,18 @@ def hold_host_weights(compiled: nn.Module, model: nn.Module, device: torch.devic
                 name for name, weight in twin._parameters.items() if weight is not None and weight.ndim > 1
             )
             if streamed and twin is not compiled:
-                kind: Any = type(twin)
-                twin.__class__ = _reading_from_host(kind, streamed, device)
+                twin.__class__ = _reading_from_host(type(twin), streamed, device)
     lost = [name for name, tensor in (*compiled.named_parameters(), *compiled.named_buffers()) if tensor.is_meta]
     if lost:
         raise ValueError(f"{lost[0]} of {type(model).__name__} has no content: it is on the device 'meta'")
     return sum(weight.numel() * weight.itemsize for weight in held.values() if weight.ndim > 1)
 
 
-@functools.cache
-def _reading_from_host(cls: Any, names: tuple[str, ...], device: torch.device) -> type[nn.Module]:
+@once
+def _reading_from_host(cls: type[nn.Module], names: tuple[str, ...], device: torch.device) -> Any:
     """Return a subclass of the same name whose parameters of these names are read as copies on the device."""
 
     def copied(name: str) -> property:
         return property(lambda module: to_device(module._parameters[name], device))
 
-    read = {name: copied(name) for name in names}
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **read})
+    return changed_class(cls, **{name: copied(name) for name in names})

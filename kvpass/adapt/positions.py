@@ -12,7 +12,6 @@ alone, and a token after a prompt by where it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from kvpass.adapt.changed_class import changed_class, in_captures, once
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.capture import capturing, in_captures
+from kvpass.compiler.capture import capturing
 
 _TUNING = "attn_temperature_tuning"
 _POSITIONS = "token_positions"
@@ -40,11 +40,8 @@ def rotate_by_row(model: nn.Module) -> int | None:
 
     Returns:
         tokens beyond which longrope takes other frequencies; None without longrope.
-    Raises:
-        ValueError: one that follows the length cannot.
     """
-    limit = None
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    limit, by_row = None, once(_by_row)
     module: Any
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
@@ -61,7 +58,7 @@ def rotate_by_row(model: nn.Module) -> int | None:
             limit = module.config.rope_parameters["original_max_position_embeddings"]
             module.limit = limit
             module.long_frequencies = _of_length(module, limit + 1).to(module.original_inv_freq.device)
-        module.__class__ = kinds.setdefault(kind, _by_row(kind))
+        module.__class__ = by_row(kind)
     return limit
 
 
@@ -69,9 +66,6 @@ def check_rows_stay(limit: int, cache: CompressedCache, tokens: int) -> None:
     """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
 
     Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
-
-    Raises:
-        ValueError: with the row.
     """
     if bool((cache.start == cache.start[0]).all()):
         return
@@ -91,15 +85,9 @@ def _of_length(module: Any, length: Any) -> Tensor:
     return frequencies
 
 
-def _forward_of(kind: Any) -> Callable[..., Any]:
-    """Return the forward of a class without what chooses the frequencies."""
-    forward: Callable[..., Any] = inspect.unwrap(kind.forward)
-    return forward
-
-
 def _takes_rows(module: Any) -> bool:
     """Return whether the forward gives with frequencies of a row what it gives with those of all rows."""
-    frequencies, forward = module.original_inv_freq, _forward_of(type(module))
+    frequencies, forward = module.original_inv_freq, inspect.unwrap(type(module).forward)
     example, positions = frequencies.new_zeros(1), torch.tensor([[3, 7]], device=frequencies.device)
     try:
         found = [
@@ -111,8 +99,8 @@ def _takes_rows(module: Any) -> bool:
     return all(map(torch.equal, *found))
 
 
-def _by_row(kind: Any) -> type[nn.Module]:
-    own = _forward_of(kind)
+def _by_row(kind: Any) -> Any:
+    own = inspect.unwrap(kind.forward)  # without what chooses the frequencies
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
         length = position_ids.amax(-1, keepdim=True)[..., None] + 1
@@ -122,11 +110,7 @@ def _by_row(kind: Any) -> type[nn.Module]:
             chosen = _of_length(self, length)
         return own(_Frequencies(chosen, self.attention_scaling), x, position_ids)
 
-    return type(
-        kind.__name__,
-        (kind,),
-        {"__module__": kind.__module__, "forward": in_captures(torch.no_grad()(forward), kind.forward)},
-    )
+    return changed_class(kind, forward=in_captures(torch.no_grad()(forward), kind.forward))
 
 
 def tunes_by_column(module: Any) -> bool:
@@ -136,31 +120,29 @@ def tunes_by_column(module: Any) -> bool:
 
 def tune_by_position(model: nn.Module) -> None:
     """Let the layers of a compiled copy leave the scale of queries to :func:`tuned_query`."""
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    passing, tuning = once(_passing_positions), once(_tuning_elsewhere)
     for layer in model.modules():
         tuned = [child for child in layer.children() if tunes_by_column(child)]
         if tuned:
-            kind = type(layer)
-            layer.__class__ = kinds.setdefault(kind, _passing_positions(kind))
+            layer.__class__ = passing(type(layer))
         for child in tuned:
-            vars(child).update({"tunes_by_position": vars(child).pop(_TUNING)})
-            child.__class__ = kinds.setdefault(type(child), _tuning_elsewhere(type(child)))
+            vars(child)["tunes_by_position"] = vars(child).pop(_TUNING)
+            child.__class__ = tuning(type(child))
 
 
-def _tuning_elsewhere(kind: Any) -> type[nn.Module]:
+def _tuning_elsewhere(kind: Any) -> Any:
     """Return a class of layers that scale their queries except in captures."""
-    tuning = property(lambda layer: layer.tunes_by_position and not capturing())
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, _TUNING: tuning})
+    return changed_class(kind, **{_TUNING: property(lambda layer: layer.tunes_by_position and not capturing())})
 
 
-def _passing_positions(kind: Any) -> type[nn.Module]:
+def _passing_positions(kind: Any) -> Any:
     """Return a class of layers which pass ``position_ids`` on to the arguments of attention."""
 
     def forward(self: Any, hidden_states: Tensor, *given: Any, position_ids: Tensor, **named: Any) -> Any:
         passed = {_POSITIONS: position_ids} if capturing() else {}
         return kind.forward(self, hidden_states, *given, position_ids=position_ids, **passed, **named)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
+    return changed_class(kind, forward=forward)
 
 
 def tuned_query(module: Any, query: Tensor, arguments: dict[str, Any]) -> Tensor:

@@ -26,8 +26,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.activations import ACT2FN
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
+from kvpass.adapt.changed_class import changed_class, in_captures, once
 from kvpass.adapt.offload import offload_hooks
-from kvpass.compiler.capture import in_captures
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.transformers_compat import CACHE
@@ -39,7 +39,6 @@ _NEITHER = {"mlp", "moe", "dummy"}
 _GIVES_STATES = {"update_conv_state", "update_recurrent_state"}
 """Methods of a cache by which recurrent layers give it their states."""
 
-Function = Callable[..., Any]
 _States = Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -70,13 +69,6 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     """Return the recurrent layers of a model, None if it has none beside attention.
 
     The model is run on two tokens: only so it is known which states it has.
-
-    Args:
-        divided: whether several processes share the weights.
-    Raises:
-        UnsupportedAttentionError: no layer has attention, transformers is too old, or the layers keep their states
-            otherwise than in a cache.
-        ValueError: weights are on the host, or divided.
     """
     kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     attention = tuple(layer for layer, kind in enumerate(kinds) if kind not in _RECURRENT | _NEITHER)
@@ -267,7 +259,7 @@ def _mamba(
     return torch.ops.kvpass.mamba.default(x, dt, a, b, c, state, D, z, delta_bias, module)
 
 
-FUNCTIONS: Mapping[str, Function] = {
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": lambda module, layer, *given, **named: causal_conv1d(*given, **named),
     "torch_chunk_gated_delta_rule": partial(
         _delta_rule, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
@@ -281,13 +273,9 @@ FUNCTIONS: Mapping[str, Function] = {
 
 def replace_token_mixers(model: nn.Module) -> None:
     """Let the layers of a compiled copy call :data:`FUNCTIONS`."""
-    known: dict[tuple[type[nn.Module], Any], type[nn.Module]] = {}
+    with_functions = once(_with_functions)
     for module in model.modules():
-        kind, layer = type(module), getattr(module, "layer_idx", None)
-        if (kind, layer) not in known:
-            known[kind, layer] = _with_functions(kind, layer)
-        if known[kind, layer] is not kind:
-            module.__class__ = known[kind, layer]
+        module.__class__ = with_functions(type(module), getattr(module, "layer_idx", None))
 
 
 def _methods_of(kind: type) -> dict[str, types.FunctionType]:
@@ -295,14 +283,14 @@ def _methods_of(kind: type) -> dict[str, types.FunctionType]:
     return {name: inspect.unwrap(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
 
 
-def _with_functions(kind: type[nn.Module], layer: int | None) -> type[nn.Module]:
+def _with_functions(kind: type[nn.Module], layer: int | None) -> Any:
     """Return a class whose methods call :data:`FUNCTIONS`; the same class where they call none."""
     changed = {
         name: in_captures(_twin(method, layer), getattr(kind, name))
         for name, method in _methods_of(kind).items()
         if any(known in FUNCTIONS and known in method.__globals__ for known in method.__code__.co_names)
     }
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **changed}) if changed else kind
+    return changed_class(kind, **changed) if changed else kind
 
 
 def _twin(method: types.FunctionType, layer: int | None) -> types.FunctionType:

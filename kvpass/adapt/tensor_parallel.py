@@ -27,11 +27,7 @@ _OTHERS = ("pp_size", "ep_size", "fsdp_size", "dp_replicate_size")
 
 
 def ranks_of(model: object) -> Ranks:
-    """Return the processes that share a model's weights.
-
-    Raises:
-        ValueError: they share it in another way too, or only in another way, or no weight is divided.
-    """
+    """Return the processes that share a model's weights; raise ValueError if they share it in another way."""
     given = getattr(getattr(model, "config", None), "distributed_config", None)
     others = [f"{name}={size}" for name in _OTHERS if (size := getattr(given, name, None) or 1) > 1]
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
@@ -51,11 +47,7 @@ def ranks_of(model: object) -> Ranks:
 
 
 def check_heads(model: Any, ranks: Ranks) -> None:
-    """Check that the processes can have as many heads each.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that the processes can have as many heads each."""
     text = model.config.get_text_config()
     heads = text.num_attention_heads
     for count in (heads, getattr(text, "num_key_value_heads", None) or heads):
@@ -73,13 +65,7 @@ def divides_heads(model: Any) -> bool:
 
 
 def check_divided(policy: Policy, ranks: Ranks) -> None:
-    """Check that a policy is the same on several processes as on one.
-
-    Args:
-        ranks: processes that share the heads.
-    Raises:
-        ValueError: they are not; the message says what to do.
-    """
+    """Check that a policy is the same on several processes, which share the heads, as on one."""
     if ranks.several and not policy.is_right_divided:
         raise ValueError(
             f"policy {policy.name!r} with heads on {ranks.size} processes: its class does not say that it is right "
@@ -90,12 +76,8 @@ def check_divided(policy: Policy, ranks: Ranks) -> None:
 def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Replace the weights of a copy by those of this process, and its forwards by such that know the others.
 
-    Args:
-        compiled: a copy of the structure of ``model``, which stays as it is.
     Returns:
         the divided weights by name, of which each process can gather the whole.
-    Raises:
-        ValueError: a module is divided in a way that is unsupported.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     own: dict[int, nn.Parameter] = {}
@@ -121,13 +103,7 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dic
 def _forward_of(
     path: str, module: nn.Module, style: str, divided: Mapping[str, Any], ranks: Ranks
 ) -> Callable[..., Tensor] | None:
-    """Return the forward of a module that is divided in a style, None for that of its class.
-
-    Args:
-        divided: its divided parameters.
-    Raises:
-        ValueError: that is unsupported.
-    """
+    """Return the forward of a module that is divided in a style, None for that of its class."""
     if module._forward_pre_hooks or module._forward_hooks:
         raise ValueError(f"{path} is divided among processes by hooks, as by transformers before 5.17: use a newer one")
     found = {name: _axis(tensor) for name, tensor in divided.items()}

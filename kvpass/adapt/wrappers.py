@@ -18,10 +18,7 @@ from kvpass.compiler.backend import Compiler
 def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
     """Raise if the weights are not on one device, or an unknown function replaces ``forward``.
 
-    Args:
-        offloaded: device that computes, of a model with weights on the host.
-    Raises:
-        ValueError: with the module, the hook or function, and what to do.
+    ``offloaded``: device that computes, of a model with weights on the host.
     """
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     if offloaded is not None:
@@ -47,12 +44,7 @@ def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
 
 
 def check_weights(model: nn.Module, compiler: Compiler) -> None:
-    """Raise for adapters and quantised weights that are known not to work, by their library's name.
-
-    Raises:
-        ValueError: DoRA of PEFT, 8-bit layers of bitsandbytes, or on a CPU with Inductor weights of torchao that
-            quantise what they are multiplied with.
-    """
+    """Raise for adapters and quantised weights that are known not to work, by their library's name."""
     for path, module in model.named_modules():
         dora = getattr(module, "use_dora", None)
         if isinstance(dora, dict) and any(dora.values()) and not getattr(module, "merged", False):

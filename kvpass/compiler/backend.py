@@ -7,10 +7,11 @@ caches never mix.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,25 +22,43 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.blocks import lengths_allowed, nothing_seen, tokens_of
+from kvpass.compiler.blocks import lengths_allowed, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
-from kvpass.compiler.prompt import BlockedPrefill, Fill
+from kvpass.compiler.prompt import BlockedPrefill
+from kvpass.compiler.replays import Fill
 from kvpass.compiler.step import Call, Phase
 from kvpass.config import EntryFormat, Layout
-from kvpass.graphs.bind_state import add_state_placeholders, backend_mode, copy_graph, held_by_module, size_reader
+from kvpass.graphs.bind_state import (
+    add_state_placeholders,
+    backend_mode,
+    copy_graph,
+    fake_inputs,
+    held_by_module,
+    size_reader,
+)
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of, pool_facts
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.one_token import one_token_inputs, one_token_pass
+from kvpass.graphs.one_token import admit_one_token, one_token_inputs, one_token_pass, several_tokens
 from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_layers
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.tables import input_lookups
 from kvpass.operands import dynamic_dims
+from kvpass.policies.base import Policy
 from kvpass.progress import working
-from kvpass.ranks import ONE_PROCESS, Ranks
-from kvpass.torch_compat import compile_fx, compiled_for_any_length, inductor_config, known_cpp_compiler
+from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
+from kvpass.torch_compat import (
+    ShapeGuard,
+    TracingContext,
+    compile_fx,
+    compile_lock,
+    compiled_for_any_length,
+    inductor_config,
+    known_cpp_compiler,
+    tracing,
+)
 
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""
@@ -100,21 +119,6 @@ class CompileRecord:
         return f"one graph, since {self.whole_because}" if self.whole_because else "one graph"
 
 
-@dataclass
-class CanonicalGraph:
-    """A captured graph with ``kvpass::site`` nodes.
-
-    Attributes:
-        passes: records of the passes that made it. blocked: it as a prefill in blocks, when that was compiled.
-        appending: phases that only append to a cache, when they were compiled.
-    """
-
-    gm: GraphModule
-    passes: Sequence[PassRecord]
-    blocked: BlockedPrefill | None = None
-    appending: dict[tuple[Phase, EntryFormat, bool], _CompiledPhase] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class _CompiledPhase:
     """A compiled phase: what runs it, in how many parts, records of passes, and why it is whole."""
@@ -162,38 +166,24 @@ class PhaseCompiler:
         """Return where caches on the device take their memory from: recycled only for captured steps."""
         return self.reuse if self.captures_steps(device) else NO_REUSE
 
-    def canonicalize(self, captured: GraphModule) -> CanonicalGraph:
-        """Return a copy of a Dynamo graph in which every attention call is a ``kvpass::site``.
+    def canonicalize(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Capture:
+        """Return the capture of a graph and its inputs, as Dynamo gives them to a backend, in their trace."""
+        gm = copy_graph(gm)
+        passes = run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records):02d}")
+        return Capture(gm, passes, fake_inputs(gm, example_inputs), self)
 
-        Raises:
-            UnsupportedAttentionError: an attention call is unsupported.
-        """
-        gm = copy_graph(captured)
-        return CanonicalGraph(gm, run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records):02d}"))
-
-    def _pays(self, phase: Phase, sites: int, device: torch.device) -> bool:
-        """Whether to compile in parts by default."""
-        many = phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS
-        return bool(self.on_host) or (self.compiler == "inductor" and many)
-
-    def compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
-        """Compile a copy of the graph for calls like ``call``.
-
-        Must run in the Dynamo trace that captured the graph.
-
-        Args:
-            inputs: of the captured graph, fake.
-        """
+    def compile(self, captured: Capture, call: Call) -> Runner:
+        """Compile a copy of the graph for calls like ``call``, in the trace that captured it."""
         on_cpu = self.compiler == "inductor" and layout_of(captured.gm)[2].type == "cpu"
         with known_cpp_compiler() if on_cpu else nullcontext():
-            return self._compile(captured, inputs, call)
+            return self._compile(captured, call)
 
-    def _compile(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> Runner:
+    def _compile(self, captured: Capture, call: Call) -> Runner:
         began, cache, phase = time.perf_counter(), call.cache, call.phase
         made, why_not = None, ""
         if phase == "prefill" and not call.one_token_prompt and self.regions is not False:
             try:
-                made = self._in_blocks(captured, inputs, call)
+                made = self._in_blocks(captured, call)
             except CannotSplitError as reason:
                 why_not = str(reason)
         if made is None and phase == "prefill" and not call.one_token_prompt:
@@ -206,7 +196,7 @@ class PhaseCompiler:
                 )
         appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
         kind = phase, cache.entry_format, cache.selects_rows
-        made = made or (captured.appending.get(kind) if appends else None) or self._rewritten(captured, inputs, call)
+        made = made or (captured.appending.get(kind) if appends else None) or self._rewritten(captured, call)
         if appends:  # no policy is part of it
             captured.appending[kind] = made
         self.records.append(
@@ -226,28 +216,22 @@ class PhaseCompiler:
         return made.run
 
     def _shown(self, call: Call, sites: int) -> AbstractContextManager[None]:
-        """Show that a phase is being compiled, and about how long that takes: as long as the last time here.
-
-        Args:
-            sites: attention ops that are compiled.
-        """
+        """Show that a phase is being compiled, and about how long that takes: as long as the last time here."""
         if self.compiler == "eager":
             return nullcontext()
         known = (record.seconds for record in reversed(self.records) if record.phase == call.phase)
         seconds = next(known, COLD_SECONDS_PER_OP * sites)
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
-    def _in_blocks(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _CompiledPhase:
-        """Split a captured graph into layers and compile their parts, once for all policies.
-
-        Raises:
-            CannotSplitError: it has no layers.
-        """
+    def _in_blocks(self, captured: Capture, call: Call) -> _CompiledPhase:
+        """Split a captured graph into layers and compile their parts, once for all policies."""
         passes: list[PassRecord] = []
         if captured.blocked is None:
             gm, mode = copy_graph(captured.gm), backend_mode()
+            layout, _, device = layout_of(gm)
             label = f"prefill.{len(self.records):02d}"
-            nodes, fakes = add_state_placeholders(gm, {"seen": nothing_seen(layout_of(gm)[2])}, {}, mode)
+            seen = torch.zeros((), dtype=torch.int64, device=device)
+            nodes, fakes = add_state_placeholders(gm, {"seen": seen}, {}, mode)
             passes = run_passes(gm, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
             began = time.perf_counter()
             split = split_layers(gm, nodes["seen"])
@@ -257,10 +241,10 @@ class PhaseCompiler:
                 dump_graph(f"{label}.part_{index}", part.gm)
             with self._shown(call, MOST_PARTS), compiled_for_any_length():
                 compile_one = self._compile_one(mode.shape_env)
-                examples = [*inputs, *fakes, *map(recorded, split.added)]
+                examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
                 functions = compile_distinct(gm, split.parts, examples, compile_one)
-            lookups = input_lookups(captured.gm) if layout_of(gm)[2].type == "cpu" else ()
-            layout, allowed = layout_of(captured.gm)[0], lengths_allowed(gm, mode.shape_env)
+            lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
+            allowed = lengths_allowed(gm, mode.shape_env)
             captured.blocked = BlockedPrefill(gm, layout, split, functions, allowed, lookups)
         decoder = captured.blocked
 
@@ -275,9 +259,9 @@ class PhaseCompiler:
 
         return _CompiledPhase(run, len(decoder.functions), passes)
 
-    def _rewritten(self, captured: CanonicalGraph, inputs: Sequence[Any], call: Call) -> _CompiledPhase:
+    def _rewritten(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
-        phase = call.phase
+        phase, inputs = call.phase, captured.inputs
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
         pools = pool_facts(gm, layout)
@@ -300,7 +284,8 @@ class PhaseCompiler:
         passes = phase_passes(phase, nodes, layout, cache.policy, one_token, cpp=cpp, ranks=cache.ranks)
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = len(find_sites(captured.gm))
-        in_parts = self.regions is True or (self.regions == "auto" and self._pays(phase, sites, device))
+        pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
+        in_parts = bool(self.on_host) or self.regions is True or (self.regions == "auto" and pays)
         one_row = phase == "decode" and device.type == "cuda" and call.cache.batch_size == 1
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
@@ -332,11 +317,7 @@ class PhaseCompiler:
     def _compiled(
         self, gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne, in_parts: bool
     ) -> tuple[Callable[..., Any], int, str]:
-        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts.
-
-        Raises:
-            ValueError: weights stay on the host, and it cannot be in parts.
-        """
+        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts."""
         if not in_parts:
             return compile_one(gm, examples), 1, ""
         try:
@@ -347,3 +328,80 @@ class PhaseCompiler:
                     f"a model with weights on the host runs in parts, but this one cannot: {reason}"
                 ) from None
             return compile_one(gm, examples), 1, str(reason)
+
+
+class Capture:
+    """A captured graph with ``kvpass::site`` nodes; the phases of every policy are compiled when first needed.
+
+    Args:
+        gm: made in the trace in which this must be made too. passes: records of the passes that made it. inputs: of the
+            graph, fake.
+    Attributes:
+        blocked: it as a prefill in blocks, when that was compiled. appending: phases that only append to a cache, when
+            they were compiled.
+    """
+
+    def __init__(
+        self, gm: GraphModule, passes: Sequence[PassRecord], inputs: Sequence[Any], compiler: PhaseCompiler
+    ) -> None:
+        self.gm, self.passes, self.inputs, self.compiler = gm, passes, inputs, compiler
+        self.blocked: BlockedPrefill | None = None
+        self.appending: dict[tuple[Phase, EntryFormat, bool], _CompiledPhase] = {}
+        self._context = TracingContext.get()
+        shapes = backend_mode().shape_env
+        assert shapes is not None
+        self._shapes = shapes
+        self._tokens = batch_and_tokens(gm)[1]
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool, bool], Runner] = {}
+
+    @property
+    def guards(self) -> list[ShapeGuard]:
+        """What it takes for granted of its sizes."""
+        return list(self._shapes.guards)
+
+    def admit_one_token(self) -> None:
+        """Let Dynamo call this capture with one token too. To be called last in its trace."""
+        if not isinstance(self._tokens, int):
+            admit_one_token(self._shapes, self._tokens)
+
+    def __call__(self, call: Call, *inputs: Any) -> Any:
+        """Run a call; a prefill of several caches once, or where the decoder is not split into layers once for each."""
+        run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
+        for cache in call.cache.fills if call.phase == "prefill" else ():
+            alone = replace(call, cache=cache)
+            run_alone = self.runner(alone, ranks)  # also where it is not run: policies are checked against the graph
+            if self.blocked is None or call.one_token_prompt:
+                run_alone(alone, *inputs)
+        return run(call, *inputs)
+
+    def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:
+        """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
+        policy = call.cache.policy
+        # a policy may be defined again by the same name; of a full cache, entries are no codes
+        key = (
+            *(type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows),
+            *(call.phase, call.observed, call.one_token_prompt),
+        )
+        if key in self._runners:
+            return self._runners[key]
+
+        def make() -> Runner:
+            with tracing(self._context), several_tokens(self._shapes, self._tokens):
+                return self.compiler.compile(self, call)
+
+        with compile_lock, no_garbage_collection():
+            if key not in self._runners:
+                self._runners[key] = run_on_all_ranks(ranks, f"compiling {call.phase}", make)
+        return self._runners[key]
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Search for no reference cycles inside, in any thread: a capture makes millions of objects, and most stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

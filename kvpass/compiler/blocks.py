@@ -40,11 +40,7 @@ FEWEST_TOKENS = 128
 
 
 def check_block(given: object, regions: Regions, name: str = "prefill_block") -> Block:
-    """Return the option ``prefill_block``, or of another name, as given.
-
-    Raises:
-        ValueError: it is neither "auto" nor an int from 2 on, or an int where graphs are not to be split.
-    """
+    """Return the option ``prefill_block``, or of another name, as given."""
     if given == "auto":
         return given
     if not isinstance(given, int) or isinstance(given, bool) or given < 2:
@@ -57,11 +53,6 @@ def check_block(given: object, regions: Regions, name: str = "prefill_block") ->
 def tokens_of(block: Block, rows: int, device: torch.device) -> int:
     """Return how many tokens of each of the rows are in a block."""
     return max(AUTO_TOKENS[device.type] // rows, FEWEST_TOKENS) if block == "auto" else block
-
-
-def nothing_seen(device: torch.device) -> Tensor:
-    """Return the tokens before a prompt, from which decoders that count positions go on."""
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int], bool]:
@@ -83,11 +74,7 @@ def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int],
 
 
 class _TokenBuffer:
-    """Tensors of blocks of tokens, put together along axis 2.
-
-    Args:
-        first, end: columns that are held.
-    """
+    """Tensors of blocks of tokens, put together along axis 2, of the columns from ``first`` to ``end``."""
 
     def __init__(self, first: int, end: int) -> None:
         self.first, self.end = first, end
@@ -118,9 +105,10 @@ class SplitDecoder:
     """A decoder in parts: what comes before all layers, and of each layer what comes before and after attention.
 
     Args:
-        gm: the graph that was split; behind the inputs of the captured graph it has what :func:`nothing_seen` returns
-            and ``split.added``. layout: of its entries and states. functions: of the parts, by key. allowed: from
-            :func:`lengths_allowed`. lookups: of the inputs in tables, which are checked.
+        gm: the graph that was split; behind the inputs of the captured graph it has the tokens seen before, int64
+            ``[]``, from which decoders that count positions go on, and ``split.added``. layout: of its entries and
+            states. functions: of the parts, by key. allowed: from :func:`lengths_allowed`. lookups: of the inputs in
+            tables, which are checked.
     """
 
     def __init__(
@@ -156,11 +144,7 @@ class SplitDecoder:
         return edges if all(self.allowed(end - first) for first, end in pairwise(edges)) else [0, tokens]
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Check that inputs are within the tables in which they are looked up.
-
-        Raises:
-            ValueError: one is not.
-        """
+        """Check that inputs are within the tables in which they are looked up."""
         for lookup in self.lookups:
             lookup.check(inputs)
 
@@ -201,7 +185,7 @@ class LayerRun:
         tokens = real.shape[1]
         self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
         self.edges = decoder.edges(tokens, block)
-        given = [*inputs, nothing_seen(decoder.device) + seen]
+        given = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
         self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
         self.known.update(dict.fromkeys(decoder.split.real, real))
 
@@ -273,11 +257,7 @@ class LayerRun:
         )
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Run a part for some tokens, which follow those of its last call.
-
-        Args:
-            made: values of these tokens.
-        """
+        """Run a part for some tokens, of which ``made`` are values, and which follow those of its last call."""
         if not part.outputs:
             return {}
         given = [self._part(node, first, end, made) for node in part.inputs]

@@ -1,14 +1,12 @@
-"""Dynamo captures of decoders, and the captures of one model: for one row and for several, by logits_to_keep."""
+"""The captures of one model, which Dynamo makes: for one row and for several, by logits_to_keep."""
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
-import time
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,26 +17,23 @@ import transformers.utils
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.backend import CanonicalGraph, PhaseCompiler, Runner, rows_text
-from kvpass.compiler.known_capture import KnownCapture, ModelText, capture_to_json, keep_capture, recall_capture
-from kvpass.compiler.step import Call, GraphCall, Phase, RepeatedStep, given_places
-from kvpass.config import EntryFormat
-from kvpass.graphs.bind_state import backend_mode, fake_inputs, input_named, placeholders
-from kvpass.graphs.canonical import batch_and_tokens, find_sites
+from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
+from kvpass.compiler.known_capture import KnownCapture, keeping, recall_capture
+from kvpass.compiler.model_text import ModelText
+from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
+from kvpass.graphs.bind_state import input_named, placeholders
+from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.one_token import admit_one_token, several_tokens
-from kvpass.graphs.passes import PassRecord
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.tables import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
-from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
+from kvpass.ranks import run_on_all_ranks
 from kvpass.torch_compat import (
     BackendCompilerFailed,
     FakeTensorMode,
     ShapeEnv,
-    ShapeGuard,
     TorchRuntimeError,
     TracingContext,
     Unsupported,
@@ -47,9 +42,6 @@ from kvpass.torch_compat import (
     maybe_mark_dynamic,
     tracing,
 )
-
-Forward = types.MethodType
-"""``forward`` of a causal language model of transformers."""
 
 Further = Callable[[Tensor], dict[str, Any]]
 """Makes arguments of a forward from the positions; traced with it."""
@@ -74,15 +66,6 @@ def capturing() -> bool:
     return _CALL.get(None) is not None
 
 
-def in_captures(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that is ``own`` in captures and ``plain`` everywhere else."""
-
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        return own(self, *given, **named) if capturing() else plain(self, *given, **named)
-
-    return method
-
-
 class _OnlyCaptured(Exception):
     """Raised in place of running what was captured."""
 
@@ -102,77 +85,6 @@ class _LengthLimits:
 
     columns: set[int] = field(default_factory=set)
     positions: set[int] = field(default_factory=set)
-
-
-class Capture:
-    """One captured graph; the phases of every policy are compiled from it when a call first needs them.
-
-    Args:
-        graph: made in the trace in which this must be made too. inputs: of the graph, fake.
-    """
-
-    def __init__(self, graph: CanonicalGraph, inputs: Sequence[Any], compiler: PhaseCompiler) -> None:
-        self.graph, self.compiler, self._inputs = graph, compiler, inputs
-        self._context = TracingContext.get()
-        shapes = backend_mode().shape_env
-        assert shapes is not None
-        self._shapes = shapes
-        self._tokens = batch_and_tokens(self.graph.gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool, bool], Runner] = {}
-
-    @property
-    def guards(self) -> list[ShapeGuard]:
-        """What it takes for granted of its sizes."""
-        return list(self._shapes.guards)
-
-    @classmethod
-    def of_trace(cls, gm: GraphModule, example_inputs: Sequence[Any], compiler: PhaseCompiler) -> Capture:
-        """Return that of a graph and its inputs, as Dynamo gives them to a backend.
-
-        Raises:
-            UnsupportedAttentionError: an attention call is not understood.
-        """
-        graph = compiler.canonicalize(gm)
-        return cls(graph, fake_inputs(graph.gm, example_inputs), compiler)
-
-    def admit_one_token(self) -> None:
-        """Let Dynamo call this capture with one token too. To be called last in its trace."""
-        if not isinstance(self._tokens, int):
-            admit_one_token(self._shapes, self._tokens)
-
-    def __call__(self, call: Call, *inputs: Any) -> Any:
-        """Run a call; a prefill of several caches once, or where the decoder is not split into layers once for each."""
-        run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
-        for cache in call.cache.fills if call.phase == "prefill" else ():
-            alone = replace(call, cache=cache)
-            run_alone = self.runner(alone, ranks)  # also where it is not run: policies are checked against the graph
-            if self.graph.blocked is None or call.one_token_prompt:
-                run_alone(alone, *inputs)
-        return run(call, *inputs)
-
-    def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:
-        """What runs calls like this one, compiled when there is none yet.
-
-        Args:
-            ranks: processes that now need it too.
-        """
-        policy = call.cache.policy
-        # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = (
-            *(type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows),
-            *(call.phase, call.observed, call.one_token_prompt),
-        )
-        if key in self._runners:
-            return self._runners[key]
-
-        def make() -> Runner:
-            with tracing(self._context), several_tokens(self._shapes, self._tokens):
-                return self.compiler.compile(self.graph, self._inputs, call)
-
-        with compile_lock, _no_garbage_collection():
-            if key not in self._runners:
-                self._runners[key] = run_on_all_ranks(ranks, f"compiling {call.phase}", make)
-        return self._runners[key]
 
 
 class CaptureCache:
@@ -197,7 +109,13 @@ class CaptureCache:
         return min(self._ends.columns | self._ends.positions, default=None)
 
     def run(
-        self, call: Call, forward: Forward, ids: Tensor, positions: Tensor, logits_to_keep: int, hooks: tuple[int, ...]
+        self,
+        call: Call,
+        forward: types.MethodType,
+        ids: Tensor,
+        positions: Tensor,
+        logits_to_keep: int,
+        hooks: tuple[int, ...],
     ) -> Tensor:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call; captures and compiles first what it needs.
 
@@ -209,21 +127,26 @@ class CaptureCache:
             ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
                 not take so many tokens.
         """
-        self._prepare(call, forward, ids, logits_to_keep, hooks)
+        if hooks != self._hooks:
+            self._compiled.clear()
+        if hooks != self._hooks or ids.shape[1] > 1:
+            self.repeated.clear()
+        self._hooks = hooks
+        key, given = self._key(ids, logits_to_keep), (ids, positions)
+        repeated = self.repeated.get(key)
+        if repeated is not None and not repeated.holds(given):
+            self.repeated.pop(key, None)
+            repeated = None
+        if repeated is None:
+            self._prepare(call, forward, ids, key)
         seen = 0 if call.phase == "prefill" else call.cache.columns
         check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
         self._check_positions(seen, positions)
         for cache in (call.cache, *call.cache.fills) if call.phase == "prefill" else ():
             if cache.policy.replays_prompt:
                 self._check_replays(cache.policy, positions)
-        key = self._key(ids, logits_to_keep)
-        if ids.shape[1] > 1:
-            self.repeated.clear()
-        elif (repeated := self.repeated.get(key)) is not None:
-            if repeated.holds((ids, positions)):
-                return repeated(call, (ids, positions))
-            self.repeated.pop(key, None)
-            self._prepare(call, forward, ids, logits_to_keep, hooks)  # a known capture may hold no more
+        if repeated is not None:
+            return repeated(call, given)
         compiled = self._compiled[key]
         try:
             logits = _call_compiled(compiled, call, ids, positions)
@@ -233,28 +156,22 @@ class CaptureCache:
         made, module = call.made, forward.__self__
         if call.phase == "decode" and made is not None and any(value is logits for value in made.outputs):
             assert isinstance(module, nn.Module)
-            self.repeated[key] = RepeatedStep(module, made, (ids, positions), logits)
+            self.repeated[key] = RepeatedStep(module, made, given, logits)
         return logits
 
-    def _prepare(self, call: Call, forward: Forward, ids: Tensor, logits_to_keep: int, hooks: tuple[int, ...]) -> None:
+    def _prepare(self, call: Call, forward: types.MethodType, ids: Tensor, key: Key) -> None:
         """Capture and compile what a call needs, without running it.
 
         A capture is made of several tokens, also where the call has one, and serves one as well.
         """
-        if hooks != self._hooks:
-            self._compiled.clear()
-            self.repeated.clear()
-            self._hooks = hooks
-        key = self._key(ids, logits_to_keep)
         known = self._compiled.get(key)
-        compared = ids.shape[1] == 1 and key in self.repeated  # by its repeated step
-        if isinstance(known, KnownCapture) and not compared and not known.holds(ids.shape[1]):
+        if isinstance(known, KnownCapture) and not known.holds(ids.shape[1]):
             del self._compiled[key]
-        if key in self._compiled:
+        elif known is not None:
             return
         several, model = ids if ids.shape[1] > 1 else _several(ids), forward.__self__
         assert isinstance(model, nn.Module)
-        if known is None and self.further is None and not hooks and self.compiler.captures_alone:
+        if known is None and self.further is None and not self._hooks and self.compiler.captures_alone:
             call.model_text = ModelText.of(model, key, self.compiler.layers, forward.__func__.__qualname__)
         recalled = None if call.model_text is None else self._recalled(call.model_text, model, several, key)
         if recalled is not None:
@@ -266,18 +183,16 @@ class CaptureCache:
 
     def _recalled(self, text: ModelText, model: nn.Module, ids: Tensor, key: Key) -> KnownCapture | None:
         """The capture that an earlier process made of this model; None if there is none."""
-        began, shapes = time.perf_counter(), ShapeEnv()
-        with compile_lock, _no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
-            found = recall_capture(text, model, ids)
+        shapes = ShapeEnv()
+        with compile_lock, no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
+            found = recall_capture(text, model, ids, self.compiler)
             if found is None:
                 return None
-            sites, seconds = len(find_sites(found.gm)), time.perf_counter() - began
-            passes = [PassRecord(name="recall", sites=sites, seconds=seconds, op_diff="")]
-            decoder = Capture(CanonicalGraph(found.gm, passes), found.inputs, self.compiler)
-            _find_ends(found.gm, _shortest(key), self._ends)
+            decoder, modules = found
+            _find_ends(decoder.gm, key, self._ends)
             decoder.admit_one_token()
             shapes.freeze()
-        given = tuple(input_named(found.gm, name) for name in ("input_ids", "position_ids"))
+        given = tuple(input_named(decoder.gm, name) for name in ("input_ids", "position_ids"))
 
         def run(inputs: Sequence[Any]) -> Tensor:
             call = _CALL.get()
@@ -285,15 +200,23 @@ class CaptureCache:
             call.made = GraphCall(decoder, tuple(inputs), outputs, given)
             return logits
 
-        return KnownCapture(found, model, run)
+        return KnownCapture(decoder.gm, modules, model, run)
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
-        """Capture without running, in all processes that share the weights or in none."""
-        run_on_all_ranks(
-            self.compiler.ranks,
-            f"capturing the decoder for {rows_text(len(ids))}",
-            lambda: _capture_only(compiled, call, ids),
-        )
+        """Capture without running, in all processes that share the weights or in none.
+
+        At the positions of a prompt: those of the call may start anywhere.
+        """
+        what, only_capture = f"capturing the decoder for {rows_text(len(ids))}", replace(call, only_capture=True)
+        ids = ids.clone(memory_format=torch.contiguous_format)
+        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+
+        def capture() -> None:
+            with working(what), no_garbage_collection(), suppress(_OnlyCaptured):
+                _call_compiled(compiled, only_capture, ids, positions)
+                only_capture.check_begun()
+
+        run_on_all_ranks(self.compiler.ranks, what, capture)
 
     def _check_positions(self, seen: int, positions: Tensor) -> None:
         """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
@@ -335,42 +258,12 @@ class CaptureCache:
 
 
 def check_length(longest: int | None, seen: int, tokens: int) -> None:
-    """Check that a decoder takes ``tokens`` more tokens after ``seen``.
-
-    Args:
-        longest: most tokens the decoder takes; None for any number.
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that a decoder takes ``tokens`` more tokens after ``seen``, of ``longest`` in all (None: of any number)."""
     if longest is not None and seen + tokens > longest:
         raise ValueError(
             f"{tokens} tokens after {seen}: the decoder does not take more than {longest}, or does otherwise from "
             "there on"
         )
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Search for no reference cycles inside, in any thread: a capture makes millions of objects, and most stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _capture_only(compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
-    """Capture without running, at the positions of a prompt: those of the call may start anywhere."""
-    capturing = replace(call, only_capture=True)
-    positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-    try:
-        with working(f"capturing the decoder for {rows_text(len(ids))}"), _no_garbage_collection():
-            _call_compiled(compiled, capturing, ids.clone(memory_format=torch.contiguous_format), positions)
-    except _OnlyCaptured:
-        return
-    capturing.check_begun()
 
 
 def _several(ids: Tensor) -> Tensor:
@@ -414,7 +307,7 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
 
 
 def _make_compiled_forward(
-    forward: Forward, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
+    forward: types.MethodType, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
     _, logits_to_keep, embedded = key
@@ -436,8 +329,8 @@ def _make_compiled_forward(
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call = _CALL.get()
         call.cache.recheck_fingerprint()
-        decoder, given = Capture.of_trace(gm, example_inputs, compiler), given_places(gm)
-        _find_ends(decoder.graph.gm, _shortest(key), ends)
+        decoder, given = compiler.canonicalize(gm, example_inputs), given_places(gm)
+        _find_ends(decoder.gm, key, ends)
 
         def run(*inputs: Any) -> Any:
             call = _CALL.get()
@@ -448,11 +341,8 @@ def _make_compiled_forward(
                 call.made = GraphCall(decoder, inputs, outputs, given)
             return outputs
 
-        text, assumed = call.model_text, len(decoder.guards)
-        plain = None if text is None else capture_to_json(text, decoder.graph.gm, repeatable=given is not None)
-        decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
-        if text is not None and plain is not None and len(decoder.guards) == assumed:
-            keep_capture(text, plain)
+        with keeping(call.model_text, decoder, repeatable=given is not None):
+            decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
         decoder.admit_one_token()
         return run
 
@@ -470,12 +360,7 @@ def _needed(guards: Sequence[Any]) -> list[bool]:
     return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
 
 
-def _shortest(key: Key) -> int:
-    """Tokens for which a capture of several must hold."""
-    return max(key[1] + 1, 2)
-
-
-def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
+def _find_ends(gm: GraphModule, key: Key, ends: _LengthLimits) -> None:
     """Add the ends of a capture.
 
     Raises:
@@ -485,6 +370,7 @@ def _find_ends(gm: GraphModule, shortest: int, ends: _LengthLimits) -> None:
     if batch_and_tokens(gm)[1] == 1:
         raise _OneTokenAlone("the decoder is another one for one token than for several")
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
+    shortest = max(key[1] + 1, 2)  # tokens for which a capture of several must hold
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
     end = table_end(gm, [inputs[place] for place in [input_named(gm, "position_ids")] if place is not None])
     ends.positions.update([] if end is None else [end])

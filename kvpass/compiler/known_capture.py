@@ -10,104 +10,66 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvpass.compiler.model_text import code_digest, code_objects, model_digest, traced_modules
+from kvpass.compiler.backend import Capture, PhaseCompiler
+from kvpass.compiler.model_text import ModelText, code_digest, code_objects, traced_modules
 from kvpass.compiler.step import ModuleState
 from kvpass.graphs.bind_state import backend_mode, placeholders
-from kvpass.graphs.canonical import batch_and_tokens
+from kvpass.graphs.canonical import batch_and_tokens, find_sites
 from kvpass.graphs.fx_utils import symbols_of
 from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to_json, inputs_of
 from kvpass.graphs.one_token import record_values
-from kvpass.graphs.passes import DISABLE, DUMP
+from kvpass.graphs.passes import PassRecord
 from kvpass.graphs.verify.graph_text import NoTextError
-from kvpass.remembered import keep, keeps_results, recall
-from kvpass.torch_compat import dynamo_runs, modes_are_active
-
-Run = Callable[[Sequence[Any]], Tensor]
-"""Runs a graph on its inputs, for the call that is under way."""
+from kvpass.remembered import keep, recall
 
 _KIND = "capture"
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelText:
-    """By what a capture of a model is known: a digest of all but traced code; the paths of its tensors, by their id."""
+@contextmanager
+def keeping(text: ModelText | None, decoder: Capture, *, repeatable: bool) -> Iterator[None]:
+    """Keep a capture for later processes, unless what is compiled inside takes more for granted of its sizes.
 
-    digest: str
-    paths: Mapping[int, str]
-
-    @classmethod
-    def of(cls, model: nn.Module, *more: object) -> ModelText | None:
-        """Return that of a model as it is; None where a capture is not to be kept, nor taken from an earlier process.
-
-        Args:
-            more: what else a capture depends on.
-        """
-        if (
-            not keeps_results()
-            or DUMP in os.environ
-            or DISABLE in os.environ
-            or modes_are_active()
-            or not dynamo_runs()
-        ):
-            return None
-        try:
-            digest = model_digest(model, *more)
-        except NoTextError as reason:
-            _LOG.debug("the capture is not kept for later processes: %s", reason)
-            return None
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        return cls(digest, {id(tensor): path for path, tensor in tensors})
-
-
-@dataclass(frozen=True)
-class Recalled:
-    """A capture of an earlier process: its canonical graph, fake inputs, and the modules whose code was traced."""
-
-    gm: GraphModule
-    inputs: Sequence[Any]
-    modules: Sequence[str]
-
-
-def capture_to_json(text: ModelText, gm: GraphModule, *, repeatable: bool) -> dict[str, Any] | None:
-    """Return a capture for :func:`keep_capture`; None where it has no exact text. To be called in its trace.
+    To be called in its trace. What has no exact text is not kept.
 
     Args:
-        gm: its canonical graph. repeatable: Dynamo's code does nothing but to call it.
+        text: of its model. repeatable: Dynamo's code does nothing but to call the graph.
     """
+    plain, assumed = None, len(decoder.guards)
     try:
-        if not repeatable or len(gm.graph.output_node().all_input_nodes) != 1:
-            raise NoTextError("Dynamo's code does more than to call the graph")
-        _check_guards(gm)
-        modules = traced_modules()
-        return {"modules": modules, "code": code_digest(modules), "graph": graph_to_json(gm, text.paths)}
+        if text is not None:
+            if not repeatable or len(decoder.gm.graph.output_node().all_input_nodes) != 1:
+                raise NoTextError("Dynamo's code does more than to call the graph")
+            _check_guards(decoder.gm)
+            modules, graph = traced_modules(), graph_to_json(decoder.gm, text.paths)
+            plain = {"modules": modules, "code": code_digest(modules), "graph": graph}
     except NoTextError as reason:
         _LOG.debug("the capture is not kept for later processes: %s", reason)
-        return None
+    yield
+    if text is not None and plain is not None and len(decoder.guards) == assumed:
+        keep(_KIND, [text.digest], plain)
 
 
-def keep_capture(text: ModelText, plain: dict[str, Any]) -> None:
-    """Keep a capture for later processes."""
-    keep(_KIND, [text.digest], plain)
-
-
-def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled | None:
+def recall_capture(
+    text: ModelText, model: nn.Module, ids: Tensor, compiler: PhaseCompiler
+) -> tuple[Capture, Sequence[str]] | None:
     """Return a capture of an earlier process; None if there is none for this model, ids and code.
 
-    To be called in ``tracing`` with a fake mode of its own.
+    To be called in ``tracing`` with a fake mode of its own; ``ids``: an example ``[B, T]``, or embeddings.
 
-    Args:
-        ids: an example ``[B, T]``, or embeddings.
+    Returns:
+        the capture, and the modules whose code was traced.
     """
+    began = time.perf_counter()
     kept = recall(_KIND, [text.digest])
     if kept is None:
         return None
@@ -122,7 +84,8 @@ def recall_capture(text: ModelText, model: nn.Module, ids: Tensor) -> Recalled |
         _LOG.debug("the capture of an earlier process is not used: %r", reason)
         return None
     gm.recompile()
-    return Recalled(gm, inputs, kept["modules"])
+    passes = [PassRecord(name="recall", sites=len(find_sites(gm)), seconds=time.perf_counter() - began, op_diff="")]
+    return Capture(gm, passes, inputs, compiler), kept["modules"]
 
 
 def _check_guards(gm: GraphModule) -> None:
@@ -141,20 +104,22 @@ class KnownCapture:
     Instead of Dynamo's guards, it compares what it was made for.
     """
 
-    def __init__(self, found: Recalled, model: nn.Module, run: Run) -> None:
-        self._found, self._run = found, run
-        held = [node.meta["grapharg"].example for node in placeholders(found.gm) if "grapharg" in node.meta]
+    def __init__(
+        self, gm: GraphModule, modules: Sequence[str], model: nn.Module, run: Callable[[Sequence[Any]], Tensor]
+    ) -> None:
+        self._gm, self._modules, self._run = gm, modules, run
+        held = [node.meta["grapharg"].example for node in placeholders(gm) if "grapharg" in node.meta]
         self._state = ModuleState(model, held)
         self._lists = self._state.lists()
-        self._code = code_objects(found.modules)
+        self._code = code_objects(modules)
 
     def holds(self, tokens: int) -> bool:
         """Whether model and torch are as they were; with several tokens also lists in the model and the traced code."""
         return self._state.holds() and (tokens == 1 or (self._state.lists() == self._lists and self._same_code()))
 
     def _same_code(self) -> bool:
-        now = code_objects(self._found.modules)
+        now = code_objects(self._modules)
         return len(now) == len(self._code) and all(map(operator.is_, now, self._code))
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(inputs_of(self._found.gm, ids, positions))
+        return self._run(inputs_of(self._gm, ids, positions))

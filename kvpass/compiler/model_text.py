@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from kvpass.graphs.passes import DISABLE, DUMP
 from kvpass.graphs.verify.graph_text import NoTextError, content_text
-from kvpass.remembered import digest_of
-from kvpass.torch_compat import TracingContext
+from kvpass.remembered import digest_of, keeps_results
+from kvpass.torch_compat import TracingContext, dynamo_runs, modes_are_active
 
+_LOG = logging.getLogger(__name__)
 _LIBRARIES = {"torch", "transformers", "kvpass"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 _OF_EVERY_MODULE = vars(nn.Module())
@@ -33,15 +38,30 @@ _GROWING = {"_CAN_RECORD_REGISTRY", "RemovableHandle"}
 that counts the hooks registered so far."""
 
 
-def model_digest(model: nn.Module, *more: object) -> str:
-    """Return a digest of a model as it is.
+@dataclass(frozen=True)
+class ModelText:
+    """By what a capture of a model is known: a digest of all but traced code; the paths of its tensors, by their id."""
 
-    Args:
-        more: what else the capture depends on; each has an exact text.
-    Raises:
-        NoTextError: an attribute has no exact text, or a module has hooks.
-    """
-    return digest_of((*more, transformers.__version__, *_settings(), *_model_lines(model)))
+    digest: str
+    paths: Mapping[int, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, *more: object) -> ModelText | None:
+        """Return that of a model as it is; None where a capture is not to be kept, nor taken from an earlier process.
+
+        Args:
+            more: what else the capture depends on; each has an exact text.
+        """
+        is_debugged = DUMP in os.environ or DISABLE in os.environ
+        if is_debugged or not keeps_results() or modes_are_active() or not dynamo_runs():
+            return None
+        try:
+            digest = digest_of((*more, transformers.__version__, *_settings(), *_model_lines(model)))
+        except NoTextError as reason:
+            _LOG.debug("the capture is not kept for later processes: %s", reason)
+            return None
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return cls(digest, {id(tensor): path for path, tensor in tensors})
 
 
 def _settings() -> Iterator[object]:
@@ -79,11 +99,7 @@ def _tensor_text(tensor: Tensor | None, name: str, known: dict[int, str]) -> str
 
 
 def _value_text(value: Any, places: Mapping[int, str]) -> str:
-    """The exact text of an attribute.
-
-    Args:
-        places: paths of the modules of the model, by their id.
-    """
+    """The exact text of an attribute; ``places``: paths of the modules of the model, by their id."""
     if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, PretrainedConfig):
@@ -170,11 +186,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def traced_modules() -> list[str]:
-    """Return the names of the modules of Python whose code the current trace has followed; without those of kvpass.
-
-    Raises:
-        NoTextError: some code is not of torch, transformers or kvpass.
-    """
+    """Return the names of the modules of Python whose code the current trace has followed; without those of kvpass."""
     files = {code.co_filename for code in TracingContext.get_traced_code() or ()}
     known = {getattr(module, "__file__", None): name for name, module in list(sys.modules.items())}
     found = {"torch.nn.functional"}  # often patched from outside

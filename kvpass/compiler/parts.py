@@ -30,24 +30,14 @@ FEW_LAYERS = 8
 
 
 def check_regions(given: object) -> Regions:
-    """Return the option ``compile_regions`` as given.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return the option ``compile_regions`` as given."""
     if given == "auto" or isinstance(given, bool):
         return given
     raise ValueError(f"compile_regions={given!r}: must be True, False or 'auto'")
 
 
 def compile_parts(gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne) -> tuple[Callable[..., Any], int]:
-    """Compile a rewritten graph in parts; return what runs the whole, and how many parts were compiled.
-
-    Args:
-        examples: fake inputs of the graph.
-    Raises:
-        CannotSplitError: it has no parts.
-    """
+    """Compile a rewritten graph in parts, for fake inputs; return what runs the whole, and how many were compiled."""
     pieces = split_graph(gm)
     parts = [piece for piece in pieces if isinstance(piece, Part)]
     functions = compile_distinct(gm, parts, examples, compile_one)

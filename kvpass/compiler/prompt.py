@@ -7,14 +7,14 @@ compaction the prompt then runs a second time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from kvpass.compiler.blocks import SplitDecoder
-from kvpass.compiler.replays import Behind, Observed, PromptRun
+from kvpass.compiler.replays import Behind, Fill, Observed, PromptRun
 from kvpass.graphs.canonical import Site, SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
@@ -29,13 +29,6 @@ from kvpass.policies.compaction import fit_entries, references
 from kvpass.policies.observation import projected_norms
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import Ranks
-
-
-class Fill(NamedTuple):
-    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CompressedCache.prefill_state`."""
-
-    policy: Policy
-    state: Mapping[str, Tensor]
 
 
 class BlockedPrefill(SplitDecoder):
@@ -80,11 +73,7 @@ class BlockedPrefill(SplitDecoder):
         return logits
 
     def _find_what_is_read(self, policy: Policy) -> None:
-        """Find in each layer what the policy reads of the model, before anything is written.
-
-        Raises:
-            UnsupportedAttentionError: it is not there.
-        """
+        """Find in each layer what the policy reads of the model, or raise, before anything is written."""
         for layer in self.split.layers:
             if self.locations[layer.site.layer].ring:
                 continue
@@ -105,17 +94,12 @@ class _ScoredPrompt(PromptRun):
     def __init__(
         self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks
     ) -> None:
-        readers = {number: policy for number, (policy, _) in enumerate(fills) if policy.reads_replays}
-        state = fills[0].state  # what a prompt begins with is the same for all
-        super().__init__(decoder, state, inputs, block, readers, lambda policy, ids: policy.replays(ids))
-        self.fills, self.ranks, self.ops = fills, ranks, implementation(self.first)
+        readers = [fill for fill in fills if fill.policy.reads_replays]
+        super().__init__(decoder, fills, inputs, block, readers, lambda policy, ids: policy.replays(ids))
+        self.ranks, self.ops = ranks, implementation(self.first)
 
     def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
-        """Run a layer; each policy scores its entries and keeps some.
-
-        Args:
-            edges, results_from: as in :meth:`attend`.
-        """
+        """Run a layer, as :meth:`attend` does; each policy scores its entries and keeps some."""
         self.copy_weights(layer.reads)
         location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
 
@@ -126,34 +110,33 @@ class _ScoredPrompt(PromptRun):
                     summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
                 summed[0][..., : sums.shape[2]] += sums
 
-        scored_by = [] if location.ring else [fill.policy for fill in self.fills]
-        on_block = add_sums if any(policy.sums_columns for policy in scored_by) else None
-        num_queries = max(map(self._rows_read, scored_by), default=0)
-        scoring = [number for number, policy in enumerate(scored_by) if policy.scores_tokens]
-        call, lse, scored = self.attend(
+        scored = [] if location.ring else self.fills
+        on_block = add_sums if any(fill.policy.sums_columns for fill in scored) else None
+        num_queries = max((self._rows_read(fill.policy) for fill in scored), default=0)
+        scoring = [fill for fill in scored if fill.policy.scores_tokens]
+        call, lse, found = self.attend(
             layer,
             edges,
             num_queries=num_queries,
             results_from=results_from,
-            of_entering=[self._token_scores(scored_by[number], layer.site, location) for number in scoring],
+            of_entering=[self._token_scores(fill.policy, layer.site, location) for fill in scoring],
             on_block=on_block,
         )
-        entered = dict(zip(scoring, scored, strict=True))
-        replayed: dict[int, Tensor] = {}
+        entered, replayed = dict(zip(scoring, found, strict=True)), dict[Fill, Tensor]()
         for behind in self.behind:
             with record_function("kvpass::replay"):
                 most = self._replay(layer, call, location, behind, is_last=is_last)
-            replayed.update({number: most[self._weighs(number)] for number in behind.readers})
+            replayed.update({fill: most[fill.policy.weighs_replays] for fill in behind.readers})
         columns = torch.arange(self.tokens, device=call.k.device)
-        for number, fill in enumerate(self.fills):
+        for fill in self.fills:
             if location.ring:
                 keep_newest(location.buffers(RingBuffers, fill.state), call.k, call.v, columns, location.layer)
                 continue
             last = slice(num_queries - self._rows_read(fill.policy), None)
             own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
             sums = summed[0] if fill.policy.sums_columns else None
-            found = {"summed": sums, "replayed": replayed.get(number), "entered": entered.get(number)}
-            self._score_and_select(fill, layer.site, location, own, own_lse, found)
+            inputs = {"summed": sums, "replayed": replayed.get(fill), "entered": entered.get(fill)}
+            self._score_and_select(fill, layer.site, location, own, own_lse, inputs)
 
     def _replay(
         self, layer: Layer, prompt: Attention, location: SiteLocation, behind: Behind, *, is_last: bool
@@ -163,7 +146,7 @@ class _ScoredPrompt(PromptRun):
         Returns:
             by whether attention is weighed by norms, for those of the two that a policy reads.
         """
-        kinds = set(map(self._weighs, behind.readers))
+        kinds = {fill.policy.weighs_replays for fill in behind.readers}
         found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
         weighed = True in kinds and not location.ring
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
@@ -182,9 +165,6 @@ class _ScoredPrompt(PromptRun):
                     paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
                     most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
         return found
-
-    def _weighs(self, number: int) -> bool:
-        return self.fills[number].policy.weighs_replays
 
     def _score_and_select(
         self,
@@ -247,10 +227,7 @@ class _Repetition(PromptRun):
     """
 
     def __init__(self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int) -> None:
-        readers = {number: policy for number, (policy, _) in enumerate(fills)}
-        state = fills[0].state
-        super().__init__(decoder, state, inputs, block, readers, lambda policy, ids: policy.reference_replays(ids))
-        self.fills = fills
+        super().__init__(decoder, fills, inputs, block, fills, lambda policy, ids: policy.reference_replays(ids))
 
     def compact(self, layer: Layer, *, is_last: bool) -> None:
         """Run a layer; compact what each cache holds of it."""
@@ -264,9 +241,9 @@ class _Repetition(PromptRun):
             ]
             if location.ring:
                 continue
-            for number in behind.readers:
+            for fill in behind.readers:
                 with record_function("kvpass::compact"):
-                    self._compact(self.fills[number], prompt, location, found, [parts for _, parts in behind.turns])
+                    self._compact(fill, prompt, location, found, [parts for _, parts in behind.turns])
 
     def _compact(
         self,

@@ -6,6 +6,7 @@ Policies score by what replays attend to (:mod:`kvpass.policies.kvzip`), and com
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +27,31 @@ Observed = tuple[slice, int, Replay]
 """Rows, their first real column, and what they replay."""
 
 
+@dataclass(eq=False)
+class Fill:
+    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CompressedCache.prefill_state`."""
+
+    policy: Policy
+    state: Mapping[str, Tensor]
+
+
 class Behind(NamedTuple):
     """Replays behind a prompt, of caches that ask for the same.
 
     Attributes:
-        turns: what runs, and what of it each row observes. readers: numbers of the caches that read it.
+        turns: what runs, and what of it each row observes. readers: the caches.
     """
 
     turns: list[tuple[LayerRun, list[Observed]]]
-    readers: list[int]
+    readers: list[Fill]
 
 
 class PromptRun(LayerRun):
     """A prompt that runs through a decoder, and what is replayed behind it.
 
     Args:
-        state: of a cache that the prompt fills. readers: policies of the caches that replay something, by the number
-            of the cache. replays_of: what a policy replays of prompts of one length, int64 ``[B, N]``; policies that
-            replay the same tokens share them.
+        fills: what the prompt fills. readers: those whose policies replay something. replays_of: what a policy replays
+            of prompts of one length, int64 ``[B, N]``; policies that replay the same tokens share them.
     Attributes:
         states: names of the states of recurrent layers. first: first real column of each row, on the device. on_host:
             inputs that stay on the host. behind: what runs behind the prompt.
@@ -52,12 +60,13 @@ class PromptRun(LayerRun):
     def __init__(
         self,
         decoder: SplitDecoder,
-        state: Mapping[str, Tensor],
+        fills: Sequence[Fill],
         inputs: Sequence[Any],
         block: int,
-        readers: Mapping[int, Policy],
+        readers: Sequence[Fill],
         replays_of: Callable[[Policy, Tensor], Sequence[Replay]],
     ) -> None:
+        self.fills, state = fills, fills[0].state  # what a prompt begins with is the same for all
         columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
         real = (columns >= state["first"][:, None]).long()
         super().__init__(decoder, inputs, real, block, state["start"])
@@ -67,12 +76,12 @@ class PromptRun(LayerRun):
         self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
         self._copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
         found: dict[Hashable, Behind] = {}
-        for number, policy in readers.items():
+        for fill in readers:
             ids_at = decoder.given[0]
             assert ids_at is not None, "frontends without token ids refuse policies that replay"
             ids = inputs[ids_at]
             groups = [
-                (rows, column, replays_of(policy, ids[rows, column:]))
+                (rows, column, replays_of(fill.policy, ids[rows, column:]))
                 for rows, column in row_groups(self.start)
                 if column < self.tokens
             ]
@@ -82,8 +91,8 @@ class PromptRun(LayerRun):
                 for replay in of_rows
             )
             if key not in found:
-                found[key] = Behind(list(self._turns(policy, groups, inputs, block)), [])
-            found[key].readers.append(number)
+                found[key] = Behind(list(self._turns(fill.policy, groups, inputs, block)), [])
+            found[key].readers.append(fill)
         self.behind = list(found.values())
 
     def _turns(
@@ -92,9 +101,6 @@ class PromptRun(LayerRun):
         """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
 
         Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
-
-        Args:
-            groups: rows, their first real column, and their replays.
         """
         decoder, n = self.decoder, self.tokens
         ids_at, positions_at = decoder.given

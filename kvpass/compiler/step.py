@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from transformers import PretrainedConfig
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.compiler.model_text import ModelText
 from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import held_by_module, input_named, placeholders
 from kvpass.graphs.fx_utils import recorded
 from kvpass.torch_compat import GlobalStateGuard, dict_version, dynamo_settings, modes_are_active, traced_effects
-
-if TYPE_CHECKING:
-    from kvpass.compiler.known_capture import ModelText
 
 R = TypeVar("R")
 
@@ -132,10 +130,8 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
 
     A reusable cache is copied, and so is one of one row for a call of several: each continues that row.
 
-    Args:
-        rows, device: of the call.
     Raises:
-        CacheMismatchError: the call does not fit, or the cache is interrupted.
+        CacheMismatchError: a call of so many rows on this device does not fit, or the cache is interrupted.
     """
     if cache.interrupted:
         raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
@@ -196,11 +192,7 @@ def given_places(gm: GraphModule) -> tuple[int | None, ...] | None:
 
 
 class ModuleState:
-    """A module as it is now, to see later whether it is still the same.
-
-    Args:
-        held: tensors of it that a graph reads.
-    """
+    """A module as it is now, to see later whether it is still the same; ``held``: tensors that a graph reads."""
 
     def __init__(self, module: nn.Module, held: Sequence[Tensor]) -> None:
         self._attributes = list(_attributes(module))

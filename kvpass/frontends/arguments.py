@@ -14,7 +14,6 @@ from transformers import Cache, PreTrainedModel
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
 from kvpass.policies.base import Policy
-from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules
 from kvpass.ranks import Ranks
 from kvpass.transformers_compat import CACHE
@@ -46,22 +45,11 @@ _OF_GENERATE = {
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")
 """Arguments of ``generate`` that say who drafts tokens which the model then checks."""
 
-_NOT_EXACT = {
-    "num_beams": "beams change their order after every token, so no draft would be verified; use one beam",
-    "guidance_scale": "it reads each token into a second cache, and would read drafts too",
-}
-"""Arguments of ``generate`` that ``exact=True`` does not support, with a reason for each."""
-
 _FROM_PRETRAINED = "load it with transformers.AutoModelForCausalLM.from_pretrained"
 
 
 def check_model(model: object) -> None:
-    """Raise for models that ``kvpass.compile`` does not support, as far as known without tracing.
-
-    Raises:
-        ValueError: no model of transformers, in training mode, no decoder, or config asks for more than logits.
-        UnsupportedAttentionError: its attention is known to be unsupported.
-    """
+    """Raise for models that ``kvpass.compile`` does not support, as far as known without tracing."""
     if isinstance(model, str | Path):
         raise ValueError(f"model={str(model)!r} is a name: {_FROM_PRETRAINED}({str(model)!r}) and give what it returns")
     kind = type(model).__name__
@@ -100,11 +88,7 @@ def check_model(model: object) -> None:
 
 
 def check_ids(ids: object, device: torch.device | None = None) -> None:
-    """Check that ``ids`` are token ids, int64 or int32 ``[B, T]``, on ``device`` if given.
-
-    Raises:
-        ValueError: they are something else; the message says what to do.
-    """
+    """Check that ``ids`` are token ids, int64 or int32 ``[B, T]``, on ``device`` if given."""
     if isinstance(ids, Mapping):
         raise ValueError(f"input_ids of type {type(ids).__name__}: give what it holds by name, as in model(**inputs)")
     if not isinstance(ids, Tensor):
@@ -126,8 +110,6 @@ def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Po
 
     Args:
         ids: ``input_ids`` of the same call of ``forward``, if any. begun: the cache is filled.
-    Raises:
-        ValueError: they are not; the message says what to do.
     """
     if ids is not None:
         raise ValueError("input_ids and inputs_embeds are two forms of one prompt: give one of them")
@@ -158,35 +140,23 @@ def unsupported_argument(given: Mapping[str, Any]) -> str | None:
 
 
 def check_forward(given: Mapping[str, Any]) -> None:
-    """Raise for unsupported arguments of ``forward``.
-
-    Raises:
-        ValueError: there is one; the message says what to do.
-    """
+    """Raise for unsupported arguments of ``forward``."""
     name = unsupported_argument(given)
     if name is not None:
         reason = _OF_FORWARD.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 
-def cache_argument(given: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments, by either of its names.
-
-    Raises:
-        ValueError: both are given.
-    """
-    caches = [given[name] for name in ("past_key_values", "cache") if given.get(name) is not None]
+def take_cache(given: dict[str, Any]) -> Any:
+    """Take the cache out of the arguments, where it has one of two names."""
+    caches = [cache for cache in (given.pop("past_key_values", None), given.pop("cache", None)) if cache is not None]
     if len(caches) > 1:
         raise ValueError("past_key_values and cache are two names of one argument: give one of them")
     return caches[0] if caches else None
 
 
 def check_cache(given: object) -> None:
-    """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None.
-
-    Raises:
-        CacheMismatchError: a cache of another kind that holds tokens. ValueError: anything else.
-    """
+    """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None."""
     if given is None or isinstance(given, CompressedCache):
         return
     kind = type(given).__name__
@@ -204,13 +174,7 @@ def check_cache(given: object) -> None:
 
 
 def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
-    """Raise for unsupported arguments of ``generate``.
-
-    Args:
-        kwargs: as given. given: the generation configuration that was given, or None. default: the model's own.
-    Raises:
-        ValueError: there is one; the message says why.
-    """
+    """Raise for unsupported arguments of ``generate``; ``given``, ``default``: generation configurations."""
     configured = given or default
     cache = kwargs[CACHE]
     check_cache(cache)
@@ -246,8 +210,6 @@ def check_generate_mask(mask: Tensor | None, text: Tensor, seen: int, kwargs: Ma
     Args:
         mask: as given. text: ids ``[B, T]``, or embeddings. seen: columns in the cache. kwargs, configs: of the call,
             which may name the padding token: without a mask transformers takes that for padding wherever it stands.
-    Raises:
-        ValueError: another length; or no mask, and the padding token inside a prompt.
     """
     tokens = text.shape[1]
     if mask is not None:
@@ -284,13 +246,7 @@ def drafts_asked(kwargs: Mapping[str, Any], configured: Any) -> str | None:
 
 
 def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
-    """Check that tokens of drafts which are not accepted can be taken back.
-
-    Args:
-        asked: the argument of ``generate`` that asks for drafts. recurrent: the decoder has recurrent layers.
-    Raises:
-        ValueError: they cannot; the message says why.
-    """
+    """Check that tokens of drafts, for which the argument ``asked`` asks, can be taken back."""
     reason = None
     if recurrent:
         reason = (
@@ -308,60 +264,8 @@ def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
 
 
-def check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> int:
-    """Check a call of ``generate`` with ``exact=True``.
-
-    Args:
-        kwargs, configured: as given, and the generation configuration. tokens: ``draft_tokens``.
-    Returns:
-        rows of the answer.
-    Raises:
-        ValueError: it has beams, guidance, drafts of another kind, or embeddings; ``tokens`` is out of range.
-    """
-    if tokens != "auto":
-        check_int("draft_tokens", tokens, 1)
-    asked = drafts_asked(kwargs, configured)
-    if asked is not None:
-        raise ValueError(f"exact=True and {asked!r} are two kinds of drafts: give one of them")
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("exact=True with inputs_embeds is not supported: pass input_ids")
-    for name, reason in _NOT_EXACT.items():
-        value = said(name, kwargs, configured)
-        if value not in (None, 1):
-            raise ValueError(f"exact=True with {name}={value!r} is not supported: {reason}")
-    ids = kwargs.get("input_ids", kwargs.get("inputs"))
-    rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
-    return rows * (said("num_return_sequences", kwargs, configured) or 1)
-
-
-def full_of(cache: CompressedCache) -> CompressedCache:
-    """Return the full cache of the text that a compressed one holds.
-
-    Raises:
-        CacheMismatchError: there is none, or it holds other tokens.
-    """
-    if cache.full is None:
-        raise CacheMismatchError(
-            f"exact=True needs the full cache of the text beside {cache!r}: compress it with keep_full=True, or give "
-            "the whole text and no cache"
-        )
-    if cache.full.columns != cache.columns or cache.full.batch_size != cache.batch_size:
-        raise CacheMismatchError(
-            f"cache.full holds {cache.full.columns} tokens, and the cache {cache.columns}: a call without exact=True "
-            "continued only one of them; prefill the text again"
-        )
-    ids, full_ids = cache.ids, cache.full.ids
-    if ids is not None and full_ids is not None and not torch.equal(ids, full_ids):
-        raise CacheMismatchError("cache.full holds another text than the cache: give it the full cache of the same one")
-    return cache.full
-
-
 def check_one_process(ranks: Ranks, asked: str) -> None:
-    """Check that no other process shares the model.
-
-    Raises:
-        ValueError: others do; a prompt fills one cache then.
-    """
+    """Check that no other process shares the model: then a prompt fills one cache."""
     if ranks.several:
         raise ValueError(
             f"{asked}: several processes share this model, whose prompts fill one cache at a time; call set_policy and "

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
-from kvpass.adapt.latent_attention import attends_latents, cannot_absorb, expansion_of
+from kvpass.adapt.changed_class import changed_class, once
+from kvpass.adapt.latent_attention import cannot_absorb
 from kvpass.adapt.positions import tuned_query, tunes_by_column
 from kvpass.compiler.capture import capturing
 
@@ -110,19 +111,19 @@ def kvpass_attention(
     Returns:
         output ``[B, T, H, Dv]`` and no attention weights.
     """
+    layer: Any = module
     query = tuned_query(module, query, extra)
     chunked = _kind(module) == _CHUNKED
     if chunked:
-        config: Any = module.config
-        sliding_window = config.attention_chunk_size
+        sliding_window = layer.config.attention_chunk_size
     refusal = _refusal(module, attention_mask, dropout, sliding_window, is_causal, extra)
     if query.shape[2] != key.shape[2]:
         refusal = "not every token of the prompt has a query here: the model leaves out those whose logits are not kept"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    latent = attends_latents(module)
+    latent = getattr(layer, "attends_latents", False)
     if latent and (reason := cannot_absorb(module)) is not None:
         refusal = f"{reason}, since kvpass.compile: compile the changed model"
-    up, nope = expansion_of(module) if latent else (None, 0)
+    up, nope = (layer.kv_b_proj.weight, layer.qk_nope_head_dim) if latent else (None, 0)
     if torch.is_autocast_enabled(query.device.type):  # as scaled_dot_product_attention does
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
@@ -192,7 +193,7 @@ class _CapturedConfig(_Base):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain, (type(self).__mro__[2], vars(self))  # pickle finds a class by its name
+        return _plain, (type(self).__bases__[1], vars(self))  # pickle finds a class by its name
 
 
 def _plain(kind: type[PreTrainedConfig], settings: dict[str, Any]) -> PreTrainedConfig:
@@ -201,18 +202,17 @@ def _plain(kind: type[PreTrainedConfig], settings: dict[str, Any]) -> PreTrained
     return config
 
 
-_KINDS: dict[type, type] = {}
-"""Classes of configurations, and ours of the same names."""
+@once
+def _captured(kind: type[PreTrainedConfig]) -> Any:
+    return changed_class(kind, _CapturedConfig)
 
 
 def attend_in_captures(model: nn.Module) -> None:
     """Let the configurations of a compiled copy name kvpass's attention to captures."""
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        kind: Any = type(config)
-        if issubclass(kind, PreTrainedConfig) and not issubclass(kind, _CapturedConfig):
-            own = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-            config.__class__ = _KINDS.setdefault(kind, type(kind.__name__, (_CapturedConfig, kind), own))
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, _CapturedConfig):
+            config.__class__ = _captured(type(config))
 
 
 AttentionInterface.register(ATTENTION_NAME, kvpass_attention)

@@ -13,9 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, CachePool
+except ImportError:
+    raise ValueError(
+        "continuous batching (generate_batch, init_continuous_batching) of a kvpass model needs transformers 5.18 "
+        "or later: before, a request holds as many blocks of cache as it has tokens; call generate with a batch, "
+        "or serve the model with vLLM (docs/serve.md)"
+    ) from None
+
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
-from transformers.generation.continuous_batching.cache_allocators import CacheAllocator, CachePool
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
@@ -27,7 +36,7 @@ from kvpass.cache.requests import RequestCache
 from kvpass.compiler.step import append
 from kvpass.config import one_of
 from kvpass.frontends.attention import ATTENTION_NAME
-from kvpass.frontends.transformers import CompressedModel, graph_of
+from kvpass.frontends.runtime import decoder_of
 from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE
 
@@ -50,13 +59,7 @@ _UNSUPPORTED = {
 
 
 class Manager(ContinuousBatchingManager):
-    """The manager of transformers for a kvpass model: what ``init_continuous_batching`` returns.
-
-    Attributes:
-        room: tokens that a request may append.
-    Raises:
-        ValueError: the model, its policy or budget or a setting is unsupported; the message says why.
-    """
+    """The manager of transformers for a kvpass model; ``room``: tokens that a request may append."""
 
     model: Any
     continuous_batching_config: Any
@@ -98,11 +101,7 @@ class Manager(ContinuousBatchingManager):
         *args: Any,
         **kwargs: Any,
     ) -> str | None:
-        """Add a request as in transformers.
-
-        Raises:
-            ValueError: it does not fit, and an error in a step would end all requests; the message says why.
-        """
+        """Add a request as in transformers; one that does not fit raises here, since an error in a step ends all."""
         ids = list(input_ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_prompt(self.model, ids)
@@ -111,7 +110,7 @@ class Manager(ContinuousBatchingManager):
         self.check_length(len(ids) + new)
         return super().add_request(ids, request_id, new, *args, **kwargs)
 
-    def serves(self, model: CompressedModel, hints: Any) -> bool:
+    def serves(self, model: Any, hints: Any) -> bool:
         """Whether it has the policy and budget that the model has now, and room for the requests to come."""
         return model._kvpass.rules_now == self._rules and getattr(hints, "max_generated_length", 0) <= self.room
 
@@ -173,7 +172,7 @@ class Manager(ContinuousBatchingManager):
 
 
 def manager(
-    model: CompressedModel,
+    model: Any,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
@@ -216,7 +215,7 @@ def _check(model: Any, rules: Rules, config: ContinuousBatchingConfig) -> None:
             raise ValueError(f"continuous batching with {name}={value!r} is not supported by a kvpass model: {why}")
 
 
-def _example(model: CompressedModel, rules: Rules) -> CompressedCache:
+def _example(model: Any, rules: Rules) -> CompressedCache:
     """Return the cache of a made-up prompt, which shows how the model's cache is laid out."""
     before = model._kvpass.last_prompt
     with model._kvpass.call(rules):
@@ -276,7 +275,7 @@ class _OneBlockCache(PagedAttentionCache):
         states: of requests that have a block. batch: of the next step: request, tokens seen, new tokens.
     """
 
-    def __init__(self, config: Any, model: CompressedModel, blocks: int, block_bytes: int) -> None:
+    def __init__(self, config: Any, model: Any, blocks: int, block_bytes: int) -> None:
         self.device, self.dtype = model.device, model.dtype
         self.allow_block_sharing = self.use_prefix_sharing = False
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
@@ -312,13 +311,9 @@ class _OneBlockCache(PagedAttentionCache):
 
 
 class _Step:
-    """Runs a step of the requests in a batch, in place of the model.
+    """Runs a step of the requests in a batch, in place of the model."""
 
-    Args:
-        rules: of all prompts. requests: their cache.
-    """
-
-    def __init__(self, model: CompressedModel, rules: Rules, requests: RequestCache) -> None:
+    def __init__(self, model: Any, rules: Rules, requests: RequestCache) -> None:
         self._model, self._rules, self._requests = model, rules, requests
 
     def _supports_logits_to_keep(self) -> bool:
@@ -382,5 +377,5 @@ class _Step:
         self._requests.choose(rows, max(positions))
         at = torch.tensor(positions, device=ids.device)[:, None]
         with self._model._kvpass.call(self._rules):
-            logits: Tensor = append(self._requests, 1, graph_of(self._model, ids.contiguous(), at, 1))[0]
+            logits: Tensor = append(self._requests, 1, decoder_of(self._model, ids.contiguous(), at, 1))[0]
         return logits

@@ -10,7 +10,8 @@ Legend: B rows, T tokens of a text, M of a draft.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,12 +20,103 @@ from transformers import StoppingCriteriaList
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
+from kvpass.errors import CacheMismatchError
+from kvpass.frontends.arguments import check_cache, check_drafts, check_one_process, drafts_asked, said, take_cache
+from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules
+from kvpass.transformers_compat import CACHE
 
 DraftTokens = int | Literal["auto"]
 """Tokens drafted at a time; "auto": twice as many after a draft that was accepted whole, else as many as were."""
 
 _FIRST, _LEAST, _MOST = 8, 2, 32
+
+
+_NOT_EXACT = {
+    "num_beams": "beams change their order after every token, so no draft would be verified; use one beam",
+    "guidance_scale": "it reads each token into a second cache, and would read drafts too",
+}
+"""Arguments of ``generate`` that ``exact=True`` does not support, with a reason for each."""
+
+
+def generate_exactly(
+    model: Any,
+    generate: Callable[[Rules, dict[str, Any]], Any],
+    rules: Rules,
+    kwargs: dict[str, Any],
+    tokens: DraftTokens,
+) -> Any:
+    """Generate on the full cache, with drafts from the compressed one.
+
+    Args:
+        model: what ``kvpass.compile`` returned. generate: its method, without drafts. rules: of the compressed cache.
+        kwargs: arguments of ``generate`` by name. tokens: drafted at a time.
+    """
+    runtime = model._kvpass
+    check_one_process(runtime.captures.compiler.ranks, "exact=True")
+    rows = _check_exact(kwargs, kwargs["generation_config"] or model.generation_config, tokens)
+    check_drafts("exact", rules, recurrent=runtime.adapted.recurrent is not None)
+    compressed: CompressedCache | None = take_cache(kwargs)
+    check_cache(compressed)
+    if compressed is None or compressed.is_empty:
+        compressed, full = runtime.new_cache(rules), runtime.new_cache(rules.keeping_all)
+        full.fills = (compressed,)
+    else:
+        runtime.check_cache(compressed, rules)
+        full, rows = _full_of(compressed), rows // compressed.batch_size
+        if rows > 1:
+            compressed, full = compressed.repeated(rows), full.repeated(rows)
+        elif compressed.reusable:
+            compressed, full = compressed.clone(), full.clone()
+    drafts = full.drafts = CompressedDrafts(model, rules, full, compressed, tokens)
+    try:
+        with runtime.call(rules.keeping_all):
+            output = generate(rules.keeping_all, {**kwargs, "cache": full})
+    finally:
+        full.drafts, full.fills = None, ()
+    drafts.synchronise()
+    compressed.full = full
+    if compressed.record is not None:
+        compressed.record = runtime.last_prompt = replace(compressed.record, accepted=drafts.acceptance)
+    if hasattr(output, CACHE):
+        output[CACHE] = compressed
+    return output
+
+
+def _check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> int:
+    """Check a call of ``generate`` with ``exact=True``; return the rows of the answer."""
+    if tokens != "auto":
+        check_int("draft_tokens", tokens, 1)
+    asked = drafts_asked(kwargs, configured)
+    if asked is not None:
+        raise ValueError(f"exact=True and {asked!r} are two kinds of drafts: give one of them")
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("exact=True with inputs_embeds is not supported: pass input_ids")
+    for name, reason in _NOT_EXACT.items():
+        value = said(name, kwargs, configured)
+        if value not in (None, 1):
+            raise ValueError(f"exact=True with {name}={value!r} is not supported: {reason}")
+    ids = kwargs.get("input_ids", kwargs.get("inputs"))
+    rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
+    return rows * (said("num_return_sequences", kwargs, configured) or 1)
+
+
+def _full_of(cache: CompressedCache) -> CompressedCache:
+    """Return the full cache of the text that a compressed one holds."""
+    if cache.full is None:
+        raise CacheMismatchError(
+            f"exact=True needs the full cache of the text beside {cache!r}: compress it with keep_full=True, or give "
+            "the whole text and no cache"
+        )
+    if cache.full.columns != cache.columns or cache.full.batch_size != cache.batch_size:
+        raise CacheMismatchError(
+            f"cache.full holds {cache.full.columns} tokens, and the cache {cache.columns}: a call without exact=True "
+            "continued only one of them; prefill the text again"
+        )
+    ids, full_ids = cache.ids, cache.full.ids
+    if ids is not None and full_ids is not None and not torch.equal(ids, full_ids):
+        raise CacheMismatchError("cache.full holds another text than the cache: give it the full cache of the same one")
+    return cache.full
 
 
 @dataclass(eq=False)
@@ -34,8 +126,7 @@ class CompressedDrafts:
     A token is accepted when it is that of every row. A row that would have accepted more drafts what it knows already.
 
     Args:
-        model: what ``kvpass.compile`` returned. rules: of the compressed cache. full, compressed: the caches, with the
-            same text. tokens: drafted at a time.
+        model, rules, tokens: as in :func:`generate_exactly`. full, compressed: the caches, with the same text.
     Attributes:
         agreed: appended tokens of the compressed cache that have the full cache's keys and values.
     """

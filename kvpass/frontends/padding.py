@@ -16,8 +16,6 @@ def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) ->
 
     Args:
         attention_mask: ``[rows, columns]``, zeros before the real tokens; None when nothing is padded.
-    Raises:
-        ValueError: another shape, a row without a real token, or padding anywhere but on the left.
     """
     if attention_mask is None:
         return torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -62,12 +60,7 @@ class Padding:
 
 
 def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
-    """Return what a mask ``[B, columns + T]`` asks of a cache; None where every row gets all new tokens.
-
-    Raises:
-        CacheMismatchError: it shows columns that were padding, or hides others than the last ones.
-        ValueError: a row has no real new token, or what it hides cannot be taken back.
-    """
+    """Return what a mask ``[B, columns + T]`` asks of a cache; None where every row gets all new tokens."""
     if cache.is_left_padded and bool(given.all()) and not bool(cache.start.any()):
         return None
     given = given.to(cache.device).bool()

@@ -32,9 +32,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
-from kvpass.compiler.backend import COMPILERS, PhaseCompiler
+from kvpass.compiler.backend import COMPILERS, Capture, PhaseCompiler
 from kvpass.compiler.blocks import check_block
-from kvpass.compiler.capture import Capture, check_length
+from kvpass.compiler.capture import check_length
 from kvpass.compiler.parts import check_regions
 from kvpass.compiler.step import append, continued, prefill
 from kvpass.config import Block, Budget, one_of
@@ -128,7 +128,7 @@ def kvpass_backend(
     _check_sizes(gm)
     phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
     captures = _CAPTURES.setdefault(_first_weight(gm), [])
-    module = RawModule(Capture.of_trace(gm, example_inputs, phases), policy, resolved, block, captures)
+    module = RawModule(phases.canonicalize(gm, example_inputs), policy, resolved, block, captures)
     module.decoder.admit_one_token()
     return module.__call__
 
@@ -195,7 +195,7 @@ class RawModule:
         self.captures, self.block = captures, block
         self.decoder, self.policy, self.budget = decoder, policy, budget
         self.options = (policy.spec, budget, decoder.compiler.compiler, decoder.compiler.cuda_graphs)
-        graph = self.graph = decoder.graph.gm
+        graph = self.graph = decoder.gm
         check_reduced_inputs_pass(graph)
         self.counts_positions = counts_positions(graph)
         sites = find_sites(graph)
@@ -253,8 +253,6 @@ class RawModule:
 
         Args:
             begun_by: the capture of the prompt; None when it is prefilled now.
-        Raises:
-            CacheMismatchError: the captures differ, or of one token there is no other.
         """
         if begun_by is self or (begun_by is None and self.captured_tokens != 1):
             return self, inputs

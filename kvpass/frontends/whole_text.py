@@ -70,8 +70,6 @@ def with_text_of_cache(
         given: arguments by name. configs: generation configurations, the given one first.
     Returns:
         the arguments, and how many ids in them are of the cache: 0 where it does not know its ids.
-    Raises:
-        CacheMismatchError: the cache has another number of rows.
     """
     prompt, changed, mask = cache.prompt_ids, dict(given), given.get("attention_mask")
     if cache.answer_end == ids[:, 0].tolist():
@@ -92,13 +90,7 @@ def with_text_of_cache(
 
 
 def _of_rows(held: Tensor, rows: int) -> Tensor:
-    """Return what a cache holds of ``rows`` rows of ids: it has each once, several times for beams, or one for all.
-
-    Args:
-        held: of the rows of the cache, ``[B, columns]``.
-    Raises:
-        CacheMismatchError: the cache has another number of rows.
-    """
+    """Return what a cache holds of ``rows`` rows of ids: it has each once, several times for beams, or one for all."""
     if len(held) == 1:
         return held.expand(rows, -1)
     if len(held) % rows:
@@ -107,12 +99,7 @@ def _of_rows(held: Tensor, rows: int) -> Tensor:
 
 
 def _with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of ``generate`` for the whole text.
-
-    Args:
-        before: ids that the cache holds, int32 ``[B, columns]``. ids: the new ones ``[B, T]``. given: arguments by
-            name. configs: generation configurations, the given one first.
-    """
+    """Return the arguments of ``generate`` for the whole text: the ids ``before`` of the cache, and the new ones."""
     held = before.shape[1]
     changed = {**given, ("input_ids" if "input_ids" in given else "inputs"): torch.cat([before.to(ids), ids], 1)}
     for name, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):

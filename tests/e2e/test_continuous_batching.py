@@ -10,11 +10,10 @@ from transformers import GenerationConfig
 
 import kvpass
 from kvpass.cache.requests import RequestCache
-from kvpass.transformers_compat import CACHE, HAS_ALLOCATORS
+from kvpass.transformers_compat import CACHE
 from tiny_models import VOCABULARY, compiled_once, random_ids, tiny_model
 
-if not HAS_ALLOCATORS:
-    pytest.skip("transformers below 5.18", allow_module_level=True)
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators", reason="transformers below 5.18")
 
 from transformers import ContinuousBatchingConfig
 

@@ -40,7 +40,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
-from kvpass.transformers_compat import HAS_ALLOCATORS
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
@@ -572,9 +571,10 @@ def test_paged_cache_names_what_to_call_instead(tight):
         tight.generate(random_ids(1, 20), max_new_tokens=2, cache_implementation="paged")
 
 
-@pytest.mark.skipif(HAS_ALLOCATORS, reason="supported from transformers 5.18 on")
 @pytest.mark.parametrize("name", ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"])
-def test_continuous_batching_is_refused_before_transformers_5_18(tight, name):
+def test_continuous_batching_is_refused_before_transformers_5_18(tight, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
+    monkeypatch.delitem(sys.modules, "kvpass.frontends.continuous", raising=False)
     with pytest.raises(ValueError, match=r"continuous batching .* needs transformers 5\.18"):
         found = getattr(tight, name)(*[[[1, 2, 3]]] * (name == "generate_batch"))
         with found:

@@ -1,0 +1,91 @@
+"""Methods of a model that ``generate`` of transformers calls, where a compressed cache needs another result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+
+from kvpass.adapt.positions import check_rows_stay
+from kvpass.cache.cache import CompressedCache
+from kvpass.frontends.arguments import unsupported_argument
+from kvpass.frontends.runtime import Runtime
+from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
+
+if TYPE_CHECKING:
+
+    class _Base(PreTrainedModel, GenerationMixin):
+        __getattr__: None  # type: ignore[assignment,misc]  # torch's would admit every attribute
+
+else:
+    _Base = object
+
+
+class GenerateHooks(_Base):
+    """Base class before the model's own class, whose ``generate`` calls these methods."""
+
+    _kvpass: Runtime
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
+        """Repeat the rows for beams or several answers, as transformers does; those of a filled cache too.
+
+        Forward repeats a cache of one row itself.
+        """
+        cache, rows = kwargs.get(CACHE), len(kwargs["input_ids"])
+        if expand_size > 1 and isinstance(cache, CompressedCache) and cache.batch_size == rows > 1:
+            kwargs[CACHE] = cache.repeated(expand_size)
+        return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
+
+    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Choose token after token, as transformers does; with drafts if the answer is to be exact."""
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, CompressedCache) and cache.drafts is not None:
+            kwargs = cache.drafts.begin(kwargs)
+        return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return who drafts tokens, as transformers does, but the first draft, made before the prompt, is dropped.
+
+        It would be part of the prompt, and of what scores its entries.
+        """
+        generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
+        draft = generator.get_candidates
+
+        def dropped(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, None]:
+            draft(input_ids, *rest, **more)
+            generator.get_candidates = draft
+            return input_ids, None
+
+        generator.get_candidates = dropped
+        return generator
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Prepare as transformers does, but ask for the logits of the last position only.
+
+        The empty cache that ``generate`` makes by default is replaced by ours: for a static one, which some checkpoints
+        configure, transformers would drop the padding from the mask. A model that prepares its own arguments mostly
+        cannot be compiled. Then the prompt alone is run, since its error names the reason, and "argument not supported"
+        would not.
+        """
+        if inputs_embeds is not None:  # a named argument: generate looks whether there is one
+            kwargs["inputs_embeds"] = inputs_embeds
+        cache = kwargs.get(CACHE)
+        if not isinstance(cache, CompressedCache | None):
+            cache = kwargs[CACHE] = self._kvpass.new_cache()
+        limit = self._kvpass.adapted.longrope_limit
+        if limit is not None and cache is not None and not cache.is_empty:
+            check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
+        first = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH
+        if first and cache is not None and 0 < cache.columns < args[0].shape[1]:
+            kwargs[NEXT_LENGTH] = args[0].shape[1] - cache.columns  # with drafts, transformers gives all ids
+        prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
+        if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
+            self.forward(prepared["input_ids"], inputs_embeds=prepared.get("inputs_embeds"))
+        prepared.setdefault("logits_to_keep", 1)
+        if cache is not None and not cache.is_left_padded:
+            prepared.pop("position_ids", None)  # transformers counts on from a padded column
+        return prepared
