@@ -11,6 +11,7 @@ from kvpass.policies import POLICIES, resolve
 from pairwise import quick
 from tiny_models import HEAD_MAP, HYBRIDS, left_pad, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP[:2]}}
 CONDITIONS = [
     (resolve(name, **OPTIONS.get(name, {})), (0.9 if i % 2 else 40) if policy.needs_budget else None)

@@ -17,6 +17,7 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 
 from transformers import ContinuousBatchingConfig
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW = 9
 PROMPTS = [random_ids(1, n, seed=n)[0].tolist() for n in (30, 5, 80, 130, 1, 41, 77, 2)]
 SMALL = {"layers": 2, "policy": "lava", "budget": 24, "window": 8, "backend": "eager"}
