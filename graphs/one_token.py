@@ -36,7 +36,6 @@ from kvpass.torch_compat import (
     sizes_of_inputs,
 )
 
-_LINEAR = torch.nn.functional.linear
 _LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)
 """Lengths for which a guard that excludes one token only must hold."""
 
@@ -125,15 +124,20 @@ class _Recorder(Interpreter):
         self.mode, self.extra_traceback = mode, False
 
     def run_node(self, n: Node) -> Any:
-        value = self._linear(n) if n.target is _LINEAR else super().run_node(n)
+        value = super().run_node(n)
         if n.op == "get_attr" and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             value = self.mode.from_tensor(value)
         if n.op != "output":
             n.meta["example_value"] = value
         return value
 
-    def _linear(self, n: Node) -> Tensor:
-        """What a linear layer gives, without the matrix product and the views that torch makes of it: half the time."""
-        x, weight = self.fetch_args_kwargs_from_env(n)[0][:2]
-        made: Tensor = x.new_empty(*x.shape[:-1], weight.shape[0])
-        return made
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_linear = target is torch.nn.functional.linear
+        return _linear(*args, **kwargs) if is_linear else super().call_function(target, args, kwargs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What a linear layer gives, without the product and the views that torch makes of it for fake tensors."""
+    if torch.is_autocast_enabled(input.device.type):  # it may have another dtype
+        return torch.nn.functional.linear(input, weight, bias)
+    return input.new_empty(*input.shape[:-1], *weight.shape[:-1])

@@ -56,6 +56,23 @@ def test_recording_one_token_leaves_the_number_of_rows_open():
     assert not shapes.guards
 
 
+@pytest.mark.parametrize("lower", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("shape", [(5, 8), (8,)], ids=str)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_linear_layer_is_recorded_as_torch_computes_it(by_name, shape, lower):
+    x, weight, graph = torch.randn(3, 4, 8).transpose(0, 1), torch.randn(shape), Graph()
+    nodes = [graph.placeholder(name) for name in ("x", "weight")]
+    given = ((), dict(zip(("input", "weight"), nodes, strict=True))) if by_name else (tuple(nodes), {})
+    call = graph.call_function(F.linear, *given)
+    graph.output(call)
+    mode = FakeTensorMode()
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        one_token_pass(GraphModule({}, graph), inputs=[mode.from_tensor(x), mode.from_tensor(weight)], mode=mode)
+        expected = F.linear(x, weight)
+    found = call.meta["example_value"]
+    assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
