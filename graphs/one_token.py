@@ -93,8 +93,9 @@ def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -
             return one(value)
         if not isinstance(value, Tensor) or not symbols & symbols_of(map(dim_of, (*value.shape, *value.stride()))):
             return value
+        shape, stride = ([one(size) for size in sizes] for sizes in (value.shape, value.stride()))
         with mode:
-            return torch.empty([one(size) for size in value.shape], dtype=value.dtype, device=value.device)
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     return [resized(value) for value in inputs]
 

@@ -6,9 +6,9 @@ ops (or nodes) it changed. Passes that only check return 0. Settings are bound w
 find a faulty one; results may then be wrong.
 
 Those down to ``take_host_weights`` run once on each capture, the others on a copy of it for each phase. Of these, a
-prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the graph into layers, the distinct
-parts are compiled, and :mod:`kvpass.compiler.prompt` calls parts, attention and policy. ``rewrite_prefill`` is for a
-prompt that is not split: of one token, with ``compile_regions=False``, or of a decoder without layers. In order:
+prompt has ``offset_positions`` alone, and ``one_token`` if it is one. :mod:`~kvpass.graphs.split_layers` then cuts the
+graph into layers, the distinct parts are compiled, and :mod:`kvpass.compiler.prompt` calls parts, attention and policy.
+In order:
 
 ==========================  =====================================================================================
 ``specialize_attributes``   attributes of modules and int arguments that Dynamo made symbolic -> numbers
@@ -23,8 +23,7 @@ prompt that is not split: of one token, with ``compile_regions=False``, or of a 
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
 ``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
-``one_token``               decode: values recorded again for one token
-``rewrite_prefill``         a prompt that is not split: ``kvpass::site`` -> prefill ops with the cascade
+``one_token``               values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ==========================  =====================================================================================
@@ -54,7 +53,7 @@ from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.host_weights import take_host_weights_pass
 from kvpass.graphs.one_token import one_token_pass
-from kvpass.graphs.rewrite_attention import rewrite_cached_pass, rewrite_prefill_pass
+from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
@@ -99,24 +98,21 @@ def phase_passes(
     state: Mapping[str, Node],
     layout: Layout,
     policy: Policy,
-    one_token: GraphPass | None,
+    one_token: Sequence[GraphPass],
     *,
     cpp: bool,
     ranks: Ranks,
 ) -> list[GraphPass]:
-    """Return the passes that rewrite a capture for one phase and policy.
+    """Return the passes that rewrite a capture to continue a cache, "extend" or "decode", under a policy.
 
     Args:
         state: tensors of the cache, inputs of the graph, by name. one_token: ``one_token_pass``, for a call of one
             token. cpp: operators on a CPU may run in C++. ranks: processes that share the heads.
     """
-    offset: list[GraphPass] = [] if phase == "prefill" else [partial(offset_positions_pass, seen=state["seen"])]
-    passes = offset if one_token is None else [*offset, one_token]
-    if phase == "prefill":
-        return [*passes, partial(rewrite_prefill_pass, state=state, layout=layout, policy=policy, ranks=ranks)]
+    offset = partial(offset_positions_pass, seen=state["seen"])
     impl = "cpp" if cpp else "eager"
     rewrite = partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl, ranks=ranks)
-    return [*passes, rewrite, *([decompose_linear_pass] if phase == "decode" and cpp else [])]
+    return [offset, *one_token, rewrite, *([decompose_linear_pass] if phase == "decode" and cpp else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +169,7 @@ def _disabled() -> set[str]:
         ValueError: there is no such pass.
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    phases = (offset_positions_pass, one_token_pass, decompose_linear_pass, rewrite_prefill_pass, rewrite_cached_pass)
+    phases = (offset_positions_pass, one_token_pass, decompose_linear_pass, rewrite_cached_pass)
     known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, take_host_weights_pass, *phases)}
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")

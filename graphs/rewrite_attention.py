@@ -1,15 +1,10 @@
-"""Rewrite the attention ops of a graph for one phase.
+"""Rewrite the attention ops of a graph that continues a cache.
 
 Before::
 
     out = kvpass.site(q, k, v, scale)
 
-After, prefill (once per layer, and one ``pack`` at the end of the graph)::
-
-    out, scores, stats, weight = kvpass.observe_attention(*call, start, first, layer, L, policy, *PolicyInputs, ranks)
-    kvpass.cascade_step(*PrefillBuffers, *Candidates(k, v, scores, stats, weight, first), layer, policy, ranks)
-
-After, decode and extend::
+After::
 
     out = kvpass.attend_cache(*call, *AppendBuffers, layer, impl)
 
@@ -17,17 +12,13 @@ or, under a policy that evicts while decoding::
 
     out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks, entering)
 
-An attention op with a sliding window or chunks becomes ``fill_ring`` in prefill and ``attend_ring`` in decode and
-extend, under every policy. One ``columns_held`` precedes all ops that share a ring. ``layer`` of an operator is its
-index among the ops of its pool or ring. The tuples are defined in :mod:`kvpass.operands`.
-
-``read_state`` becomes an input, ``write_state`` a ``store_state`` into another; in prefill ``real_tokens`` gets the
-first columns.
+An attention op with a sliding window or chunks becomes ``attend_ring``, under every policy. One ``columns_held``
+precedes all ops that share a ring. ``layer`` of an operator is its index among the ops of its pool or ring. The tuples
+are defined in :mod:`kvpass.operands`. ``read_state`` becomes an input, ``write_state`` a ``store_state`` into another.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -38,7 +29,6 @@ from torch.fx import GraphModule, Node
 from kvpass.config import Layout
 from kvpass.graphs.canonical import (
     READ_STATE,
-    REAL_TOKENS,
     WRITE_STATE,
     Site,
     SiteLocation,
@@ -46,48 +36,10 @@ from kvpass.graphs.canonical import (
     site_locations,
     state_of,
 )
-from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
-from kvpass.operands import AppendBuffers, EvictBuffers, PolicyInputs, PrefillBuffers, RecompressBuffers, RingBuffers
+from kvpass.operands import AppendBuffers, EvictBuffers, RecompressBuffers, RingBuffers
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
-
-
-def rewrite_prefill_pass(
-    gm: GraphModule, *, state: Mapping[str, Node], layout: Layout, policy: Policy, ranks: Ranks
-) -> int:
-    """Replace attention ops by operators that compress a prompt; return how many. One ``pack`` per pool is added.
-
-    Args:
-        state: the cache's tensors in the graph, by name. layout: of its entries. ranks: processes that share the heads.
-    """
-    call, start, first = partial(_call, gm), state["start"], state["first"]
-    _bind_states(gm, state, layout)
-    for node in gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
-        node.args = (node.args[0], first)
-
-    def compress(site: Site, location: SiteLocation) -> Node:
-        if location.ring:
-            ring = location.buffers(RingBuffers, state)
-            return call("fill_ring", *site.call, *ring, start, location.layer, site.chunked)
-        buffers, layer = location.buffers(PrefillBuffers, state), location.layer
-        projection = _projection(gm, site) if policy.reads_projection else None
-        frequencies: Any = rotary_frequencies(site) if policy.reads_rotation else None
-        rows: Any = state.get(f"{location.prefix}_rule_rows")
-        inputs = PolicyInputs(projection, frequencies, buffers.entries, rule_rows=rows)
-        asked = (policy.spec, *inputs, ranks.spec)
-        observed = call("observe_attention", *site.call, start, first, layer, location.layers, *asked)
-        observed.meta = {"nn_module_stack": site.node.meta.get("nn_module_stack")}
-        output, *seen = (gm.graph.call_function(operator.getitem, (observed, i)) for i in range(4))
-        call("cascade_step", *buffers, site.k, site.v, *seen, first, layer, policy.spec, ranks.spec)
-        return output
-
-    count = _replace_sites(gm, layout, compress)
-    with gm.graph.inserting_before(gm.graph.output_node()):
-        for location in site_locations(layout).values():
-            if not location.ring and location.layer == 0:
-                call("pack", *location.buffers(PrefillBuffers, state))
-    return count
 
 
 def rewrite_cached_pass(
@@ -98,7 +50,8 @@ def rewrite_cached_pass(
     If the state has buffers for recompression scores, ``observe_held`` follows ``attend_cache``.
 
     Args:
-        state, layout, ranks: as in :func:`rewrite_prefill_pass`. impl: "cpp" or "eager", the implementation on a CPU.
+        state: the cache's tensors in the graph, by name. layout: of its entries. impl: "cpp" or "eager", the
+            implementation on a CPU. ranks: processes that share the heads.
     """
     call, rule, columns = partial(_call, gm), policy.decode_rule(), dict[str, Node]()
     _bind_states(gm, state, layout)
@@ -153,13 +106,3 @@ def _bind_states(gm: GraphModule, state: Mapping[str, Node], layout: Layout) -> 
         with gm.graph.inserting_before(node):
             _call(gm, "store_state", node.args[0], state[f"state{places[state_of(node)]}_made"])
         gm.graph.erase_node(node)
-
-
-def _projection(gm: GraphModule, site: Site) -> Any:
-    """Insert the weight of the output projection ``[hidden, H * Dv]``."""
-    found = site.output_projection
-    if not found.inputs_first:
-        return found.weight
-    node = gm.graph.call_method("t", (found.weight,))
-    node.meta = {**found.weight.meta, "example_value": recorded(found.weight).t()}
-    return node

@@ -11,6 +11,7 @@ three are compiled for any number of layers.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,8 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
     Single nodes are operators on the cache, and what picks one of their outputs.
 
     Raises:
-        CannotSplitError: a value that is neither a tensor nor a size is needed in two parts, or one part writes into
-            a tensor of another.
+        CannotSplitError: a value that is neither a tensor nor a size is needed in two parts, a part writes into memory
+            that two of its inputs share, or views of copied weights are needed in two parts.
     """
     pieces: list[Node | list[Node]] = []
     for node in gm.graph.nodes:
@@ -178,10 +179,10 @@ def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node], known: dic
     for node in (*inputs, *outputs):
         if not isinstance(recorded(node), (Tensor, torch.SymInt)):
             raise CannotSplitError(f"{node.name}, a {type(recorded(node)).__name__}, is needed in two parts")
-    held = {storage_of(node) for node in inputs}
+    held = Counter(storage_of(node) for node in inputs)
     for node in nodes:
-        if any(storage_of(operand) in held for operand in mutated_inputs(node)):
-            raise CannotSplitError(f"{node.name} writes into a tensor of another part")
+        if any(held[storage_of(operand)] > 1 for operand in mutated_inputs(node)):
+            raise CannotSplitError(f"{node.name} writes into memory that two tensors share, which other parts made")
     copied = storages_of_copies(inputs)
     for node in outputs:
         if storage_of(node) in copied:

@@ -11,7 +11,12 @@ After::
 
 A layer ends where the values that later ones need take the fewest bytes: mostly the residual stream alone. Nothing but
 attention and states of recurrent layers relate tokens to tokens, as ``self_check`` showed; only positions may be looked
-at together, in ``begin``. A part with recurrent layers takes the states before a block and returns those after it.
+A part with recurrent layers takes the states before a block and returns those after it.
+
+A graph for which that does not hold is cut before and behind each attention op, and runs over all tokens at once::
+
+    layer 1:  before: everything up to q, k, v   site   after: everything up to q, k, v of layer 2
+    layer 2:                                     site   after: ...
 """
 
 from __future__ import annotations
@@ -79,8 +84,9 @@ class Layer:
 
     @property
     def reads(self) -> tuple[Node, ...]:
-        """What the parts and the site read."""
-        return *self.before.inputs, *self.site.node.all_input_nodes, *self.after.inputs
+        """What the parts, the site and the policy read."""
+        entering = () if self.entering is None else (self.entering,)
+        return *self.before.inputs, *self.site.node.all_input_nodes, *entering, *self.after.inputs
 
 
 @dataclass(frozen=True)
@@ -88,17 +94,19 @@ class SplitPrompt:
     """A decoder in layers.
 
     Attributes:
-        begin: the part that runs once. result: what the decoder returns. axes: token axis of values that have one.
-        states: of the recurrent layers, in the order of ``Layout.states``: an input, the state before a block, and what
-            is the state after it. real: inputs that are 1 for tokens and 0 for padding, ``[B, tokens]``.
+        begin: the part that runs once. results: what the decoder returns; in blocks logits alone. axes: token axis of
+            values that have one. states: of the recurrent layers, in the order of ``Layout.states``: an input, the
+            state before a block, and what is the state after it. real: inputs that are 1 for tokens and 0 for padding,
+            ``[B, tokens]``. not_in_blocks: why it runs over all tokens at once; "" where it can run in blocks.
     """
 
     begin: Part
     layers: Sequence[Layer]
-    result: Node
+    results: Sequence[Any]
     axes: Mapping[Node, int]
     states: Mapping[Node, Node]
     real: Sequence[Node]
+    not_in_blocks: str = ""
 
     @property
     def parts(self) -> list[Part]:
@@ -166,15 +174,46 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     for site, (first, end) in zip(sites, pairwise([*cuts, len(order)]), strict=True):
         middle = order.index(site.node)
         pieces += [order[first:middle], site.node, order[middle + 1 : end]]
+    begin, layers = _layers(gm, sites, pieces)
+    if any(node.op.startswith("call_") for node in begin.inputs):
+        raise CannotSplitError("sizes of positions are read from a layer")
+    return SplitPrompt(begin, _with_lives(layers, {result}), [result], axes, states, real)
+
+
+def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
+    """Split a canonical graph, which is changed, before and behind its attention ops.
+
+    Args:
+        reason: why it does not run in blocks.
+    Raises:
+        CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`.
+    """
+    _attend_expanded(gm)
+    results: Any = gm.graph.output_node().args[0]
+    states, real = _take_states(gm), _take_real_tokens(gm)
+    sites = find_sites(gm)
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call_")]
+    cuts = [calls.index(site.node) for site in sites]
+    pieces: list[Node | list[Node]] = [[], calls[: cuts[0]]]  # nothing runs once
+    for first, end in pairwise([*cuts, len(calls)]):
+        pieces += [calls[first], calls[first + 1 : end], []]  # what comes after attention leads up to the next one
+    begin, layers = _layers(gm, sites, pieces[:-1])
+    return SplitPrompt(begin, _with_lives(layers, set(results)), results, {}, states, real, reason)
+
+
+def _layers(gm: GraphModule, sites: Sequence[Site], pieces: Sequence[Node | list[Node]]) -> tuple[Part, list[Layer]]:
+    """Return what runs once, and the layers.
+
+    Args:
+        pieces: nodes of what runs once, then for each layer those before its attention op, the op, and those after it.
+    """
     entering = [attention_input(site.q, site.k, site.v) for site in sites]
     parts: list[Any] = make_parts(gm, pieces, [node for node in entering if node is not None])
-    if any(node.op.startswith("call_") for node in parts[0].inputs):
-        raise CannotSplitError("sizes of positions are read from a layer")
     layers = [
         Layer(before, site, after, entering=node)
         for before, site, after, node in zip(parts[1::3], sites, parts[3::3], entering, strict=True)
     ]
-    return SplitPrompt(parts[0], _with_lives(layers, {*between, result}), result, axes, states, real)
+    return parts[0], layers
 
 
 def _take_states(gm: GraphModule) -> dict[Node, Node]:
@@ -324,14 +363,13 @@ def _token_axis(node: Node, tokens: Dim) -> int | None:
     return axes[0]
 
 
-def _with_lives(layers: Sequence[Layer], kept: Collection[Node]) -> list[Layer]:
-    """Note which of the kept values each layer makes, and which it reads last."""
-    found, later = [], set[Node]()
+def _with_lives(layers: Sequence[Layer], results: Set[Node]) -> list[Layer]:
+    """Note which values each layer makes for later ones or as results of the decoder, and which it reads last."""
+    found, later = [], set(results)
     for layer in reversed(layers):
-        site = layer.site
-        made = {*layer.before.outputs, site.node, *layer.after.outputs}
-        read = set(layer.reads) - made
-        results = tuple(node for node in kept if node in made)
-        found.append(replace(layer, results=results, read_last=frozenset((read & set(kept)) - later)))
+        made = dict.fromkeys([*layer.before.outputs, layer.site.node, *layer.after.outputs])
+        read = {node for node in layer.reads if node not in made}
+        last = frozenset(node for node in read - later if node.op.startswith("call_"))
+        found.append(replace(layer, results=tuple(node for node in made if node in later), read_last=last))
         later |= read
     return found[::-1]

@@ -74,9 +74,9 @@ def compile(
         cuda_graphs: on CUDA, capture decode steps once per cache and replay them. A custom decode rule must then read
             no value on the host.
         compile_regions: True: compile each distinct part of the decoder between two attention layers once and call it
-            for every layer, so that compilation does not grow with depth. False: each phase as one graph. ``"auto"``:
-            parts, but decode steps of models of up to 8 layers on the CPU whole. A
-            graph that has no parts is compiled whole; the report says why.
+            for every layer, so that compilation does not grow with depth. False: what continues a cache as one graph;
+            prompts always run in parts. ``"auto"``: parts, but decode steps of models of up to 8 layers on the CPU
+            whole.
         prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
@@ -101,7 +101,7 @@ def compile(
             raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
         check_model(model)
         compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
-        block = check_block(prefill_block, regions)
+        block = check_block(prefill_block)
         check_weights(model, compiler)
         if regions is False and offload_device(model) is not None:
             raise ValueError("compile_regions=False: a model with weights on the host runs in parts")

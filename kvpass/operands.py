@@ -25,8 +25,8 @@ class Buffer:
         dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
         packed: after the prompt it holds codes where the cache has an entry format other than "model": 8 of them in as
             many bytes as a code has bits.
-        written: the phases whose graphs write it: "prefill", and, for extend and decode, "append" under a policy that
-            only appends, "evict" under one that evicts while decoding.
+        written: the graphs that write it: "append", of policies that only append, and "evict", of those that evict
+            while decoding. A prompt is compressed into buffers outside of graphs.
         counter: the number of new tokens is added to it after each call.
         saved: when files hold it and searches select rows of it: "always", "key scales" (where entries are codes),
             "value scales" (the same, where values are not stored in keys), "key means" (of those the policies that only
@@ -104,18 +104,18 @@ def levels(bits: int, device: torch.device) -> Tensor:
 
 BUFFERS = {
     # layers that share the budget: one set for each KV geometry
-    "pool_k": Buffer("Z E D", packed=True, written="prefill evict", saved="always"),
-    "pool_v": Buffer("Z E V", packed=True, written="prefill evict", saved="always"),
+    "pool_k": Buffer("Z E D", packed=True, written="evict", saved="always"),
+    "pool_v": Buffer("Z E V", packed=True, written="evict", saved="always"),
     "pool_k_scale": Buffer("Z E", _F32, written="evict", saved="key scales"),
     "pool_v_scale": Buffer("Z E", _F32, written="evict", saved="value scales"),
     "pool_positions": Buffer("B E", _I32, saved="always"),
-    "slots": Buffer("3 B E", _I32, written="prefill", initial=-1),
-    "slot_stats": Buffer("F B E", _F32, written="prefill", initial=0),
-    "layer_weights": Buffer("B L", _F64, written="prefill", initial=0),
-    "window_stats": Buffer("F B L K W", _F32, written="prefill", initial=0),
-    "offsets": Buffer("B P", _I32, written="prefill", saved="always"),
-    "tail_k": Buffer("L B K C D", packed=True, written="prefill append evict", saved="always"),
-    "tail_v": Buffer("L B K C V", packed=True, written="prefill append evict", saved="always"),
+    "slots": Buffer("3 B E", _I32, initial=-1),
+    "slot_stats": Buffer("F B E", _F32, initial=0),
+    "layer_weights": Buffer("B L", _F64, initial=0),
+    "window_stats": Buffer("F B L K W", _F32, initial=0),
+    "offsets": Buffer("B P", _I32, saved="always"),
+    "tail_k": Buffer("L B K C D", packed=True, written="append evict", saved="always"),
+    "tail_v": Buffer("L B K C V", packed=True, written="append evict", saved="always"),
     "tail_k_scale": Buffer("L B K C", _F32, written="append evict", saved="key scales"),
     "tail_v_scale": Buffer("L B K C", _F32, written="append evict", saved="value scales"),
     "tail_start": Buffer("B", _I64, saved="always"),
@@ -130,15 +130,15 @@ BUFFERS = {
     "decode_state": Buffer("I L B K S", _F32, written="evict", saved="evicting"),
     "quota": Buffer("L B K", _I64, saved="evicting"),
     "next_position": Buffer("B", _I64, counter=True, saved="evicting"),
-    "rule_rows": Buffer("L B K G Q D", _F32, written="prefill evict", saved="rows"),
+    "rule_rows": Buffer("L B K G Q D", _F32, written="evict", saved="rows"),
     # recompression after an extension
     "recompress_scores": Buffer("B L K S", _F32, written="append", initial=float("-inf")),  # of all heads
     "recompress_masses": Buffer("B L K S", _F32, written="append", initial=0),
     "recompress_weights": Buffer("B L", _F64, written="append", initial=0),
     "recompress_window": Buffer("B", _I64),
     # layers with a sliding window
-    "ring_k": Buffer("L B K R D", written="prefill append evict", saved="ring"),
-    "ring_v": Buffer("L B K R V", written="prefill append evict", saved="ring"),
+    "ring_k": Buffer("L B K R D", written="append evict", saved="ring"),
+    "ring_v": Buffer("L B K R V", written="append evict", saved="ring"),
     # recurrent layers: the sizes of a row are those of the state
     "held": Buffer("B *", saved="state"),
     "made": Buffer("B *"),
@@ -364,9 +364,9 @@ class SlotCache(NamedTuple):
     tail_v_scale: Tensor | None = None
 
 
-def written_in(phase: str) -> set[str]:
-    """Return the buffers that graphs of the phase write."""
-    return {name for name, buffer in BUFFERS.items() if phase in buffer.written.split()}
+def written_in(kind: str) -> set[str]:
+    """Return the buffers that graphs of this kind write."""
+    return {name for name, buffer in BUFFERS.items() if kind in buffer.written.split()}
 
 
 _SHARED = {"start": Buffer("B", _I64), "first": Buffer("B", _I64), "seen": Buffer("", _I64)}

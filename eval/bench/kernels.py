@@ -21,16 +21,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.profiler import record_function
 
-import kvpass.ops.schemas  # noqa: F401  defines the operators of the prompt
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.config import EntryFormat, Geometry, LayerGroup
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
-from kvpass.operands import BUFFERS, AppendBuffers, Attention, PolicyInputs
+from kvpass.operands import BUFFERS, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.ops import reference
 from kvpass.ops.entry_formats import packed
+from kvpass.ops.schemas import implementation
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
 
@@ -235,25 +236,31 @@ def decode_figures(
 
 
 def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], None], Callable[[], Any]]:
-    """A compressed prefill of all layers, attention operators only, and the plain attention of one layer."""
+    """A compressed prefill of all layers, attention and scoring only, and the plain attention of one layer."""
     resolved = resolve(policy, window=WINDOW, **POLICIES[policy])
     start = torch.zeros(1, dtype=torch.int64)
     first = start.to(shape.device)
     call = shape.tokens(1, tokens)
     group = LayerGroup(geometry=shape.geometry, layers=tuple(range(shape.layers)))
-    operators = torch.ops.kvpass
+    ops = implementation(call.q)
 
     def compress() -> None:
         store = FullAttentionLayers(group, resolved)
         store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
-        buffers = store.prefill_state.values()
+        buffers = PrefillBuffers(*store.prefill_state.values())
+        asked = PolicyInputs(entries=buffers.entries)
         for layer in range(shape.layers):
-            asked = (resolved.spec, *PolicyInputs(entries=store.prefill_state["entries"]), ONE_PROCESS.spec)
-            _, *seen = operators.observe_attention(*call, start, first, layer, shape.layers, *asked)
-            operators.cascade_step(*buffers, call.k, call.v, *seen, first, layer, resolved.spec, ONE_PROCESS.spec)
-        operators.pack(*buffers)
+            _, lse = ops.attend_prompt(call, start)
+            with record_function("kvpass::score_layer"):
+                found = ops.score_layer(call, lse, start, first, layer, shape.layers, resolved, asked, ONE_PROCESS)
+            scores, stats, weight = found
+            candidates = Candidates(call.k, call.v, scores, stats, weight, first)
+            with record_function("kvpass::cascade_step"):
+                ops.cascade_step(buffers, candidates.stored_in(buffers), layer, resolved, ONE_PROCESS)
+        with record_function("kvpass::pack"):
+            ops.pack(buffers)
 
-    return compress, lambda: operators.site(*call[:4])
+    return compress, lambda: torch.ops.kvpass.site(*call[:4])
 
 
 def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ REPLAY = "kvpass::replay"
 """Tokens that run only to be observed: their attention counts too."""
 KVPASS_OPERATORS = {
     *("kvpass::column_sums", "kvpass::score_layer", "kvpass::cascade_step", "kvpass::pack"),
-    "kvpass::observe_attention",  # of a graph that is not in blocks
     REPLAY,
 }
 """All that compression adds to a prefill, and the attention of the prompt."""
@@ -123,9 +122,9 @@ class Scoring(NamedTuple):
 def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None:
     """What compression adds to a prefill, measured in one profiled run.
 
-    Counted is all that the operators of kvpass do but the attention itself: window statistics, scores, schedule,
-    selection, gather and pack, and the copy of a padded prompt's output; of replays everything. On CUDA it is time of
-    the device, kernel by kernel; on the CPU time of the thread that calls.
+    Counted is all that kvpass does but the attention itself: window statistics, scores, schedule, selection, gather and
+    pack; of replays everything. On CUDA it is time of the device, kernel by kernel; on the CPU time of the thread that
+    calls.
 
     Args:
         run: one prefill, already compiled.

@@ -45,7 +45,7 @@ START_LEGEND = (
 MEMORY_LEGEND = (
     "peak: most bytes held at once beyond those before the prompt, in a process of its own that a short prompt has "
     "warmed up: resident on the CPU, allocated on CUDA. needed: residual stream, K and V of one layer, cache, and what "
-    "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one graph, compile_regions=False."
+    "the MLP (2 x intermediate_size) holds of one block. whole: the prompt as one block."
 )
 
 _R = TypeVar("_R")
@@ -99,9 +99,9 @@ def measure_memory(settings: BenchSettings, tokens: int, rows: int, whole: bool)
     """Prefill a prompt of so many tokens with graphs that a short one compiled, and see what memory it took.
 
     Args:
-        whole: the prompt as one graph over all its tokens, not in blocks.
+        whole: the prompt as one block, not in those of the default size.
     """
-    system = _system(settings, compile_regions=False if whole else "auto")
+    system = _system(settings, prefill_block=tokens if whole else "auto")
     device = torch.device(settings.device)
     meter = Meter(device)
     system.prefill(settings.ids(rows, min(tokens, START_TOKENS)).to(device))
@@ -118,7 +118,7 @@ def measure_memory(settings: BenchSettings, tokens: int, rows: int, whole: bool)
     return {
         "tokens": tokens,
         "rows": rows,
-        "block": None if whole else block,
+        "block": block,
         "prefill_s": meter.seconds(marks)[0],
         "peak_bytes": peak,
         "needed_bytes": {

@@ -21,11 +21,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.blocks import lengths_allowed, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
-from kvpass.compiler.prompt import BlockedPrefill
+from kvpass.compiler.prompt import Prefill
 from kvpass.compiler.replays import Fill
 from kvpass.compiler.step import Call, Phase
 from kvpass.config import EntryFormat, Layout
@@ -35,14 +34,15 @@ from kvpass.graphs.bind_state import (
     copy_graph,
     fake_inputs,
     held_by_module,
+    placeholders,
     size_reader,
 )
-from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of, pool_facts
+from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, one_token_inputs, one_token_pass, several_tokens
-from kvpass.graphs.passes import PassRecord, capture_passes, dump_graph, phase_passes, run_passes
+from kvpass.graphs.passes import GraphPass, PassRecord, capture_passes, dump_graph, phase_passes, run_passes
 from kvpass.graphs.split import CannotSplitError
-from kvpass.graphs.split_layers import split_layers
+from kvpass.graphs.split_layers import split_at_attention, split_layers
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.tables import input_lookups
 from kvpass.operands import dynamic_dims
@@ -96,7 +96,7 @@ class CompileRecord:
     Attributes:
         policy: its spec. batch: rows of the call that needed it; a graph for several serves any number of them, if the
             model allows it. sites: attention ops. parts: how many were compiled that are called in turn; 1: the whole
-            graph. whole_because: why not in parts, or prompts not in blocks; "" where that was not tried. seconds: of
+            graph. not_in_blocks: why prompts run over all tokens at once; "" where they run in blocks. seconds: of
             passes and compilation.
     """
 
@@ -106,27 +106,26 @@ class CompileRecord:
     sites: int
     layout: Layout
     parts: int
-    whole_because: str
+    not_in_blocks: str
     seconds: float
     compiler: Compiler
     passes: Sequence[PassRecord]
 
     @property
     def shape(self) -> str:
-        """``"3 parts"``, or ``"one graph"`` and why."""
-        if self.parts > 1:
-            return f"{self.parts} parts" + (f", no blocks, since {self.whole_because}" if self.whole_because else "")
-        return f"one graph, since {self.whole_because}" if self.whole_because else "one graph"
+        """``"3 parts"`` or ``"one graph"``, and why no blocks."""
+        shape = f"{self.parts} parts" if self.parts > 1 else "one graph"
+        return shape + (f", no blocks, since {self.not_in_blocks}" if self.not_in_blocks else "")
 
 
 @dataclass(frozen=True)
 class _CompiledPhase:
-    """A compiled phase: what runs it, in how many parts, records of passes, and why it is whole."""
+    """A compiled phase: what runs it, in how many parts, and records of passes."""
 
     run: Runner
     parts: int
     passes: Sequence[PassRecord]
-    whole_because: str = ""
+    not_in_blocks: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,23 +179,12 @@ class PhaseCompiler:
 
     def _compile(self, captured: Capture, call: Call) -> Runner:
         began, cache, phase = time.perf_counter(), call.cache, call.phase
-        made, why_not = None, ""
-        if phase == "prefill" and not call.one_token_prompt and self.regions is not False:
-            try:
-                made = self._in_blocks(captured, call)
-            except CannotSplitError as reason:
-                why_not = str(reason)
-        if made is None and phase == "prefill" and not call.one_token_prompt:
-            policy = cache.policy
-            needs = "replays a prompt" if policy.replays_prompt else "scores tokens" if policy.scores_tokens else None
-            if needs is not None:
-                raise ValueError(
-                    f"policy {policy.name!r} {needs} layer by layer, and this decoder is not split into "
-                    f"layers: {why_not or 'compile_regions=False rules that out'}"
-                )
         appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
         kind = phase, cache.entry_format, cache.selects_rows
-        made = made or (captured.appending.get(kind) if appends else None) or self._rewritten(captured, call)
+        if phase == "prefill":
+            made = self._prompt(captured, call)
+        else:
+            made = (captured.appending.get(kind) if appends else None) or self._rewritten(captured, call)
         if appends:  # no policy is part of it
             captured.appending[kind] = made
         self.records.append(
@@ -207,7 +195,7 @@ class PhaseCompiler:
                 sites=len(find_sites(captured.gm)),
                 layout=layout_of(captured.gm)[0],
                 parts=made.parts,
-                whole_because=made.whole_because or why_not,
+                not_in_blocks=made.not_in_blocks,
                 seconds=time.perf_counter() - began,
                 compiler=self.compiler,
                 passes=(*captured.passes, *made.passes),
@@ -223,30 +211,39 @@ class PhaseCompiler:
         seconds = next(known, COLD_SECONDS_PER_OP * sites)
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
-    def _in_blocks(self, captured: Capture, call: Call) -> _CompiledPhase:
+    def _prompt(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Split a captured graph into layers and compile their parts, once for all policies."""
         passes: list[PassRecord] = []
-        if captured.blocked is None:
-            gm, mode = copy_graph(captured.gm), backend_mode()
-            layout, _, device = layout_of(gm)
-            label = f"prefill.{len(self.records):02d}"
+        if call.one_token_prompt not in captured.prompts:
+            began, label = time.perf_counter(), f"prefill.{len(self.records):02d}"
+            unsplit, mode = copy_graph(captured.gm), backend_mode()
+            layout, _, device = layout_of(unsplit)
             seen = torch.zeros((), dtype=torch.int64, device=device)
-            nodes, fakes = add_state_placeholders(gm, {"seen": seen}, {}, mode)
-            passes = run_passes(gm, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
-            began = time.perf_counter()
-            split = split_layers(gm, nodes["seen"])
+            nodes, fakes = add_state_placeholders(unsplit, {"seen": seen}, {}, mode)
+            inputs, one_token = self._one_token(captured, call, fakes)
+            passes = run_passes(unsplit, [partial(offset_positions_pass, seen=nodes["seen"]), *one_token], label=label)
+            gm = copy_graph(unsplit)
+            try:
+                split = split_layers(gm, placeholders(gm)[-1])
+            except CannotSplitError as reason:  # it has changed the copy
+                gm, split = unsplit, split_at_attention(unsplit, "it is one token" if one_token else str(reason))
             seconds = time.perf_counter() - began
             passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
             for index, part in enumerate({part.key: part for part in split.parts}.values()):
                 dump_graph(f"{label}.part_{index}", part.gm)
             with self._shown(call, MOST_PARTS), compiled_for_any_length():
-                compile_one = self._compile_one(mode.shape_env)
-                examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
-                functions = compile_distinct(gm, split.parts, examples, compile_one)
+                examples = [*inputs, *map(recorded, split.added)]
+                functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
             lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
-            allowed = lengths_allowed(gm, mode.shape_env)
-            captured.blocked = BlockedPrefill(gm, layout, split, functions, allowed, lookups)
-        decoder = captured.blocked
+            allowed = lengths_allowed(gm, split, mode.shape_env)
+            captured.prompts[call.one_token_prompt] = Prefill(gm, layout, split, functions, allowed, lookups)
+        decoder, policy = captured.prompts[call.one_token_prompt], call.cache.policy
+        why_not = decoder.split.not_in_blocks
+        if policy.replays_prompt and why_not and not call.one_token_prompt:
+            raise ValueError(
+                f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into layers: "
+                f"{why_not}"
+            )
 
         def run(call: Call, *inputs: Any) -> Any:
             device = decoder.device
@@ -255,48 +252,49 @@ class PhaseCompiler:
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, call.cache.batch_size, device)
-            return [decoder(fills, inputs, block, call.cache.ranks)]
+            return decoder(fills, inputs, block, call.cache.ranks)
 
-        return _CompiledPhase(run, len(decoder.functions), passes)
+        return _CompiledPhase(run, len(decoder.functions), passes, why_not)
+
+    def _one_token(self, captured: Capture, call: Call, added: Sequence[Tensor]) -> tuple[list[Any], list[GraphPass]]:
+        """Return fake inputs of a graph for a call, and the pass that its values need if the call is of one token.
+
+        Args:
+            added: fake inputs that the graph has besides those of the capture.
+        """
+        tokens = batch_and_tokens(captured.gm)[1]
+        if isinstance(tokens, int) or not (call.phase == "decode" or call.one_token_prompt):
+            return [*captured.inputs, *added], []
+        mode = backend_mode()
+        inputs = [*one_token_inputs(captured.inputs, tokens, mode), *added]
+        return inputs, [partial(one_token_pass, inputs=inputs, mode=mode)]
 
     def _rewritten(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
-        phase, inputs = call.phase, captured.inputs
+        phase, cache, cpp = call.phase, call.cache, self.compiler == "inductor"
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
-        pools = pool_facts(gm, layout)
-
-        def state_of(cache: CompressedCache) -> dict[str, Tensor]:
-            if phase == "prefill":
-                return cache.prefill_state(layout, dtype, device, self.memory(device), pools)
-            return cache.cached_state(layout, dtype)
-
-        state = state_of(call.cache)
+        state = cache.cached_state(layout, dtype)
         fake_mode = backend_mode()
-        dynamic = dynamic_dims(state, call.cache.batch_size, chosen=call.cache.selects_rows)
+        dynamic = dynamic_dims(state, cache.batch_size, chosen=cache.selects_rows)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
-        tokens = batch_and_tokens(captured.gm)[1]
-        one_token = None
-        if (phase == "decode" or call.one_token_prompt) and not isinstance(tokens, int):
-            inputs = one_token_inputs(inputs, tokens, fake_mode)
-            one_token = partial(one_token_pass, inputs=[*inputs, *fakes], mode=fake_mode)
-        cache, cpp = call.cache, self.compiler == "inductor"
+        inputs, one_token = self._one_token(captured, call, fakes)
         passes = phase_passes(phase, nodes, layout, cache.policy, one_token, cpp=cpp, ranks=cache.ranks)
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = len(find_sites(captured.gm))
         pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
         in_parts = bool(self.on_host) or self.regions is True or (self.regions == "auto" and pays)
-        one_row = phase == "decode" and device.type == "cuda" and call.cache.batch_size == 1
+        one_row = phase == "decode" and device.type == "cuda" and cache.batch_size == 1
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
-            compiled, parts, whole_because = self._compiled(gm, [*inputs, *fakes], compile_one, in_parts)
+            compiled, parts = compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
         lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
-        step, count = None, size_reader(captured.gm, tokens)
-        if phase != "prefill" and not call.observed and not cache.selects_rows and self.captures_steps(device):
+        step, count = None, size_reader(captured.gm, batch_and_tokens(captured.gm)[1])
+        if not call.observed and not cache.selects_rows and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
-            state = list(state_of(call.cache).values())
+            state = list(call.cache.cached_state(layout, dtype).values())
             for lookup in lookups:
                 lookup.check(inputs)
             call.begin()
@@ -304,7 +302,7 @@ class PhaseCompiler:
                 return compiled(*inputs, *state)
             return step(inputs, state)
 
-        return _CompiledPhase(run, parts, rewritten, whole_because)
+        return _CompiledPhase(run, parts, rewritten)
 
     def _compile_one(self, shapes: ShapeEnv | None, config: Mapping[str, Any] = INDUCTOR_CONFIG) -> CompileOne:
         def compile_one(part: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -314,21 +312,6 @@ class PhaseCompiler:
 
         return compile_one
 
-    def _compiled(
-        self, gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne, in_parts: bool
-    ) -> tuple[Callable[..., Any], int, str]:
-        """Return a graph in compiled code, in how many parts, and why it is whole where it should be in parts."""
-        if not in_parts:
-            return compile_one(gm, examples), 1, ""
-        try:
-            return *compile_parts(gm, examples, compile_one), ""
-        except CannotSplitError as reason:
-            if self.on_host:
-                raise ValueError(
-                    f"a model with weights on the host runs in parts, but this one cannot: {reason}"
-                ) from None
-            return compile_one(gm, examples), 1, str(reason)
-
 
 class Capture:
     """A captured graph with ``kvpass::site`` nodes; the phases of every policy are compiled when first needed.
@@ -337,15 +320,15 @@ class Capture:
         gm: made in the trace in which this must be made too. passes: records of the passes that made it. inputs: of the
             graph, fake.
     Attributes:
-        blocked: it as a prefill in blocks, when that was compiled. appending: phases that only append to a cache, when
-            they were compiled.
+        prompts: it as a prefill, by whether the prompt is one token, when that was compiled. appending: phases that
+            only append to a cache, when they were compiled.
     """
 
     def __init__(
         self, gm: GraphModule, passes: Sequence[PassRecord], inputs: Sequence[Any], compiler: PhaseCompiler
     ) -> None:
         self.gm, self.passes, self.inputs, self.compiler = gm, passes, inputs, compiler
-        self.blocked: BlockedPrefill | None = None
+        self.prompts: dict[bool, Prefill] = {}
         self.appending: dict[tuple[Phase, EntryFormat, bool], _CompiledPhase] = {}
         self._context = TracingContext.get()
         shapes = backend_mode().shape_env
@@ -365,13 +348,10 @@ class Capture:
             admit_one_token(self._shapes, self._tokens)
 
     def __call__(self, call: Call, *inputs: Any) -> Any:
-        """Run a call; a prefill of several caches once, or where the decoder is not split into layers once for each."""
+        """Run a call; a prefill fills all caches at once."""
         run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
         for cache in call.cache.fills if call.phase == "prefill" else ():
-            alone = replace(call, cache=cache)
-            run_alone = self.runner(alone, ranks)  # also where it is not run: policies are checked against the graph
-            if self.blocked is None or call.one_token_prompt:
-                run_alone(alone, *inputs)
+            self.runner(replace(call, cache=cache), ranks)  # its policy is checked against the graph
         return run(call, *inputs)
 
     def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:

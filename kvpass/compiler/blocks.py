@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from kvpass.compiler.parts import Regions
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import input_named, placeholders, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
@@ -39,14 +38,12 @@ FEWEST_TOKENS = 128
 """Tokens of a block of each row, by default, for any batch size."""
 
 
-def check_block(given: object, regions: Regions, name: str = "prefill_block") -> Block:
+def check_block(given: object, name: str = "prefill_block") -> Block:
     """Return the option ``prefill_block``, or of another name, as given."""
     if given == "auto":
         return given
     if not isinstance(given, int) or isinstance(given, bool) or given < 2:
         raise ValueError(f"{name}={given!r}: must be 'auto' or a number of tokens, an int >= 2")
-    if regions is False:
-        raise ValueError(f"{name}={given}: needs the parts that compile_regions=False rules out")
     return given
 
 
@@ -55,11 +52,13 @@ def tokens_of(block: Block, rows: int, device: torch.device) -> int:
     return max(AUTO_TOKENS[device.type] // rows, FEWEST_TOKENS) if block == "auto" else block
 
 
-def lengths_allowed(gm: GraphModule, shapes: ShapeEnv | None) -> Callable[[int], bool]:
-    """Return whether the decoder is the same one for so many tokens: a function of their number.
+def lengths_allowed(gm: GraphModule, split: SplitPrompt, shapes: ShapeEnv | None) -> Callable[[int], bool]:
+    """Return whether fewer tokens than those of a prompt may run through the same decoder: a function of their number.
 
     To be called in the trace, which knows for which lengths the capture holds.
     """
+    if split.not_in_blocks:
+        return lambda length: False
     tokens = batch_and_tokens(gm)[1]
     assert shapes is not None and isinstance(tokens, sympy.Symbol), "split_layers has looked"
     lowest = shapes.bound_sympy(tokens).lower
@@ -283,6 +282,9 @@ class LayerRun:
         axes = self.decoder.split.axes
         for node in layer.results:
             value, axis = made[node], axes.get(node)
+            if self.decoder.split.not_in_blocks:
+                self.known[node] = value  # as it is recorded
+                continue
             if axis is None or end - first == self.tokens:
                 self.known[node] = value.contiguous()
                 continue

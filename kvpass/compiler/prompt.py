@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_arg
 from torch.profiler import record_function
 
 from kvpass.compiler.blocks import SplitDecoder
@@ -31,11 +32,11 @@ from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import Ranks
 
 
-class BlockedPrefill(SplitDecoder):
+class Prefill(SplitDecoder):
     """A decoder that prefills prompts layer by layer, each layer in blocks of tokens."""
 
-    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> Tensor:
-        """Fill caches with one prompt, and return the logits.
+    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> list[Any]:
+        """Fill caches with one prompt, and return what the decoder returns.
 
         Args:
             inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
@@ -48,21 +49,20 @@ class BlockedPrefill(SplitDecoder):
                     "without compact, or with expanded heads"
                 )
         prompt = _ScoredPrompt(self, fills, inputs, block, ranks)
-        edges = prompt.edges
+        edges, results_from = prompt.edges, 0
         prompt.begin()
         *layers, last = self.split.layers
         for layer in layers:
             prompt.run(layer, edges)
-        result = self.split.result
-        if result in self.split.axes:
-            prompt.run(last, edges, is_last=True)
-        else:
-            edges = self.last_edges(edges, block, int(recorded(result).shape[1]))
+        logits = self.split.results[0]
+        if not self.split.not_in_blocks and logits not in self.split.axes:  # they are of the last tokens
+            edges = self.last_edges(edges, block, int(recorded(logits).shape[1]))
             writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
-            prompt.run(last, edges, is_last=True, results_from=0 if writes else edges[-2])
+            results_from = 0 if writes else edges[-2]
+        prompt.run(last, edges, is_last=True, results_from=results_from)
         prompt.pack()
         prompt.store_states()
-        logits: Tensor = prompt.known[result]
+        results: list[Any] = map_arg(list(self.split.results), prompt.known.__getitem__)
         compacted = [fill for fill in fills if fill.policy.compact]
         if compacted:
             del prompt
@@ -70,7 +70,7 @@ class BlockedPrefill(SplitDecoder):
             again.begin()
             for layer in self.split.layers:
                 again.compact(layer, is_last=layer is last)
-        return logits
+        return results
 
     def _find_what_is_read(self, policy: Policy) -> None:
         """Find in each layer what the policy reads of the model, or raise, before anything is written."""

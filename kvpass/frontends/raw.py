@@ -119,7 +119,7 @@ def kvpass_backend(
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = one_of("compiler", given.pop("compiler", "inductor"), COMPILERS)
     regions = check_regions(given.pop("compile_regions", "auto"))
-    block = check_block(given.pop("prefill_block", "auto"), regions)
+    block = check_block(given.pop("prefill_block", "auto"))
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     if policy.replays_prompt:
         raise ValueError(f"policy={policy.name!r} replays token ids behind a prompt, which only kvpass.compile knows")

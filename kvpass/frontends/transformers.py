@@ -404,7 +404,7 @@ class CompressedModel(GenerateHooks):
         self._kvpass.block = self._checked_block(block, "prefill_block")
 
     def _checked_block(self, block: object, name: str) -> Block:
-        return check_block(block, self._kvpass.captures.compiler.regions, name)
+        return check_block(block, name)
 
     def set_budget(self, budget: BudgetLike) -> None:
         """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.

@@ -8,16 +8,11 @@ operator               what it does
 =====================  ==============================================================================================
 ``site``               the canonical attention op: causal attention over the tokens of this call only; ``refusal`` is
                        the reason why a traced call is unsupported; graphs with such a call are not compiled
-``observe_attention``  the same over a left-padded prompt, plus the policy's scores, stats (attention mass, decode
-                       state) and layer weight; where the decode rule has rows in the cache, they are written
-``cascade_step``       reallocate the budgets of earlier layers, move this layer's selected entries into the pool
-``pack``               permute the pool into (layer, head, position) order and write the offsets
 ``absorbed_query``     queries of latent rows for those of expanded heads; traced through by Inductor
 ``expanded_output``    outputs of expanded heads for those of latent rows; traced through by Inductor
 ``attend_cache``       append new tokens to the tail, attend pool + tail
 ``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
 ``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
-``fill_ring``          attention in a window or chunks over a left-padded prompt; the newest columns go into the ring
 ``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
 ``attend_ring``        attend ring + new tokens inside the window or chunk, put the new tokens into the ring
 ``read_state``         the state of a recurrent layer before the tokens of this call; zeros where no cache is bound
@@ -26,7 +21,7 @@ operator               what it does
 ``delta_rule``         a gated delta rule over the tokens of this call, from a state to the state after them
 ``mamba2``             the same, of the selective state space of Mamba 2
 ``mamba``              the same, of the selective scan of Mamba
-``real_tokens``        1 for tokens, 0 for the columns before a row's first one
+``real_tokens``        1 for tokens, 0 for padding, of which a call without a cache knows none
 =====================  ==============================================================================================
 """
 
@@ -47,11 +42,8 @@ from torch.fx.node import has_side_effect
 from kvpass.operands import (
     AppendBuffers,
     Attention,
-    Candidates,
     EvictBuffers,
     Expansion,
-    PolicyInputs,
-    PrefillBuffers,
     RingBuffers,
     written_in,
 )
@@ -105,29 +97,6 @@ def _site(
     return latents.attend_prompt(call, expansion, start, implementation(q), sliding_window, chunked)[0]
 
 
-def _observe_attention(
-    call: Attention,
-    start: Tensor,
-    first: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    policy_inputs: PolicyInputs,
-    ranks: Ranks,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ops = implementation(call.q)
-    out, lse = ops.attend_prompt(call, start)
-    return out, *ops.score_layer(call, lse, start, first, layer, num_layers, policy, policy_inputs, ranks)
-
-
-def _cascade_step(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks) -> None:
-    implementation(candidates.k).cascade_step(buffers, candidates.stored_in(buffers), layer, policy, ranks)
-
-
-def _pack(buffers: PrefillBuffers) -> None:
-    implementation(buffers.pool_k).pack(buffers)
-
-
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
     if held.key_mean is not None:
@@ -145,11 +114,6 @@ def _attend_evict(
     entering: Tensor | None,
 ) -> Tensor:
     return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks, entering)
-
-
-def _fill_ring(call: Attention, ring: RingBuffers, start: Tensor, layer: int, chunked: bool) -> Tensor:
-    sliding.keep_newest(ring, call.k, call.v, torch.arange(call.k.shape[2], device=call.k.device), layer)
-    return implementation(call.q).attend_prompt(call, start, ring.ring_k.shape[3], chunked)[0]
 
 
 def _attend_ring(
@@ -172,10 +136,8 @@ def _store_state(state: Tensor, made: Tensor) -> None:
     made.copy_(state)
 
 
-def _real_tokens(ids: Tensor, first: Tensor | None = None) -> Tensor:
-    if first is None:
-        return torch.ones_like(ids)
-    return (torch.arange(ids.shape[1], device=ids.device) >= first[:, None]).to(ids.dtype)
+def _real_tokens(ids: Tensor) -> Tensor:
+    return torch.ones_like(ids)
 
 
 # -- fake implementations, for tracing --------------------------------------------------------------------------------
@@ -190,16 +152,6 @@ def _fake_output(call: Attention, *rest: Any) -> Tensor:
 def _fake_site(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     (b, h, t, _), (up, nope) = q.shape, rest[-2:]
     return q.new_empty(b, t, h, v.shape[3] if up is None else len(up) // h - nope).transpose(1, 2)
-
-
-def _fake_observation(call: Attention, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (b, kv_heads, n, _), (policy, _, ranks) = call.k.shape, rest[-3:]
-    return (
-        _fake_output(call),
-        call.k.new_empty(b, kv_heads * ranks.size, n, dtype=torch.float32),
-        call.k.new_empty(policy.stat_planes, b, kv_heads, n, dtype=torch.float32),
-        call.k.new_empty(b, dtype=torch.float64),
-    )
 
 
 def _fake_columns(seen: Tensor, first: Tensor, slots: int, chunked: bool) -> Tensor:
@@ -288,9 +240,6 @@ _define(_site, _fake_site)
 for _name, _operand in (("absorbed_query", "q"), ("expanded_output", "out")):
     _LIBRARY.define(f"{_name}(Tensor {_operand}, Tensor up, int nope) -> Tensor")
     _LIBRARY.impl(_name, getattr(latents, _name), "CompositeImplicitAutograd")
-_define(_observe_attention, _fake_observation, returns="(Tensor, Tensor, Tensor, Tensor)", written={"rule_rows"})
-_define(_cascade_step, _fake_nothing, returns="()", written=written_in("prefill") - {"offsets"})
-_define(_pack, _fake_nothing, returns="()", written={"pool_k", "pool_v", "slots", "slot_stats", "offsets"})
 _define(_attend_cache, _fake_output, written=written_in("append"))
 _define(_attend_evict, _fake_output, written=written_in("evict"))
 _define(
@@ -299,7 +248,6 @@ _define(
     returns="()",
     written={"recompress_scores", "recompress_masses", "recompress_weights"},
 )
-_define(_fill_ring, _fake_output, written=written_in("prefill"))
 _define(sliding.columns_held, _fake_columns)
 _define(_attend_ring, _fake_output, written=written_in("append"))
 _define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
@@ -308,5 +256,5 @@ _define(recurrent.mamba, recurrent.fake_scan, returns="(Tensor, Tensor)")
 _define(_read_state, _read_state)
 _define(_write_state, _fake_nothing, returns="()")
 _define(_store_state, _fake_nothing, returns="()", written={"made"})
-_define(_real_tokens, lambda ids, first: torch.empty_like(ids))
+_define(_real_tokens, torch.empty_like)
 has_side_effect(torch.ops.kvpass.write_state.default)  # its value reaches no output of a capture

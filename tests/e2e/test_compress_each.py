@@ -9,7 +9,7 @@ import kvpass
 from kvpass.compiler.blocks import LayerRun
 from kvpass.policies import POLICIES, resolve
 from pairwise import quick
-from tiny_models import HEAD_MAP, HYBRIDS, left_pad, random_ids, tiny_model
+from tiny_models import HEAD_MAP, HYBRIDS, added_in_place, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP[:2]}}
@@ -55,8 +55,8 @@ def test_it_captures_and_compiles_once_and_leaves_the_model_as_it_was():
         fast.report()
 
 
-def test_a_decoder_that_is_not_split_is_read_for_each_condition():
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager", compile_regions=False)
+def test_a_decoder_that_does_not_run_in_blocks_fills_all_caches_too():
+    fast = kvpass.compile(added_in_place(tiny_model("llama", layers=2)), policy="full", backend="eager")
     assert_each_is_as_alone(fast, [(resolve("lava"), 40), (resolve("snapkv"), 0.9)], random_ids(2, 60))
 
 

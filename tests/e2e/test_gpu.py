@@ -20,13 +20,14 @@ from kvpass.operands import (
     Candidates,
     PolicyInputs,
     PrefillBuffers,
+    RingBuffers,
     SlotCache,
 )
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import entries_held, packed, side_at
+from kvpass.ops.sliding import keep_newest
 from kvpass.policies import POLICIES, resolve
-from kvpass.ranks import ONE_PROCESS
 from kvpass.rotation import is_rotated, rotated_back
 from masked_oracle import kept_columns
 from numeric_checks import assert_best, assert_close, logits_before, observe, prefill_buffers
@@ -306,10 +307,11 @@ def test_a_ring_is_filled_and_attended(dtype, softcap, with_sinks, slots, chunke
     rings = [torch.zeros(1, STARTS.numel(), KV_HEADS, slots, 64, device=PLACE, dtype=dtype) for _ in range(2)]
     twins = [exact(ring) for ring in rings]
     prompt = Attention(*site(dtype), *options)
-    fill, attend = torch.ops.kvpass.fill_ring.default, torch.ops.kvpass.attend_ring.default
-    columns_held = torch.ops.kvpass.columns_held.default
-    expected = fill(*exact(prompt), *twins, STARTS, 0, chunked)
-    check("prompt", fill(*prompt, *rings, STARTS, 0, chunked), expected, ERROR[dtype])
+    attend, columns_held = torch.ops.kvpass.attend_ring.default, torch.ops.kvpass.columns_held.default
+    expected = reference.attend_prompt(exact(prompt), STARTS, slots, chunked)[0]
+    check("prompt", device.attend_prompt(prompt, STARTS, slots, chunked)[0], expected, ERROR[dtype])
+    for call, ring in ((exact(prompt), twins), (prompt, rings)):
+        keep_newest(RingBuffers(*ring), call.k, call.v, torch.arange(TOKENS, device=call.k.device), 0)
     seen, first = torch.tensor(TOKENS, device=PLACE), STARTS.to(PLACE)
     new = Attention(*site(dtype, tokens=tokens, seed=5), *options)
     held = columns_held(seen, first, slots, chunked)
@@ -450,11 +452,10 @@ def test_no_layer_of_a_prefill_synchronises(name, dtype):
 
     def prefill(state: PrefillBuffers) -> None:
         for layer in range(LAYERS):
-            asked = (policy.spec, *PolicyInputs(entries=state.entries), ONE_PROCESS.spec)
-            _, *observed = torch.ops.kvpass.observe_attention(*call, STARTS, first, layer, LAYERS, *asked)
-            candidates = Candidates(call.k, call.v, *observed, first)
-            torch.ops.kvpass.cascade_step(*state, *candidates, layer, policy.spec, ONE_PROCESS.spec)
-        torch.ops.kvpass.pack(*state)
+            asked = PolicyInputs(entries=state.entries)
+            _, *observed = observe(device, call, STARTS, first, layer, LAYERS, policy, asked)
+            device.cascade_step(state, Candidates(call.k, call.v, *observed, first), layer, policy)
+        device.pack(state)
 
     states = [buffers(policy, entries, dtype, 64, "cuda") for _ in range(2)]
     prefill(states[0])

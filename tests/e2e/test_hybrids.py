@@ -133,7 +133,7 @@ def test_blocks_of_a_prompt_change_neither_entries_nor_states(family):
         last = fast(ids, attention_mask=mask, logits_to_keep=2).logits
         found.append((out.logits[real], last, out.past_key_values))
     fast.prefill_block = "auto"
-    assert fast.report().compiled[0].whole_because == ""
+    assert fast.report().compiled[0].not_in_blocks == ""
     for logits, last, cache in found[1:]:
         assert_close("logits", logits, found[0][0], atol=1e-4)
         assert_close("last logits", last, found[0][1], atol=1e-4)

@@ -94,7 +94,7 @@ def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch
     for row, prompt in enumerate(prompts):
         logits = out.logits[row, -prompt.shape[1] :]
         assert_close("logits", logits, model(prompt).logits[0], atol=1e-4)
-    whole = kvpass.compile(model, compile_regions=False, **options)(ids, attention_mask=mask)
+    whole = kvpass.compile(model, **options)(ids, attention_mask=mask)
     assert torch.equal(out.past_key_values.positions, whole.past_key_values.positions)
 
 

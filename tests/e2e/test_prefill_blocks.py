@@ -54,7 +54,7 @@ def test_blocks_give_the_logits_of_the_uncompiled_model(family):
     for block in (13, 60):
         logits, _, more = prefilled(fast, block, ids)
         assert_close("logits", torch.cat([logits, more], 1), expected, atol=1e-4)
-    assert [record.whole_because for record in fast.report().compiled] == [""] * 2
+    assert [record.not_in_blocks for record in fast.report().compiled] == [""] * 2
 
 
 @each_value(policy=sorted(POLICIES), block=(2, 13, 100))
@@ -155,8 +155,3 @@ def test_a_block_that_is_no_number_of_tokens_is_refused(block):
         _, fast = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")
         with pytest.raises(ValueError, match=f"prefill_chunk_size={block!r}: {message}"):
             fast.generate(random_ids(1, 30), prefill_chunk_size=block)
-
-
-def test_blocks_need_parts():
-    with pytest.raises(ValueError, match="prefill_block=64: needs the parts that compile_regions=False rules out"):
-        kvpass.compile(tiny_model("llama", layers=2), budget=40, prefill_block=64, compile_regions=False)

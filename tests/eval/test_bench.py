@@ -293,7 +293,7 @@ def test_scoring_time_adds_up_what_is_not_attention():
 
     waiting = event("Command Buffer Full", 40.0, kernels=[kernel("gemm of another operator", 900.0)])
     site = event(
-        "kvpass::observe_attention",
+        "kvpass::score_layer",
         5.0,
         [
             event("aten::scaled_dot_product_attention", 1000.0, [event("aten::mm", 9.0)]),
@@ -304,7 +304,7 @@ def test_scoring_time_adds_up_what_is_not_attention():
         [kernel("_window_kernel", 10.0), kernel("_prefill_kernel", 500.0)],
     )
     assert dict(bench_measure._beyond_attention(site, is_cuda=False)) == {
-        "kvpass::observe_attention": 5.0, "aten::topk": 30.0
+        "kvpass::score_layer": 5.0, "aten::topk": 30.0
     }  # fmt: skip
     assert dict(bench_measure._beyond_attention(site, is_cuda=True)) == {
         "_window_kernel": 10.0, "sort": 2.0, "scan": 3.0

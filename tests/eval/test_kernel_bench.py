@@ -28,7 +28,7 @@ def once(function):
 
 bench.time_graph = once
 bench.WORST_ERROR = 1e-5
-assert torch.ops.kvpass.pack, "the command itself imports what defines the operators"
+assert torch.ops.kvpass.site, "the command itself imports what defines the operators"
 shape = bench.Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
 lengths = bench.ragged_lengths(shape, 2, 40)
 found = bench.time_decode(shape, lengths, 1e9, check=True)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass import builtin
 from kvpass.cli.main import app
-from kvpass.compiler.prompt import BlockedPrefill
+from kvpass.compiler.prompt import Prefill
 from kvpass.eval import run, workers
 from kvpass.eval.environment import fingerprint
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
@@ -135,8 +135,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
 def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_path, monkeypatch):
     options = {"policies": parse_policies("full,snapkv:window=8,tova:window=8"), "scopes": ("prompt", "context")}
     options["samples"] = 3
-    read, prefill = [], BlockedPrefill.__call__
-    monkeypatch.setattr(BlockedPrefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
+    read, prefill = [], Prefill.__call__
+    monkeypatch.setattr(Prefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
     with monkeypatch.context() as patch:
         patch.setattr(run, "MOST_TOGETHER", 1)
         alone = Evaluation(settings(tmp_path / "alone", **options)).run()

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RecompressBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, RecompressBuffers, RingBuffers
 from kvpass.ops import reference, slots
+from kvpass.ops.sliding import keep_newest
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
 from numeric_checks import Exact, assert_close, assert_rounded, exact_attention, observe, prefill_buffers
@@ -50,13 +51,8 @@ def without_nan(buffers):
     return [x.nan_to_num(0.0) if x is not None and x.is_floating_point() else x for x in buffers]
 
 
-def test_opcheck_site_and_observe_attention():
-    q, k, v = qkv()
-    torch.library.opcheck(OPS.site.default, (q, k, v, SCALE))
-    spec = resolve("lava", window=8).spec
-    start, asked = torch.tensor([0, 3]), PolicyInputs(entries=torch.tensor([6, 6]))
-    args = (*Attention(q, k, v, SCALE), start, start, 0, 2, spec, *asked, ONE_PROCESS.spec)
-    torch.library.opcheck(OPS.observe_attention.default, args)
+def test_opcheck_site():
+    torch.library.opcheck(OPS.site.default, (*qkv(), SCALE))
 
 
 def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
@@ -72,19 +68,6 @@ def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
     assert_close("site", OPS.site.default(q, rows, rows[..., :rank], SCALE, **latent), expected, atol=1e-5)
     absorbed = OPS.site.default(OPS.absorbed_query(q, **latent), rows, rows[..., :rank], SCALE)
     assert_close("absorbed", OPS.expanded_output(absorbed, **latent), expected, atol=1e-5)
-
-
-def test_opcheck_cascade_step_and_pack():
-    q, k, v = qkv()
-    policy = resolve("lava", window=8)
-    entries, start = torch.tensor([6, 6]), torch.tensor([0, 3])
-    state = without_nan(prefill_state(2, 2, 2, 8, 8, 40, entries, policy))
-    asked = (*PolicyInputs(), ONE_PROCESS.spec)
-    _, *seen = OPS.observe_attention.default(*Attention(q, k, v, SCALE), start, start, 0, 2, policy.spec, *asked)
-    torch.library.opcheck(
-        OPS.cascade_step.default, (*state, *Candidates(k, v, *seen, start), 0, policy.spec, ONE_PROCESS.spec)
-    )
-    torch.library.opcheck(OPS.pack.default, tuple(state))
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
@@ -122,7 +105,6 @@ def test_opcheck_observe_held():
 
 def test_opcheck_the_ring_operators():
     rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
-    torch.library.opcheck(OPS.fill_ring.default, (*Attention(*qkv(), SCALE), *rings, torch.tensor([0, 3]), 1, True))
     seen, first = torch.tensor(40), torch.tensor([0, 3])
     torch.library.opcheck(OPS.columns_held.default, (seen, first, 7, True))
     held = OPS.columns_held.default(seen, first, 7, True)
@@ -165,14 +147,15 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, ch
     start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
     for ring in rings:
         ring[1] = 0.0
-    parts = [slice(0, 23), slice(23, 24), slice(24, 27)]
-    outs = [OPS.fill_ring.default(*call.rows(slice(None), parts[0]), *rings, start, 1, chunked)]
+    columns, parts = torch.arange(27), [slice(0, 23), slice(23, 24), slice(24, 27)]
+    prompt = call.rows(slice(None), parts[0])
+    outs = [reference.attend_prompt(prompt, start, window, chunked)[0]]
+    keep_newest(RingBuffers(*rings), prompt.k, prompt.v, columns[:23], 1)
     for part in parts[1:]:
         new = call.rows(slice(None), part)
         seen = torch.tensor(part.start)
         held = OPS.columns_held.default(seen, start, window, chunked)
         outs.append(OPS.attend_ring.default(*new, *rings, held, seen, 1, start if chunked else None, impl))
-    columns = torch.arange(27)
     seen = (columns <= columns[:, None]) & (columns[:, None] - columns < window) & (columns >= start[:, None, None])
     if chunked:
         chunk = (columns - start[:, None]).div(window, rounding_mode="floor")

@@ -14,7 +14,7 @@ from kvpass.compiler import backend
 from kvpass.policies.plan import plan
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from pairwise import quick
-from tiny_models import VOCABULARY, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
+from tiny_models import VOCABULARY, added_in_place, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 
@@ -347,11 +347,14 @@ def test_recompression_is_refused_and_fewer_bits_are_not(given, said):
             kvpass.compile(tiny_model("llama", layers=LAYERS), **call)
 
 
-def test_a_decoder_that_is_one_graph_and_a_plan_without_inputs_are_refused():
+def test_a_decoder_that_adds_in_place_is_compressed_and_a_plan_without_inputs_is_refused():
     call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
-    fast = kvpass.compile(tiny_model("llama", layers=LAYERS), compile_regions=False, **call)
-    with pytest.raises(ValueError, match="scores tokens layer by layer"):
-        fast.compress(random_ids(1, 30))
+    models, ids = (
+        (tiny_model("llama", layers=LAYERS), added_in_place(tiny_model("llama", layers=LAYERS))),
+        random_ids(2, 30),
+    )
+    usual, other = (kvpass.compile(model, **call).compress(ids).positions for model in models)
+    assert torch.equal(usual, other)
     q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, 30, 4)
     with pytest.raises(ValueError, match=r"pass entering="):
         plan("kvzap", q, k, v, budget=BUDGET, window=WINDOW, weights=kvzap_file())

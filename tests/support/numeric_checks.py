@@ -57,7 +57,7 @@ def assert_best(label: str, said: Tensor, logits: Tensor, *, margin: float) -> N
 
 
 def observe(ops: Any, call: Attention, start: Tensor, first: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """What ``kvpass::observe_attention`` gives of a prompt, by the operators of the module ``ops``."""
+    """Attention output of a prompt, and what a policy makes of it, by the module ``ops``."""
     out, lse = ops.attend_prompt(call, start)
     return out, *ops.score_layer(call, lse, start, first, *rest)
 
