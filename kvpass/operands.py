@@ -369,7 +369,7 @@ def written_in(kind: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if kind in buffer.written.split()}
 
 
-_SHARED = {"start": Buffer("B", _I64), "first": Buffer("B", _I64), "seen": Buffer("", _I64)}
+_SHARED = {"first": Buffer("B", _I64), "seen": Buffer("", _I64)}
 """Inputs that all buffers share."""
 
 
