@@ -77,6 +77,11 @@ def check_model(model: object) -> None:
         )
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise ValueError(f"{kind} counts positions from its padding token on; kvpass counts them from 0")
+    if getattr(model.config.get_text_config(), "recurrent_kv_cache_mode", None) == "last_loop":  # Dory
+        raise ValueError(
+            f"{kind} with recurrent_kv_cache_mode='last_loop' attends to other keys with a cache than without one, and "
+            "kvpass makes its cache from the decoder without one"
+        )
     for path, _ in model.named_modules():
         if path.endswith(".indexer"):
             raise UnsupportedAttentionError(

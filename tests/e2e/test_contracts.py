@@ -14,7 +14,7 @@ from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from support_table import listed, supported_row
-from tiny_models import FAMILIES, LATENT, ROTATED, compiled_once, left_pad, random_ids, step_logits, tiny_model
+from tiny_models import FAMILIES, LATENT, NEWEST, ROTATED, compiled_once, left_pad, random_ids, step_logits, tiny_model
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED = 10**6
@@ -162,6 +162,23 @@ def assert_padded_rows_equal_alone(every, policy, copies):
         kept = kept_columns(cache, width + 4)[row]
         assert torch.equal(kept[..., width - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
         assert not kept[..., : width - n].any(), f"{label} keeps padding"
+
+
+@pytest.mark.parametrize("family", NEWEST)
+def test_contracts_1_and_4_in_families_of_the_newest_transformers(family):
+    model = tiny_model(family)
+    every = EveryPolicy(model)
+    assert_identical_without_a_limit(model, every, "lava")
+    assert_padded_rows_equal_alone(every, "lava", copies=3)
+    ids = random_ids(2, PROMPT, seed=1)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    assert torch.equal(greedy(fast, ids), greedy(model, ids)), "tokens with a cache of transformers differ"
+
+
+@pytest.mark.skipif("dory" not in NEWEST, reason="transformers without this family")
+def test_a_decoder_whose_loops_read_the_cache_of_the_last_one_is_refused():
+    with pytest.raises(ValueError, match="recurrent_kv_cache_mode='last_loop'"):
+        kvpass.compile(tiny_model("dory", recurrent_kv_cache_mode="last_loop"), policy="full")
 
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))

@@ -260,6 +260,27 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_hybrid": ("bailing_hybrid", {**_LATENT, **_LATENT_LINEAR, "head_dim": 16}),
 }
 """The same of families with recurrent layers beside attention, which need transformers 5.22."""
+_NEWEST: dict[str, tuple[str, dict[str, Any]]] = {
+    "exaone": ("exaone", LLAMA_LIKE),
+    "apertus1p5": ("apertus1p5_text", LLAMA_LIKE),
+    "sarvam_moe": ("sarvam_moe", {**LLAMA_LIKE, **_LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1}),
+    "sarvam_mla": ("sarvam_mla", {**_LATENT, **_LATENT_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    "dory": (
+        "dory",
+        {**_SLIDING, "num_hidden_layers": 6, "n_input_layers": 2, "n_output_layers": 2, "rope_parameters": None},
+    ),
+    "lara_mini": (
+        "lara_mini",
+        {
+            **_DELTA_RULE,
+            **_SHARED_EXPERT,
+            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+            "sliding_window": 24,
+        },
+    ),
+}
+NEWEST = {family: made for family, made in _NEWEST.items() if made[0] in CONFIG_MAPPING}
+"""The same of families that transformers has from 5.24 on."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -273,7 +294,7 @@ def tiny_model(
     Args:
         layers: how many, if not as many as :data:`FAMILIES` has: the first ones. changes: of the configuration.
     """
-    model_type, options = (FAMILIES | HYBRIDS)[family]
+    model_type, options = (FAMILIES | HYBRIDS | NEWEST)[family]
     options = {**options, **changes}
     if layers is not None:
         options[next(name for name in _LAYERS if name in options)] = layers
