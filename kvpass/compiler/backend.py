@@ -212,37 +212,16 @@ class PhaseCompiler:
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
     def _prompt(self, captured: Capture, call: Call) -> _CompiledPhase:
-        """Split a captured graph into layers and compile their parts, once for all policies."""
-        passes: list[PassRecord] = []
+        """A prefill; its parts are compiled once for all policies."""
+        passes: Sequence[PassRecord] = ()
         if call.one_token_prompt not in captured.prompts:
-            began, label = time.perf_counter(), f"prefill.{len(self.records):02d}"
-            unsplit, mode = copy_graph(captured.gm), backend_mode()
-            layout, _, device = layout_of(unsplit)
-            seen = torch.zeros((), dtype=torch.int64, device=device)
-            nodes, fakes = add_state_placeholders(unsplit, {"seen": seen}, {}, mode)
-            inputs, one_token = self._one_token(captured, call, fakes)
-            passes = run_passes(unsplit, [partial(offset_positions_pass, seen=nodes["seen"]), *one_token], label=label)
-            gm = copy_graph(unsplit)
-            try:
-                split = split_layers(gm, placeholders(gm)[-1])
-            except CannotSplitError as reason:  # it has changed the copy
-                gm, split = unsplit, split_at_attention(unsplit, "it is one token" if one_token else str(reason))
-            seconds = time.perf_counter() - began
-            passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
-            for index, part in enumerate({part.key: part for part in split.parts}.values()):
-                dump_graph(f"{label}.part_{index}", part.gm)
-            with self._shown(call, MOST_PARTS), compiled_for_any_length():
-                examples = [*inputs, *map(recorded, split.added)]
-                functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
-            lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
-            allowed = lengths_allowed(gm, split, mode.shape_env)
-            captured.prompts[call.one_token_prompt] = Prefill(gm, layout, split, functions, allowed, lookups)
+            captured.prompts[call.one_token_prompt], passes = self._prefill(captured, call)
         decoder, policy = captured.prompts[call.one_token_prompt], call.cache.policy
-        why_not = decoder.split.not_in_blocks
-        if policy.replays_prompt and why_not and not call.one_token_prompt:
+        not_in_blocks = decoder.split.not_in_blocks
+        if policy.replays_prompt and not_in_blocks and not call.one_token_prompt:
             raise ValueError(
                 f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into layers: "
-                f"{why_not}"
+                f"{not_in_blocks}"
             )
 
         def run(call: Call, *inputs: Any) -> Any:
@@ -254,7 +233,31 @@ class PhaseCompiler:
             block = tokens_of(call.block, call.cache.batch_size, device)
             return decoder(fills, inputs, block, call.cache.ranks)
 
-        return _CompiledPhase(run, len(decoder.functions), passes, why_not)
+        return _CompiledPhase(run, len(decoder.functions), passes, not_in_blocks)
+
+    def _prefill(self, captured: Capture, call: Call) -> tuple[Prefill, Sequence[PassRecord]]:
+        """Split a captured graph into layers and compile their parts."""
+        began, label = time.perf_counter(), f"prefill.{len(self.records):02d}"
+        unsplit, mode = copy_graph(captured.gm), backend_mode()
+        layout, _, device = layout_of(unsplit)
+        seen = torch.zeros((), dtype=torch.int64, device=device)
+        nodes, fakes = add_state_placeholders(unsplit, {"seen": seen}, {}, mode)
+        inputs, one_token = self._one_token(captured, call, fakes)
+        passes = run_passes(unsplit, [partial(offset_positions_pass, seen=nodes["seen"]), *one_token], label=label)
+        gm = copy_graph(unsplit)
+        try:
+            split = split_layers(gm, placeholders(gm)[-1])
+        except CannotSplitError as reason:  # it has changed the copy
+            gm, split = unsplit, split_at_attention(unsplit, "it is one token" if one_token else str(reason))
+        seconds = time.perf_counter() - began
+        passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
+        for index, part in enumerate({part.key: part for part in split.parts}.values()):
+            dump_graph(f"{label}.part_{index}", part.gm)
+        with self._shown(call, MOST_PARTS), compiled_for_any_length():
+            examples = [*inputs, *map(recorded, split.added)]
+            functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
+        lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
+        return Prefill(gm, layout, split, functions, lengths_allowed(gm, split, mode.shape_env), lookups), passes
 
     def _one_token(self, captured: Capture, call: Call, added: Sequence[Tensor]) -> tuple[list[Any], list[GraphPass]]:
         """Return fake inputs of a graph for a call, and the pass that its values need if the call is of one token.
