@@ -46,7 +46,8 @@ class Benchmark(ABC):
                 "query_heads": config.num_attention_heads,
                 "kv_heads": getattr(config, "num_key_value_heads", None),
             },
-            **{name: getattr(settings, name) for name in ("device", "window", "budget", "backend", "seed")},
+            **{name: getattr(settings, name) for name in ("device", "window", "backend", "seed")},
+            "budget": settings.budget_value,
             "complete": False,
         }
         with torch.no_grad(), progress_bar(progress_console()) as progress:

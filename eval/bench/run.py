@@ -171,10 +171,10 @@ class Bench(Benchmark):
         self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
         self.room, self.held = self.meter.room(), self.meter.allocated()
-        budget = Budget.parse(settings.budget)
+        budget = Budget.parse(settings.budget_value)
         self.comparisons = [
             Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
-            for batch in settings.batches
+            for batch in settings.rows
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
@@ -234,7 +234,7 @@ class Bench(Benchmark):
 
     def _is_profiled(self, wanted: Comparison) -> bool:
         """Whether scoring is measured: rows that share a prompt have the same as the first batch."""
-        return wanted.batch == self.settings.batches[0] or not self.settings.shared_prompt
+        return wanted.batch == self.settings.rows[0] or not self.settings.shared_prompt
 
     def _take(self, measurement: Measurement, function: Callable[[], None]) -> None:
         """Run a turn; where it fails, the others go on."""
@@ -258,10 +258,10 @@ class Bench(Benchmark):
             makers.append(partial(HfEager, self.model))
         if "hf-static" in baselines:
             makers.append(partial(HfStatic, self.model, slots, settings.backend))
-        for name in map(str, settings.policies) if "kvpress" in baselines else ():
+        for name in map(str, settings.specs) if "kvpress" in baselines else ():
             if name in KVPRESS_TWINS:
                 makers.append(partial(Kvpress, self.model, name, wanted.entries, settings.window))
-        kvpass_systems = [(policy, entries) for policy in settings.policies for entries in settings.entries]
+        kvpass_systems = [(policy, entries) for policy in settings.specs for entries in settings.formats]
         if "full" in baselines:
             kvpass_systems.append((PolicySpec("full"), "model"))
         makers += [partial(self._kvpass_system, *each) for each in dict.fromkeys(kvpass_systems)]

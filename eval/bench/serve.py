@@ -42,14 +42,14 @@ _ENVIRONMENT = {
 }
 
 
-def _plugin_settings(settings: BenchSettings, question_tokens: int = 0, file: str = "") -> dict[str, Any]:
-    """What vLLM takes as ``additional_config``; ``file`` is the document of questions of so many tokens."""
-    if question_tokens:
-        options = {"room": question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
+def _plugin_settings(settings: BenchSettings, file: str) -> dict[str, Any]:
+    """What vLLM takes as ``additional_config``; ``file`` is the document of questions."""
+    if settings.question_tokens:
+        options = {"room": settings.question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
     else:
         options = {"policy": settings.policy.name, **dict(settings.policy.options)}
-        options |= {"budget": settings.budget, "room": settings.new_tokens}
-    return {"kvpass": {**options, "entries": settings.entries[0]}}
+        options |= {"budget": settings.budget_value, "room": settings.new_tokens}
+    return {"kvpass": {**options, "entries": settings.formats[0]}}
 
 
 def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
@@ -59,7 +59,7 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
         bytes of the entries kept (``document_bytes``), and seconds with those to capture and compile (``compress_s``).
     """
     model = build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype)
-    fast = settings.system(model, settings.policies[0], settings.entries[0]).model
+    fast = settings.system(model, settings.specs[0], settings.formats[0]).model
     began = time.perf_counter()
     cache = fast.compress(settings.ids(1, tokens))
     seconds = time.perf_counter() - began
@@ -67,16 +67,14 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
     return {"document_bytes": int(fast.report().bytes_kept.sum()), "compress_s": seconds}
 
 
-def measure_requests(
-    settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str, question_tokens: int = 0
-) -> Result:
+def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
-        tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
-        system: one of the three; kvpass with the first entry format. question_tokens: if not 0, each prompt is a
-            question of so many tokens about one text of ``tokens``. vLLM holds the text in its prefix cache; kvpass as
-            a document, whose bytes count.
+        settings: with ``question_tokens`` each prompt is a question about one text of ``tokens``. vLLM holds the text
+            in its prefix cache; kvpass as a document, whose bytes count.
+        tokens: of each prompt; no two prompts are equal.
+        system: one of the three; kvpass with the first entry format.
     Returns:
         a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
         first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
@@ -85,8 +83,8 @@ def measure_requests(
     """
     from vllm import LLM, SamplingParams
 
-    new, document = settings.new_tokens, Result()
-    longest, cache_bytes = tokens + question_tokens + new, cache_mib * 2**20
+    new, requests, question_tokens = settings.new_tokens, settings.requests, settings.question_tokens
+    longest, cache_bytes, document = tokens + question_tokens + new, settings.cache_mib * 2**20, Result()
     options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
     if system != CHUNKED:
         # a step must take a whole prompt beside a token of every request that runs
@@ -100,7 +98,7 @@ def measure_requests(
         elif question_tokens:
             made = torch.cat([settings.ids(1, tokens).expand(len(made), -1), made], 1)
         if system == KVPASS:
-            options["additional_config"] = _plugin_settings(settings, question_tokens, file)
+            options["additional_config"] = _plugin_settings(settings, file)
         build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
         engine = LLM(
             model=folder,
@@ -159,55 +157,47 @@ class Serve(Benchmark):
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
-        settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed.
-        requests: of each length. cache_mib: MiB of KV cache of an engine. question_tokens: if not 0, all requests of a
-            length are questions of so many tokens about one text of that length, and the budget may be a share of it.
+        settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed,
+            and those of ``--serve`` alone. With ``question_tokens`` the budget may be a share of the text.
 
     Raises:
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
     """
 
-    requests: int
-    cache_mib: int
-    question_tokens: int = 0
-
     def __post_init__(self) -> None:
         from kvpass.vllm.settings import Settings
 
-        if self.settings.device != "cpu":
-            raise ValueError(f"device={self.settings.device!r}: kvpass in vLLM runs on CPUs only")
-        for name in ("requests", "cache_mib"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        if self.question_tokens < 0:
-            raise ValueError(f"question_tokens={self.question_tokens}: must be >= 0")
-        policy = self.settings.policy.resolve()
-        if self.question_tokens and policy.decode_rule() is not None:
+        settings, policy = self.settings, self.settings.policy.resolve()
+        if settings.device != "cpu":
+            raise ValueError(f"device={settings.device!r}: kvpass in vLLM runs on CPUs only")
+        for name, low in {"requests": 1, "cache_mib": 1, "question_tokens": 0}.items():
+            if getattr(settings, name) < low:
+                raise ValueError(f"{name}={getattr(settings, name)}: must be >= {low}")
+        if settings.question_tokens and policy.decode_rule() is not None:
             raise ValueError(
                 f"policy={policy.name!r} evicts while decoding: a document for vLLM needs one that does not"
             )
-        Settings.read(_plugin_settings(self.settings, self.question_tokens, "a file"))
+        Settings.read(_plugin_settings(settings, "a file"))
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
     @property
     def steps(self) -> int:
-        return len(self.settings.prompts) * (2 + len(self.settings.entries))
+        return len(self.settings.prompts) * (2 + len(self.settings.formats))
 
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``serve`` a record for every length and system."""
         settings, records = self.settings, list[Result]()
-        result |= {"policy": str(settings.policies[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
-        result |= {name: getattr(self, name) for name in ("requests", "cache_mib", "question_tokens")}
+        result |= {"policy": str(settings.specs[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
+        result |= {name: getattr(settings, name) for name in ("requests", "cache_mib", "question_tokens")}
         result["serve"] = records
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
-        systems += [(KVPASS, entries) for entries in settings.entries]
+        systems += [(KVPASS, entries) for entries in settings.formats]
         with mock.patch.dict(os.environ, _ENVIRONMENT):
             for tokens, (system, entries) in itertools.product(settings.prompts, systems):
                 name = with_format(system, entries)
                 yield f"{tokens} tokens, {name}"
-                engine = (tokens, self.requests, self.cache_mib, system, self.question_tokens)
-                found = in_new_process(measure_requests, replace(settings, entries=(entries,)), *engine)
+                found = in_new_process(measure_requests, replace(settings, entries=entries), tokens, system)
                 records.append({"tokens": tokens, "system": name, **found})
 
     @staticmethod

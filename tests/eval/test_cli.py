@@ -84,7 +84,7 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     if when == "run":
-        monkeypatch.setattr(where, "__init__", lambda self, settings: setattr(self, "settings", settings))
+        monkeypatch.setattr(where, "__init__", lambda self, given: setattr(self, "options", given))
     monkeypatch.setattr(where, when, interrupt)
     result = invoke(*words)
     assert result.exit_code == 130, result.output
