@@ -1,4 +1,4 @@
-"""Options of ``kvpass eval``, ``exact``, ``demo`` and ``bench``: each once, as it is typed, with its default and help.
+"""Options of the commands that measure: each once, as it is typed, with its default and its help.
 
 Imports neither torch nor transformers: help and a wrong path need none.
 """
@@ -61,6 +61,25 @@ class EvalOptions:
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
     device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveOptions:
+    """Of ``kvpass curve``."""
+
+    samples: Samples = 24
+    length: Length = 512
+    budgets: Annotated[str, Option(help="As in 'kvpass eval'.")] = "0.03,0.06,0.12,0.25,0.5"
+    policies: Annotated[str | None, Option(help="As in 'kvpass eval'; all by default.")] = None
+    scopes: Scopes = "prompt,context"
+    output: Folder = Path("kvpass-curve")
+    entries: Entries = "model"
+    seed: Seed = 0
+    batch: Batch = 25
+    backend: Backend = "eager"
+    dtype: Dtype = "auto"
+    model: Annotated[str, Option(help=MODEL)] = "builtin"
+    tasks: Annotated[str, Option("--task", help="A task of 'kvpass eval'.")] = "multi_needle"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +202,18 @@ class BenchOptions:
             "--tune", help="Instead: measure the kernels' block sizes on this CUDA device, write them into their table."
         ),
     ] = False
+
+
+def read_text(path: Path) -> str:
+    """Read a document.
+
+    Raises:
+        ValueError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"document={str(path)!r}: {error}") from None
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console, Group
 
-from kvpass.eval.options import EvalOptions, names
+from kvpass.eval.options import CurveOptions, EvalOptions, names
 from kvpass.eval.plots import plot_curve, plot_formats, without_shared_window
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
 from kvpass.eval.records import Record, Row, mass_text
@@ -31,22 +30,21 @@ def default_policies() -> tuple[PolicySpec, ...]:
     return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()) for name in full_first)
 
 
-def curve_options(*, policies: str | None, **given: Any) -> EvalOptions:
-    """Options of the run that is drawn: of all policies if none is given.
+def curve_run(options: CurveOptions) -> Evaluation:
+    """Check the run that is drawn: of all policies if none is given.
 
     On the built-in model the window is ``WINDOW`` where none is typed.
 
     Raises:
-        ImportError: without matplotlib. ValueError: more than one task, or an unknown policy.
+        ImportError: without matplotlib. ValueError: more than one task, or what a run refuses.
     """
     import_figure()
-    specs = default_policies() if policies is None else parse_policies(policies)
-    if given["model"] == "builtin":
-        specs = tuple(spec.with_window(WINDOW) for spec in specs)
-    options = EvalOptions(policies=",".join(map(str, specs)), **given)
     if len(find_tasks(names(options.tasks))) > 1:
         raise ValueError(f"task={options.tasks!r}: stands for several tasks, name one")
-    return options
+    specs = default_policies() if options.policies is None else parse_policies(options.policies)
+    if options.model == "builtin":
+        specs = tuple(spec.with_window(WINDOW) for spec in specs)
+    return Evaluation(EvalOptions(**vars(options) | {"policies": ",".join(map(str, specs))}))
 
 
 def draw_curve(evaluation: Evaluation) -> None:

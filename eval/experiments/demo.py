@@ -25,7 +25,7 @@ from kvpass.config import one_of
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
-from kvpass.eval.options import DemoOptions
+from kvpass.eval.options import DemoOptions, read_text
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
 from kvpass.loading import load_model
@@ -184,7 +184,7 @@ class Demo:
         shown = [answer for answer in answers if answer.budget in (None, min(self.budgets))]
         systems = (f"{answer.label.removeprefix('kvpass ')}\n{answer.kept}" for answer in shown)
         rows = [
-            [str(asked.labels["name"]), wanted, *(_coloured(answer.texts[index], wanted) for answer in shown)]
+            [asked.id, wanted, *(_coloured(answer.texts[index], wanted) for answer in shown)]
             for index, (asked, wanted) in enumerate(zip(self.samples, self._wanted(answers), strict=True))
         ]
         title = f"{self.options.facts} facts in {self.length} tokens: the code, pin or number of a name"
@@ -248,10 +248,7 @@ def _on_document(document: Path, question: str) -> Sample:
     Raises:
         ValueError: it is empty or no text.
     """
-    try:
-        text = document.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"document={str(document)!r}: {error}") from None
+    text = read_text(document)
     if not text.strip():
         raise ValueError(f"document={str(document)!r}: is empty")
     return Sample(id="document", context=text, question=f"\n\n{question}", answers=(), max_new_tokens=_ANSWER)
@@ -263,12 +260,11 @@ def _made_for_builtin(tokens: int, facts: int, seed: int) -> list[Sample]:
     longest = max(question.max_new_tokens for question in made.questions)
     return [
         Sample(
-            id=question.text,
+            id=" ".join(question.text.split()[-3:-1]),  # the name
             context=made.context,
             question=f" {question.text}",
             answers=question.answers,
             max_new_tokens=longest,
-            labels={"name": " ".join(question.text.split()[-3:-1])},
         )
         for question in made.questions
     ]
@@ -295,7 +291,6 @@ def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int
             answer_prefix=f"The code of the {names[asked]} is",
             answers=(values[asked],),
             max_new_tokens=8,
-            labels={"name": names[asked]},
         )
 
     size = largest(build, tokenizer, tokens, smallest=1, chat=True, name="demo")

@@ -21,22 +21,17 @@ import kvpass
 from kvpass.eval.options import (
     MODEL,
     Backend,
-    Batch,
     BenchOptions,
+    CurveOptions,
     DemoOptions,
     Device,
     Dtype,
-    Entries,
     EvalOptions,
     ExactOptions,
-    Folder,
-    Length,
     Model,
     NewTokens,
-    Samples,
-    Scopes,
-    Seed,
     numbers,
+    read_text,
 )
 from kvpass.progress import working
 
@@ -203,31 +198,16 @@ def evaluate(options: EvalOptions) -> None:
 
 
 @app.command()
-def curve(
-    samples: Samples = 24,
-    length: Length = 512,
-    budgets: Annotated[str, typer.Option(help="As in 'kvpass eval'.")] = "0.03,0.06,0.12,0.25,0.5",
-    policies: Annotated[str | None, typer.Option(help="As in 'kvpass eval'; all by default.")] = None,
-    scopes: Scopes = "prompt,context",
-    output: Folder = Path("kvpass-curve"),
-    entries: Entries = "model",
-    seed: Seed = 0,
-    batch: Batch = 25,
-    backend: Backend = "eager",
-    dtype: Dtype = "auto",
-    model: Annotated[str, typer.Option(help=MODEL)] = "builtin",
-    tasks: Annotated[str, typer.Option("--task", help="A task of 'kvpass eval'.")] = "multi_needle",
-) -> None:
+@_with_options
+def curve(options: CurveOptions) -> None:
     """Draw accuracy against budget for all policies, with the question in the compressed prompt and after it."""
-    given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.curve import curve_options, draw_curve
-    from kvpass.eval.run import Evaluation
+    from kvpass.eval.experiments.curve import curve_run, draw_curve
 
-    with _interruptible(_goes_on(output)):
+    with _interruptible(_goes_on(options.output)):
         with _bad_values():
-            checked = Evaluation(curve_options(**given))
-            _make_folder("output", output)
+            checked = curve_run(options)
+            _make_folder("output", options.output)
         draw_curve(checked)
 
 
@@ -265,7 +245,7 @@ def calibrate(
 
     left = output.with_name(f"{output.name}.partial")
     with _interruptible(f"{left} holds what is done; the same command goes on"), _bad_values():
-        read = None if texts is None else [_text(path) for path in sorted(texts.glob("*.txt"))]
+        read = None if texts is None else [read_text(path) for path in sorted(texts.glob("*.txt"))]
         _make_folder("output", output.parent)
         loaded = load_model(model, dtype=dtype, device=device)
         made = fit(*loaded, texts=read, tokens=tokens, ridge=ridge, resume=left)
@@ -314,7 +294,7 @@ def compress(
         chosen = parse_policies(policy)
         if len(chosen) != 1:
             raise ValueError(f"policy={policy!r}: name one")
-        text = typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document)
+        text = typer.get_text_stream("stdin").read() if str(document) == "-" else read_text(document)
         _make_folder("output", output.parent)
         made = Document.compress(
             text,
@@ -450,10 +430,3 @@ def _writer(path: Path | None) -> Callable[[dict[str, Any]], None]:
 
     _make_folder("json", path.parent)
     return partial(save_json, path)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"document={str(path)!r}: {error}") from None
