@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,7 @@ from kvpass.eval.bench.processes import in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
+from kvpass.eval.runner import chunks
 from kvpass.eval.tables import Tables
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
@@ -31,6 +32,7 @@ CHUNK_TOKENS = 2048
 MOST_RUNNING = 256
 """Requests that may run at once, if the cache has room for them."""
 
+_DOCUMENT = "text.kv"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is read here, step by step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -67,6 +69,33 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
     return {"document_bytes": int(fast.report().bytes_kept.sum()), "compress_s": seconds}
 
 
+def _engine(settings: BenchSettings, tokens: int, system: str, cache_bytes: int, folder: str) -> Any:
+    """Start an engine of a model that is written to a folder, in which a document of questions may be."""
+    from vllm import LLM
+
+    longest = tokens + settings.question_tokens + settings.new_tokens
+    options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
+    if system != CHUNKED:
+        # a step must take a whole prompt beside a token of every request that runs
+        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest + MOST_RUNNING}
+    if system == KVPASS:
+        options["additional_config"] = _plugin_settings(settings, f"{folder}/{_DOCUMENT}")
+    build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
+    return LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=str(settings.torch_dtype).removeprefix("torch."),
+        max_model_len=longest,
+        max_num_seqs=MOST_RUNNING,
+        kv_cache_memory_bytes=cache_bytes,
+        enforce_eager=True,
+        enable_prefix_caching=settings.question_tokens > 0 and system != KVPASS,
+        disable_log_stats=False,
+        seed=settings.seed,
+        **options,
+    ).llm_engine
+
+
 def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
@@ -81,75 +110,63 @@ def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Resul
         (``cached_tokens``); of each step (``step_s``). And of all rounds: most requests at once (``running``), bytes of
         cache each then had, and what :func:`compress_text` returned.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    new, requests, question_tokens = settings.new_tokens, settings.requests, settings.question_tokens
-    longest, cache_bytes, document = tokens + question_tokens + new, settings.cache_mib * 2**20, Result()
-    options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
-    if system != CHUNKED:
-        # a step must take a whole prompt beside a token of every request that runs
-        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest + MOST_RUNNING}
-    made, extra = settings.ids(settings.repeats * requests + 1, question_tokens or tokens), None
+    question_tokens, count = settings.question_tokens, settings.repeats * settings.requests + 1
+    made, document, extra = settings.ids(count, question_tokens or tokens), Result(), None
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/text.kv"
         if question_tokens and system == KVPASS:
-            document, extra = in_new_process(compress_text, settings, tokens, file), {"kvpass_document": "text"}
-            cache_bytes -= document["document_bytes"]
+            document = in_new_process(compress_text, settings, tokens, f"{folder}/{_DOCUMENT}")
+            extra = {"kvpass_document": "text"}
         elif question_tokens:
             made = torch.cat([settings.ids(1, tokens).expand(len(made), -1), made], 1)
-        if system == KVPASS:
-            options["additional_config"] = _plugin_settings(settings, file)
-        build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
-        engine = LLM(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype=str(settings.torch_dtype).removeprefix("torch."),
-            max_model_len=longest,
-            max_num_seqs=MOST_RUNNING,
-            kv_cache_memory_bytes=cache_bytes,
-            enforce_eager=True,
-            enable_prefix_caching=question_tokens > 0 and system != KVPASS,
-            disable_log_stats=False,
-            seed=settings.seed,
-            **options,
-        ).llm_engine
-    params = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
-    scheduler = engine.engine_core.engine_core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    free, running, held = pool.get_num_free_blocks(), 0, 0.0
+        document_bytes = document.get("document_bytes", 0)
+        cache_bytes = settings.cache_mib * 2**20 - document_bytes
+        engine = _engine(settings, tokens, system, cache_bytes, folder)
+    params = SamplingParams(
+        max_tokens=settings.new_tokens, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra
+    )
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    unused, running, held, rounds = pool.get_num_free_blocks(), 0, 0.0, list[Result]()
     block_bytes = cache_bytes / pool.num_gpu_blocks
-
-    def send(name: int) -> None:
-        engine.add_request(str(name), {"prompt_token_ids": made[name].tolist()}, params)
-
-    send(settings.repeats * requests)  # the first one compiles kernels, and leaves the text in the prefix cache
-    while engine.has_unfinished_requests():
-        engine.step()
-    rounds = list[Result]()
-    for first in range(0, settings.repeats * requests, requests):
-        found, steps = list[Any](), []
-        began, worked = time.perf_counter(), time.process_time()
-        for name in range(first, first + requests):
-            send(name)
-        while engine.has_unfinished_requests():
-            marked = time.perf_counter()
-            found += [output for output in engine.step() if output.finished]
-            steps.append(time.perf_counter() - marked)
-            if len(scheduler.running) > running:
-                running = len(scheduler.running)
-                held = (free - pool.get_num_free_blocks()) * block_bytes + document.get("document_bytes", 0)
-        seconds, times = time.perf_counter() - began, [output.metrics for output in found]
-        rounds.append(
-            {
-                "seconds": seconds,
-                "cpu_s": time.process_time() - worked,
-                "first_token_s": [one.first_token_latency for one in times],
-                "token_s": [(one.last_token_ts - one.first_token_ts) / max(new - 1, 1) for one in times],
-                "cached_tokens": [output.num_cached_tokens for output in found],
-                "step_s": steps,
-            }
-        )
+    prompts = dict(enumerate(made.tolist()))
+    _round(engine, dict([prompts.popitem()]), params)  # compiles kernels, and leaves the text in the prefix cache
+    for some in chunks(list(prompts), settings.requests):
+        found, at_once, free = _round(engine, {name: prompts[name] for name in some}, params)
+        rounds.append(found)
+        if at_once > running:
+            running, held = at_once, (unused - free) * block_bytes + document_bytes
     return {"rounds": rounds, "running": running, "request_bytes": held / running, **document}
+
+
+def _round(engine: Any, prompts: Mapping[int, list[int]], params: Any) -> tuple[Result, int, int]:
+    """Send requests at once, and step the engine until the last has its answer.
+
+    Returns:
+        figures of the round, most requests at once, and blocks of the cache that were free then.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    found, steps, running, free = list[Any](), list[float](), 0, 0
+    began, worked = time.perf_counter(), time.process_time()
+    for name, ids in prompts.items():
+        engine.add_request(str(name), {"prompt_token_ids": ids}, params)
+    while engine.has_unfinished_requests():
+        marked = time.perf_counter()
+        found += [output for output in engine.step() if output.finished]
+        steps.append(time.perf_counter() - marked)
+        if len(scheduler.running) > running:
+            running, free = len(scheduler.running), scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    seconds, times = time.perf_counter() - began, [output.metrics for output in found]
+    later = max(params.max_tokens - 1, 1)
+    figures = {
+        "seconds": seconds,
+        "cpu_s": time.process_time() - worked,
+        "first_token_s": [one.first_token_latency for one in times],
+        "token_s": [(one.last_token_ts - one.first_token_ts) / later for one in times],
+        "cached_tokens": [output.num_cached_tokens for output in found],
+        "step_s": steps,
+    }
+    return figures, running, free
 
 
 @dataclass
