@@ -1,4 +1,4 @@
-"""Options of the commands that measure: each once, as it is typed, with its default and its help.
+"""Options of the commands: each once, as it is typed, with its default and its help.
 
 Imports neither torch nor transformers: help and a wrong path need none.
 """
@@ -34,7 +34,7 @@ Entries = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Of ``kvpass eval``. All combinations are run; a policy that needs no budget runs once.
+    """All combinations of policies, budgets, scopes and entries are run; a policy that needs no budget runs once.
 
     Attributes:
         output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
@@ -65,8 +65,6 @@ class EvalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CurveOptions:
-    """Of ``kvpass curve``."""
-
     samples: Samples = 24
     length: Length = 512
     budgets: Annotated[str, Option(help="As in 'kvpass eval'.")] = "0.03,0.06,0.12,0.25,0.5"
@@ -84,8 +82,6 @@ class CurveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactOptions:
-    """Of ``kvpass exact``."""
-
     model: Model
     tasks: Tasks = "niah_single_2"
     policies: Policies = "snapkv,lava"
@@ -102,8 +98,6 @@ class ExactOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Of ``kvpass demo``."""
-
     model: Model = "builtin"
     document: Annotated[
         Path | None, Option(exists=True, dir_okay=False, help="Text file to ask about, instead of a made-up text.")
@@ -120,7 +114,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Of ``kvpass bench``; every pair of contexts and batches is one comparison."""
+    """Every pair of contexts and batches is one comparison."""
 
     model: Annotated[
         str,
@@ -202,6 +196,67 @@ class BenchOptions:
             "--tune", help="Instead: measure the kernels' block sizes on this CUDA device, write them into their table."
         ),
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    document: Annotated[
+        Path,
+        Argument(exists=True, dir_okay=False, allow_dash=True, help="Text file to compress; '-' reads standard input."),
+    ]
+    output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")]
+    model: Annotated[str, Option(envvar="KVPASS_MODEL", help=MODEL)] = "builtin"
+    policy: Annotated[str, Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")] = "lava"
+    budget: Annotated[
+        str, Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
+    ] = "0.25"
+    window: Annotated[int | None, Option(help="Last tokens, always kept; the policy's own default.")] = None
+    entries: Annotated[
+        str, Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")
+    ] = "model"
+    keep_full: Annotated[
+        bool, Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
+    ] = False
+    backend: Backend = "inductor"
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskOptions:
+    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")]
+    question: Annotated[str, Argument(help="Text that follows the document; the model continues it.")]
+    model: Annotated[
+        str | None,
+        Option(
+            envvar="KVPASS_MODEL",
+            help="The model that compressed it; if not given, the one that the file names if that is 'builtin', "
+            "fetched, or a folder or .gguf file here.",
+        ),
+    ] = None
+    policy: Annotated[
+        str | None, Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
+    ] = None
+    new_tokens: NewTokens = 64
+    exact: Annotated[
+        bool, Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
+    ] = False
+    backend: Backend = "inductor"
+    device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    model: Model
+    output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the maps go to.")]
+    texts: Annotated[
+        Path | None,
+        Option(exists=True, file_okay=False, help="Folder with .txt files to fit on; generated texts if not."),
+    ] = None
+    tokens: Annotated[int, Option(help="Longest piece of text; about the length to be compressed.")] = 1000
+    ridge: Annotated[float, Option(help="Added to the diagonal of the system that is solved.")] = 30.0
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -32,12 +32,10 @@ from kvpass.eval.bench.measure import (
     spread,
     weight_bytes,
 )
-from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
+from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.transformers_compat import CACHE
-
-__all__ = ["Bench", "BenchSettings"]
 
 _RECORDED = "new_tokens repeats shared_prompt warm_cache left_out".split()
 """Settings that a result names, beside those of every measurement."""
@@ -178,12 +176,6 @@ class Bench(Benchmark):
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
-        self._errors: list[str] = []
-
-    @property
-    def failed(self) -> Sequence[str]:
-        """What failed for another reason than memory."""
-        return self._errors
 
     @property
     def steps(self) -> int:
@@ -245,7 +237,7 @@ class Bench(Benchmark):
         except Exception as error:  # reported again when the others are measured
             traceback.print_exc()
             measurement.failure = first_line(error)
-            self._errors.append(f"{measurement.system.name}: {measurement.failure}")
+            self.failed.append(f"{measurement.system.name}: {measurement.failure}")
         gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
         if measurement.failure is not None:
             self.meter.release()

@@ -19,17 +19,14 @@ from rich.console import Console
 
 import kvpass
 from kvpass.eval.options import (
-    MODEL,
-    Backend,
+    AskOptions,
     BenchOptions,
+    CalibrateOptions,
+    CompressOptions,
     CurveOptions,
     DemoOptions,
-    Device,
-    Dtype,
     EvalOptions,
     ExactOptions,
-    Model,
-    NewTokens,
     numbers,
     read_text,
 )
@@ -147,8 +144,9 @@ def bench(options: BenchOptions) -> None:
     from kvpass.eval.bench.base import Benchmark
     from kvpass.eval.bench.processes import PrefillMemory, Start
     from kvpass.eval.bench.report import show
-    from kvpass.eval.bench.run import Bench, BenchSettings
+    from kvpass.eval.bench.run import Bench
     from kvpass.eval.bench.serve import Serve
+    from kvpass.eval.bench.settings import BenchSettings
     from kvpass.eval.bench.shared_model import SharedModel
 
     path = options.json_path
@@ -226,29 +224,20 @@ def exact(options: ExactOptions) -> None:
 
 
 @app.command()
-def calibrate(
-    model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the maps go to.")],
-    texts: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="Folder with .txt files to fit on; generated texts if not."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Longest piece of text; about the length to be compressed.")] = 1000,
-    ridge: Annotated[float, typer.Option(help="Added to the diagonal of the system that is solved.")] = 30.0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-) -> None:
+@_with_options
+def calibrate(options: CalibrateOptions) -> None:
     """Fit the maps of policy 'kvzap' for a model: from what enters attention to KVzip+'s scores."""
     _import_libraries()
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
 
+    output, texts = options.output, options.texts
     left = output.with_name(f"{output.name}.partial")
     with _interruptible(f"{left} holds what is done; the same command goes on"), _bad_values():
         read = None if texts is None else [read_text(path) for path in sorted(texts.glob("*.txt"))]
         _make_folder("output", output.parent)
-        loaded = load_model(model, dtype=dtype, device=device)
-        made = fit(*loaded, texts=read, tokens=tokens, ridge=ridge, resume=left)
+        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
+        made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge, resume=left)
         made.save(output)
     Console().print(
         f"R2 {float(made.r2.mean()):.2f} in texts held out, lowest of a layer {float(made.r2.mean(1).min()):.2f}"
@@ -257,32 +246,8 @@ def calibrate(
 
 
 @app.command()
-def compress(
-    document: Annotated[
-        Path,
-        typer.Argument(
-            exists=True, dir_okay=False, allow_dash=True, help="Text file to compress; '-' reads standard input."
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
-    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help=MODEL)] = "builtin",
-    policy: Annotated[
-        str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
-    ] = ("lava"),
-    budget: Annotated[
-        str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
-    ] = "0.25",
-    window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
-    entries: Annotated[
-        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")
-    ] = "model",
-    keep_full: Annotated[
-        bool, typer.Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
-    ] = False,
-    backend: Backend = "inductor",
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
-) -> None:
+@_with_options
+def compress(options: CompressOptions) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     _import_libraries()
     from kvpass.cli.documents import Document
@@ -290,22 +255,23 @@ def compress(
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
+    document, output, window = options.document, options.output, options.window
     with _bad_values():
-        chosen = parse_policies(policy)
+        chosen = parse_policies(options.policy)
         if len(chosen) != 1:
-            raise ValueError(f"policy={policy!r}: name one")
+            raise ValueError(f"policy={options.policy!r}: name one")
         text = typer.get_text_stream("stdin").read() if str(document) == "-" else read_text(document)
         _make_folder("output", output.parent)
         made = Document.compress(
             text,
-            model=model,
+            model=options.model,
             policy=chosen[0].name,
-            budget=typed(budget) if chosen[0].resolve().needs_budget else None,
-            entries=one_of("entries", entries, ENTRY_FORMATS),
-            dtype=dtype,
-            device=device,
-            backend=_compiler(backend),
-            keep_full=keep_full,
+            budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
+            entries=one_of("entries", options.entries, ENTRY_FORMATS),
+            dtype=options.dtype,
+            device=options.device,
+            backend=_compiler(options.backend),
+            keep_full=options.keep_full,
             **({} if window is None else {"window": window}) | dict(chosen[0].options),
         )
         made.save(output)
@@ -317,27 +283,8 @@ def compress(
 
 
 @app.command()
-def ask(
-    cache: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")],
-    question: Annotated[str, typer.Argument(help="Text that follows the document; the model continues it.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KVPASS_MODEL",
-            help="The model that compressed it; if not given, the one that the file names if that is 'builtin', "
-            "fetched, or a folder or .gguf file here.",
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
-    ] = None,
-    new_tokens: NewTokens = 64,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
-    ] = False,
-    backend: Backend = "inductor",
-    device: Device = "cpu",
-) -> None:
+@_with_options
+def ask(options: AskOptions) -> None:
     """Answer a question about a compressed document."""
     _import_libraries()
     from kvpass.cli.documents import Document
@@ -345,10 +292,13 @@ def ask(
     from kvpass.policies import policy_class
 
     with _bad_values():
-        if policy is not None:
-            policy_class(policy)
-        found = Document.load(cache, model=model, device=device, backend=_compiler(backend), with_full=exact)
-        answer = found.ask(question, new_tokens=new_tokens, exact=exact)
+        if options.policy is not None:
+            policy_class(options.policy)
+        compiler, exact = _compiler(options.backend), options.exact
+        found = Document.load(
+            options.cache, model=options.model, device=options.device, backend=compiler, with_full=exact
+        )
+        answer = found.ask(options.question, new_tokens=options.new_tokens, exact=exact)
     if launched()[0] == 0:
         typer.echo(answer)
 
