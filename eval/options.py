@@ -21,7 +21,9 @@ Samples = Annotated[int, Option(help="Samples of each task.")]
 Length = Annotated[int, Option(help="Longest prompt in tokens; longer ones lose their middle.")]
 Batch = Annotated[int, Option(help="Prompts answered at once.")]
 NewTokens = Annotated[int, Option(help="Longest answer in tokens.")]
-Folder = Annotated[Path, Option(help="Folder for samples, tables and pictures; a rerun goes on there.")]
+Folder = Annotated[
+    Path, Option(file_okay=False, help="Folder for samples, tables and pictures; a rerun goes on there.")
+]
 Json = Annotated[Path | None, Option("--json", help="Also write everything measured to this file.")]
 Seed = Annotated[int, Option(help="Seed of texts and weights that are made up.")]
 Backend = Annotated[str, Option(help="'inductor', or 'eager' to run without it.")]

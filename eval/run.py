@@ -115,10 +115,6 @@ class Evaluation:
             raise ValueError(
                 f"workers={options.workers}: must be 1 where torchrun started processes that share the model"
             )
-        if options.data_dir is not None and not options.data_dir.is_dir():
-            raise ValueError(f"data_dir={str(options.data_dir)!r}: there is no such folder")
-        if options.output.exists() and not options.output.is_dir():
-            raise ValueError(f"output={str(options.output)!r}: is a file, must be a folder")
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
         for spec in self.policies:

@@ -54,6 +54,7 @@ def test_help_is_given_for_every_command(command):
         (("compress", "nofile", "-o", "doc.kv"), "file 'nofile' does not exist"),
         (("compress", "-", "-o", "."), "file '.' is a directory"),
         (("eval", "builtin", "--data-dir", "nofolder"), "dir 'nofolder' does not exist"),
+        (("eval", "builtin", "--output", "/etc/passwd"), "dir '/etc/passwd' is a file"),
     ],
 )
 def test_a_bad_path_is_refused_before_anything_is_imported(words, part):

@@ -70,14 +70,6 @@ def test_a_run_that_cannot_be_is_refused_before_it_begins(tmp_path, changes, mes
     assert not (tmp_path / "out").exists()
 
 
-def test_folders_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="data_dir="):
-        Evaluation(options(tmp_path, data_dir=tmp_path / "no"))
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file, must be a folder"):
-        Evaluation(options(tmp_path / "file"))
-
-
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
