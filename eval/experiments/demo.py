@@ -26,6 +26,7 @@ from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
 from kvpass.eval.options import DemoOptions, read_text
+from kvpass.eval.runner import each_cache
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
 from kvpass.loading import load_model
@@ -136,10 +137,8 @@ class Demo:
                 progress.update(task, description=f"question {index + 1}")
                 self._answer(self.decoder, prompt.ids, index, plain)
                 progress.advance(task, 2)
-                head = torch.tensor([prompt.head])
-                caches = model.compress_each(head, conditions=conditions)
+                caches = each_cache(model, conditions, torch.tensor([prompt.head]))
                 for (policy, budget), cache, answers in zip(conditions, caches, kept, strict=True):
-                    model.set_policy(policy, budget)
                     self._answer(model, prompt.rest, index, answers, past_key_values=cache)
                     if index == 0 and (policy, budget) == ("lava", min(self.budgets)):
                         model.report(cache).plot(self.options.output, marks=self._facts())

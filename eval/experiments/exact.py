@@ -19,6 +19,7 @@ from kvpass.eval.environment import command_line, conditions, machine, versions
 from kvpass.eval.options import ExactOptions, names
 from kvpass.eval.policy_spec import parse_policies, typed
 from kvpass.eval.run import stop_tokens
+from kvpass.eval.runner import each_cache
 from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
@@ -88,13 +89,11 @@ class Exact:
         return result
 
     def _answer(self, ids: Tensor) -> None:
-        full, *caches = self.fast.compress_each(ids[:, :-1], conditions=[("full", None), *self.rules])
-        self.fast.set_policy("full")
+        caches = each_cache(self.fast, [("full", None), *self.rules], ids[:, :-1])
+        full = next(caches)
         expected, seconds, _ = self._timed(ids[:, -1:], full)
         self.full.append(seconds)
-        for condition, rule in zip(self.conditions, self.rules, strict=True):
-            cache = caches.pop(0)
-            self.fast.set_policy(*rule)
+        for condition, cache in zip(self.conditions, caches, strict=True):
             found, seconds, _ = self._timed(ids[:, -1:], cache)
             condition.same += torch.equal(found, expected)
             condition.compressed.append(seconds)
