@@ -35,12 +35,7 @@ from kvpass.progress import working
 if TYPE_CHECKING:
     from kvpass.compiler.backend import Compiler
 
-app = typer.Typer(
-    help="KV cache compression for any decoder, through torch.compile.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 _DIVIDED = ("ask", "compress", "eval")
 """Commands whose model the processes of ``torchrun`` share."""
