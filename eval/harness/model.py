@@ -55,8 +55,9 @@ from kvpass.eval.prompt import (
 )
 from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
 from kvpass.loading import forget_gguf, launched, located
-from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.policies import Policy
 from kvpass.policies.options import check_choice, check_int
+from kvpass.policies.rules import read_rules
 from kvpass.transformers_compat import CACHE
 
 _log = logging.getLogger("kvpass")
@@ -122,8 +123,8 @@ class KVPassLM(HFLM):
         own, harness = (inspect.signature(cls.__init__).parameters for cls in (KVPassLM, HFLM))
         options = take_policy_options(policy, arguments, own=own.keys(), harness=harness.keys() - {"self", "kwargs"})
         refuse_unsupported(arguments, batch_size)
-        if policy != "cake" or {"tau1", "tau2"} & options.keys():  # else kvpass.compile looks its temperatures up
-            resolve_budget(resolve(policy, **options), budget)
+        name = pretrained if isinstance(pretrained, str) else str(pretrained.config.name_or_path)
+        read_rules(policy, budget, "never", window=None, options=options, model_name=name)
         self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
         if launched()[1] > 1 and not torch.accelerator.is_available():
             os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes every process for the only one
