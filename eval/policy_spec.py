@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvpass.config import ENTRY_FORMATS, EntryFormat, one_of
+from kvpass.eval.options import names
 from kvpass.policies import POLICIES, Policy, resolve
 
 
@@ -47,16 +47,15 @@ def with_format(policy: str, entry_format: EntryFormat) -> str:
     return policy if entry_format == "model" else f"{entry_format} {policy}"
 
 
-def check_formats(formats: Sequence[str]) -> None:
-    """Raise if there is no entry format, or an unknown one.
+def parse_formats(text: str) -> tuple[EntryFormat, ...]:
+    """Read formats of entries, such as ``model,int8``.
 
     Raises:
-        ValueError: says which.
+        ValueError: there is none, or an unknown one.
     """
-    if not formats:
+    if not names(text):
         raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
-    for entry_format in formats:
-        one_of("entries", entry_format, ENTRY_FORMATS)
+    return tuple(one_of("entries", name, ENTRY_FORMATS) for name in names(text))
 
 
 def parse_policies(text: str) -> tuple[PolicySpec, ...]:
@@ -68,7 +67,7 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
         ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
     """
     found: list[tuple[str, list[tuple[str, Any]]]] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in names(text):
         name, _, option = part.rpartition(":") if "=" in part else (part, "", "")
         if name.partition(":")[0] in POLICIES and ":" in name:
             raise ValueError(f"policies={text!r}: {name.partition(':')[2]!r} must be an option such as window=8")

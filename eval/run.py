@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -20,11 +19,12 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.compiler.backend import Compiler
-from kvpass.config import Budget, EntryFormat
+from kvpass.compiler.backend import COMPILERS
+from kvpass.config import Budget, EntryFormat, one_of
 from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, save_json, versions
+from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.plots import plot_grid
-from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
+from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
 from kvpass.eval.runner import Runner, chunks
@@ -46,71 +46,6 @@ SHARE_BATCHES = 4
 
 MOST_TOGETHER = 32
 """Conditions that share a prefill at most: their caches are held at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """One run; ``kvpass eval --help`` says what each setting is.
-
-    Attributes:
-        policies, budgets, scopes, entries: all combinations are run; a policy that needs no budget runs once.
-        output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
-        num_uncompressed_tokens: last prompt tokens that scope ``prompt`` feeds after compression, so that the first
-            generated token sees the compressed cache; with 0 it does not.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    model: str
-    tasks: tuple[str, ...]
-    policies: tuple[PolicySpec, ...]
-    budgets: tuple[BudgetValue, ...]
-    output: Path
-    scopes: tuple[str, ...] = SCOPES
-    entries: tuple[EntryFormat, ...] = ("model",)
-    samples: int = 20
-    length: int = 2048
-    data_dir: Path | None = None
-    seed: int = 0
-    batch: int = 1
-    workers: int = 1
-    num_uncompressed_tokens: int = 1
-    chat: bool = True
-    backend: Compiler = "inductor"
-    dtype: str = "auto"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        lowest = {"samples": 1, "length": 2, "seed": 0, "batch": 1, "workers": 1, "num_uncompressed_tokens": 0}
-        for name, low in lowest.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= {low}")
-        if not self.scopes or not set(self.scopes) <= set(SCOPES):
-            raise ValueError(f"scope={','.join(self.scopes)!r}: must be one of {', '.join(SCOPES)}, or both")
-        if self.workers > 1 and launched()[1] > 1:
-            raise ValueError(f"workers={self.workers}: must be 1 where torchrun started processes that share the model")
-        if self.data_dir is not None and not self.data_dir.is_dir():
-            raise ValueError(f"data_dir={str(self.data_dir)!r}: there is no such folder")
-        if self.output.exists() and not self.output.is_dir():
-            raise ValueError(f"output={str(self.output)!r}: is a file, must be a folder")
-        if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
-            raise ValueError("budgets='': name at least one budget")
-        check_formats(self.entries)
-        for spec in self.policies:
-            for budget in self.budgets_of(spec):
-                resolve_budget(spec.resolve(), budget)
-
-    def budgets_of(self, spec: PolicySpec) -> tuple[BudgetValue | None, ...]:
-        return self.budgets if spec.resolve().needs_budget else (None,)
-
-    def plain(self) -> dict[str, Any]:
-        """For the manifest: values that JSON can hold, without the paths of a machine."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "output"}
-        return given | {
-            "policies": [str(spec) for spec in self.policies],
-            "data_dir": None if self.data_dir is None else self.data_dir.name,
-        }
 
 
 @dataclass(frozen=True)
@@ -142,27 +77,52 @@ class Evaluation:
         ImportError: the task ``needle_grid``, which is drawn, without matplotlib.
     """
 
-    def __init__(self, settings: EvalSettings) -> None:
-        self.settings = settings
-        tasks = find_tasks(settings.tasks, settings.data_dir)
+    def __init__(self, options: EvalOptions) -> None:
+        self.options, self.compiler = options, one_of("backend", options.backend, COMPILERS)
+        self.policies, self.formats = parse_policies(options.policies), parse_formats(options.entries)
+        self.budgets: tuple[BudgetValue, ...] = tuple(map(typed, names(options.budgets)))
+        self.scopes = names(options.scopes)
+        self._check_options()
+        tasks = find_tasks(names(options.tasks), options.data_dir)
         if any(task.name == _DRAWN for task in tasks):
             import_figure()
-        self.model, self.tokenizer = load_model(settings.model, dtype=settings.dtype, device=settings.device)
+        self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.fingerprint = fingerprint(self.model)
         self.code = answering_digest("prompt.py", "runner.py", "run.py")
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self._runners: dict[EntryFormat, Runner] = {}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
-        self.file = RecordFile(settings.output / "samples.jsonl", writes=self.writes)
+        self.file = RecordFile(options.output / "samples.jsonl", writes=self.writes)
         self.conditions = [
             self._condition(task, spec, budget, scope, entry_format)
-            for entry_format in dict.fromkeys(settings.entries)
-            for spec in {spec.resolve().spec: spec for spec in settings.policies}.values()
-            for scope in dict.fromkeys(settings.scopes)
-            for budget in dict.fromkeys(settings.budgets_of(spec))
+            for entry_format in dict.fromkeys(self.formats)
+            for spec in {spec.resolve().spec: spec for spec in self.policies}.values()
+            for scope in dict.fromkeys(self.scopes)
+            for budget in dict.fromkeys(self._budgets_of(spec))
             for task in tasks
         ]
+
+    def _check_options(self) -> None:
+        options = self.options
+        lowest = {"samples": 1, "length": 2, "seed": 0, "batch": 1, "workers": 1, "num_uncompressed_tokens": 0}
+        for name, low in lowest.items():
+            if getattr(options, name) < low:
+                raise ValueError(f"{name}={getattr(options, name)}: must be >= {low}")
+        if not self.scopes or not set(self.scopes) <= set(SCOPES):
+            raise ValueError(f"scope={options.scopes!r}: must be one of {', '.join(SCOPES)}, or both")
+        if options.workers > 1 and launched()[1] > 1:
+            raise ValueError(
+                f"workers={options.workers}: must be 1 where torchrun started processes that share the model"
+            )
+        if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
+            raise ValueError("budgets='': name at least one budget")
+        for spec in self.policies:
+            for budget in self._budgets_of(spec):
+                resolve_budget(spec.resolve(), budget)
+
+    def _budgets_of(self, spec: PolicySpec) -> tuple[BudgetValue | None, ...]:
+        return self.budgets if spec.resolve().needs_budget else (None,)
 
     @property
     def writes(self) -> bool:
@@ -179,7 +139,7 @@ class Evaluation:
         """
         begin = time.perf_counter()
         if self.writes:
-            self.settings.output.mkdir(parents=True, exist_ok=True)
+            self.options.output.mkdir(parents=True, exist_ok=True)
             self._write_manifest([], None)
         waiting = sum(len(condition.waiting) for condition in self.conditions)
         total = sum(len(condition.questions) for condition in self.conditions)
@@ -189,13 +149,13 @@ class Evaluation:
                 for record in records:
                     self.file.add(record)
                 progress.update(bar, advance=len(records), score=records[-1].score)
-        output, records = self.settings.output, self.records()
+        output, records = self.options.output, self.records()
         rows = summarize(records)
         if not self.writes:
             return rows
         (output / "results.md").write_text(results_tables(rows).markdown(), encoding="utf-8")
         if grid := [record for record in records if record.question.task == _DRAWN]:
-            plot_grid(grid, output / "needle_grid.png", title=f"{self.settings.model}: one fact by length and depth")
+            plot_grid(grid, output / "needle_grid.png", title=f"{self.options.model}: one fact by length and depth")
         self._write_manifest(rows, time.perf_counter() - begin)
         return rows
 
@@ -211,10 +171,10 @@ class Evaluation:
 
     def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
         """Answer what waits, in this process or in several, and describe what is answered."""
-        shares, workers = self._shares(), self.settings.workers
+        shares, workers = self._shares(), self.options.workers
         if workers > 1 and shares:
             describe(f"{workers} workers")
-            yield from answer_in_processes(partial(begin_worker, self.settings), workers, shares)
+            yield from answer_in_processes(partial(begin_worker, self.options), workers, shares)
             return
         for share in shares:
             first, count = self.conditions[share.conditions[0]], len(share.conditions)
@@ -237,18 +197,18 @@ class Evaluation:
         for (*_, index), numbers in waiting.items():
             for some in chunks(numbers, most):
                 samples.setdefault(tuple(some), []).append(index)
-        several = self.settings.workers > 1
+        several = self.options.workers > 1
         return [
             Share(numbers, tuple(part))
             for numbers, indices in samples.items()
-            for part in chunks(indices, SHARE_BATCHES * self.settings.batch if several else len(indices))
+            for part in chunks(indices, SHARE_BATCHES * self.options.batch if several else len(indices))
         ]
 
     def _runner(self, entry_format: EntryFormat) -> Runner:
         """With one compiled model for each entry format: the decoder is captured once for all policies."""
         if entry_format not in self._runners:
-            model = kvpass.compile(self.model, policy="full", backend=self.settings.backend, entries=entry_format)
-            self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.settings.batch)
+            model = kvpass.compile(self.model, policy="full", backend=self.compiler, entries=entry_format)
+            self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.options.batch)
         return self._runners[entry_format]
 
     def answers(self, share: Share) -> Iterator[list[Record]]:
@@ -256,7 +216,7 @@ class Evaluation:
         conditions, indices = [self.conditions[number] for number in share.conditions], share.samples
         first = conditions[0]
         samples = [self.samples[first.task.name][index] for index in indices]
-        prompts = [prompt.scoped(first.scope, self.settings.num_uncompressed_tokens) for _, prompt in samples]
+        prompts = [prompt.scoped(first.scope, self.options.num_uncompressed_tokens) for _, prompt in samples]
         rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
         limits = [sample.max_new_tokens for sample, _ in samples]
         for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
@@ -280,7 +240,7 @@ class Evaluation:
             yield records
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
-        s = self.settings
+        s = self.options
         samples = task.samples(self.tokenizer, s.length, s.samples, s.seed)
         if not samples:
             raise ValueError(f"task {task.name!r}: its data has no rows")
@@ -301,12 +261,12 @@ class Evaluation:
                 policy=with_format(policy.spec, condition.entry_format),
                 budget="all" if budget is None else str(budget),
                 scope=scope,
-                num_uncompressed_tokens=self.settings.num_uncompressed_tokens if scope == "prompt" else 0,
+                num_uncompressed_tokens=self.options.num_uncompressed_tokens if scope == "prompt" else 0,
                 model=self.fingerprint,
                 code=self.code + policy_digest(policy),
-                backend=self.settings.backend,
+                backend=self.compiler,
                 device=self.model.device.type,
-                seed=self.settings.seed,
+                seed=self.options.seed,
                 max_new_tokens=sample.max_new_tokens,
                 stops=sorted(self.stops),
                 libraries=self.libraries,
@@ -319,7 +279,7 @@ class Evaluation:
 
     def _check_budget(self, policy: Policy, budget: BudgetValue | None, scope: str, prompt: Prompt) -> None:
         """Refuse a budget that does not fit; budgets in bytes are left to the model."""
-        count = self.settings.num_uncompressed_tokens
+        count = self.options.num_uncompressed_tokens
         tokens = len(prompt.scoped(scope, count).head)
         if not tokens:
             raise ValueError(f"num_uncompressed_tokens={count}: leaves nothing of a prompt of {len(prompt)} tokens")
@@ -328,6 +288,14 @@ class Evaluation:
                 parsed.check(tokens, policy.window, 1)
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r}, scope {scope!r}: {error}") from None
+
+    def _settings(self) -> dict[str, Any]:
+        """The options, their lists as lists, without the paths of a machine."""
+        given = asdict(self.options) | {name: getattr(self, name) for name in ("budgets", "scopes")}
+        given |= {"tasks": names(self.options.tasks), "policies": [*map(str, self.policies)], "entries": self.formats}
+        given["data_dir"] = self.options.data_dir and self.options.data_dir.name
+        del given["output"]
+        return given
 
     def _write_manifest(self, rows: Sequence[Row], seconds: float | None) -> None:
         """Write what the run was made of; ``seconds`` is None while it goes on."""
@@ -338,29 +306,29 @@ class Evaluation:
             "versions": versions(),
             "machine": machine(self.model.device),
             "model": {
-                "name": self.settings.model,
+                "name": self.options.model,
                 "class": type(self.model).__name__,
                 "fingerprint": self.fingerprint,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "parameters": self.model.num_parameters(),
             },
-            "settings": self.settings.plain(),
+            "settings": self._settings(),
             "results": [asdict(row) for row in rows],
         }
-        save_json(self.settings.output / "manifest.json", manifest)
+        save_json(self.options.output / "manifest.json", manifest)
 
 
-def begin_worker(settings: EvalSettings, number: int) -> Callable[[Share], list[Record]]:
+def begin_worker(options: EvalOptions, number: int) -> Callable[[Share], list[Record]]:
     """Load the model in a worker process; return what answers shares there.
 
     Args:
         number: workers begun before it; on CUDA it chooses the device.
     """
-    device = settings.device
+    device = options.device
     if device == "cuda":
         device = f"cuda:{number % torch.cuda.device_count()}"
-    unread = settings.output / "worker"  # never made: the file of records is the caller's
-    evaluation = Evaluation(dataclasses.replace(settings, output=unread, device=device, workers=1))
+    unread = options.output / "worker"  # never made: the file of records is the caller's
+    evaluation = Evaluation(dataclasses.replace(options, output=unread, device=device, workers=1))
     return lambda share: [record for records in evaluation.answers(share) for record in records]
 
 

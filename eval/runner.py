@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 from kvpass.cache.cache import CompressedCache
 from kvpass.config import BudgetLike
 from kvpass.eval.prompt import Prompt, pad
-from kvpass.policies import Policy
+from kvpass.policies import Policy, PolicyName
 from kvpass.transformers_compat import CACHE
 
 Item = TypeVar("Item")
@@ -96,7 +96,7 @@ class Batch:
     condition: int = 0
 
 
-Conditions = Sequence[tuple[Policy, BudgetLike]]
+Conditions = Sequence[tuple[Policy | PolicyName, BudgetLike]]
 """Policies and their budgets, under each of which all prompts are answered; one at least."""
 
 
@@ -144,12 +144,9 @@ class Runner:
         kinds = [(len(prompt.rest), kind) for prompt, kind in zip(prompts, kinds, strict=True)]
         size = min(self.batch, max(1, len(sharing)))
         for heads in chunks(sorted(sharing, key=len, reverse=True), size):
-            ids, mask = pad(filled(heads, size), "left", self._padding)
+            ids, mask = (x.to(self.model.device) for x in pad(filled(heads, size), "left", self._padding))
             turns = list(rounds([sharing[head] for head in heads], kinds, size))
-            caches = self._caches(ids.to(self.model.device), mask.to(self.model.device), conditions)
-            for number, condition in enumerate(conditions):
-                cache = caches.pop(0)
-                self.model.set_policy(*condition)
+            for number, cache in enumerate(each_cache(self.model, conditions, ids, mask)):
                 kept = self.kept(cache)[: len(heads)]
                 self.totals.add(kept, cache)
                 for turn, (rows, indices) in enumerate(turns, 1):
@@ -157,13 +154,6 @@ class Runner:
                     yield Batch(indices, picked, [kept[row] for row in rows], number)
                     del picked
                 del cache
-
-    def _caches(self, ids: Tensor, mask: Tensor, conditions: Conditions) -> list[CompressedCache]:
-        """One cache of these heads for each condition."""
-        if len(conditions) > 1:
-            return list(self.model.compress_each(ids, mask, conditions=conditions))
-        self.model.set_policy(*conditions[0])  # processes that share a model can compress for one only
-        return [self.model.compress(ids, mask)]
 
     def greedy(
         self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int], conditions: Conditions
@@ -252,6 +242,21 @@ class Runner:
     @property
     def _padding(self) -> int:
         return int(self.tokenizer.pad_token_id or 0)
+
+
+def each_cache(model: Any, conditions: Conditions, *prompt: Tensor) -> Iterator[CompressedCache]:
+    """Read a prompt once, and yield its cache under each condition, which the model has until the next one.
+
+    Let go of a cache before asking for the next.
+    """
+    if len(conditions) == 1:  # processes that share a model can compress for one only
+        model.set_policy(*conditions[0])
+        yield model.compress(*prompt)
+        return
+    caches = model.compress_each(*prompt, conditions=conditions)
+    for condition in conditions:
+        model.set_policy(*condition)
+        yield caches.pop(0)
 
 
 def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ class Benchmark(ABC):
     """A checked measurement."""
 
     settings: BenchSettings
+    failed: list[str] = field(default_factory=list, init=False)
+    """What failed, and why, where that is not a figure of the result."""
 
     def run(self, save: Callable[[Result], None] = lambda result: None) -> Result:
         """Measure, showing progress; ``save`` is handed what is there after every step.
@@ -46,7 +48,8 @@ class Benchmark(ABC):
                 "query_heads": config.num_attention_heads,
                 "kv_heads": getattr(config, "num_key_value_heads", None),
             },
-            **{name: getattr(settings, name) for name in ("device", "window", "budget", "backend", "seed")},
+            **{name: getattr(settings, name) for name in ("device", "window", "backend", "seed")},
+            "budget": settings.budget_value,
             "complete": False,
         }
         with torch.no_grad(), progress_bar(progress_console()) as progress:
@@ -68,8 +71,3 @@ class Benchmark(ABC):
     @abstractmethod
     def measure(self, result: Result) -> Iterator[str]:
         """Add to a result what is measured; yields the description of each step before it is done."""
-
-    @property
-    def failed(self) -> Sequence[str]:
-        """What failed, and why, where that is not a figure of the result."""
-        return ()

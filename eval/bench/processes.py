@@ -70,7 +70,7 @@ def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
 
 def _system(settings: BenchSettings, layers: int | None = None, **options: Any) -> Kvpass:
     model = build(find_model(settings.model, layers), settings.seed, settings.device, settings.torch_dtype)
-    return settings.system(model, settings.policies[0], **options)
+    return settings.system(model, settings.specs[0], **options)
 
 
 @torch.no_grad()
@@ -178,9 +178,9 @@ class Start(Benchmark):
 
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``start`` one record a repeat for each depth, cold and warm; then ``batches``."""
-        settings, batches = self.settings, self.settings.batches
+        settings, batches = self.settings, self.settings.rows
         starts: list[Result] = [{"layers": depth, "cold": [], "warm": []} for depth in self.layers]
-        result |= {"policy": str(settings.policies[0]), "repeats": settings.repeats, "start": starts}
+        result |= {"policy": str(settings.specs[0]), "repeats": settings.repeats, "start": starts}
         result["batches"] = {"layers": self.layers[0], "runs": []}
         for _ in range(settings.repeats):
             for start in starts:
@@ -244,13 +244,13 @@ class PrefillMemory(Benchmark):
 
     @property
     def steps(self) -> int:
-        return 2 * len(self.settings.batches) * len(self.settings.prompts)
+        return 2 * len(self.settings.rows) * len(self.settings.prompts)
 
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``prefill_memory`` a record for every length and batch, in blocks and whole."""
         settings, records = self.settings, list[Result]()
-        result |= {"policy": str(settings.policies[0]), "prefill_memory": records}
-        for rows, tokens, whole in itertools.product(settings.batches, settings.prompts, (False, True)):
+        result |= {"policy": str(settings.specs[0]), "prefill_memory": records}
+        for rows, tokens, whole in itertools.product(settings.rows, settings.prompts, (False, True)):
             yield f"{tokens} x {rows}, {'whole' if whole else 'in blocks'}"
             try:
                 found = in_new_process(measure_memory, settings, tokens, rows, whole)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
-from typing import Any
 
 from kvpass.eval.bench import kernels
+from kvpass.eval.bench.base import Result
 from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
@@ -13,8 +14,7 @@ from kvpass.eval.environment import conditions
 from kvpass.eval.experiments.exact import exact_table
 from kvpass.eval.tables import Tables
 
-Record = dict[str, Any]
-Column = tuple[str, Callable[[Record], str]]
+Column = tuple[str, Callable[[Result], str]]
 
 
 def _of(number: float | None, form: str, unit: float = 1.0, mark: str = "") -> str:
@@ -61,7 +61,7 @@ LEGEND = (
 )
 
 
-def comparison(result: Record) -> Tables:
+def comparison(result: Result) -> Tables:
     """Two tables for each context and batch, with what their columns mean."""
     tables, failures = [], []
     for run in result["runs"]:
@@ -76,12 +76,12 @@ def comparison(result: Record) -> Tables:
     return Tables(tables, (*failures, _conditions(result), LEGEND), spare=_SPARE)
 
 
-def _first_steps(record: Record) -> float | None:
+def _first_steps(record: Result) -> float | None:
     steps = [sum(repeat) for repeat in record["first_steps_ms"]]
-    return sorted(steps)[len(steps) // 2] if any(steps) else None
+    return statistics.median_high(steps) if any(steps) else None
 
 
-def title(result: Record, run: Record) -> str:
+def title(result: Result, run: Result) -> str:
     model, budget = result["model"], run["budget"]
     return (
         f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; budget "
@@ -89,7 +89,7 @@ def title(result: Record, run: Record) -> str:
     )
 
 
-def _conditions(result: Record) -> str:
+def _conditions(result: Result) -> str:
     said = f"{conditions(result)} {result['repeats']} repeats x {result['new_tokens']} decode steps."
     if result["shared_prompt"]:
         said += " One row was prefilled and its cache repeated for the batch."
@@ -98,13 +98,13 @@ def _conditions(result: Record) -> str:
     return said + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
 
 
-def stages(result: Record) -> Tables:
+def stages(result: Result) -> Tables:
     """Stages of ``make gpu-check``."""
     rows = [[name, stage["status"], stage["said"]] for name, stage in result["stages"].items()]
     return Tables([("", ["stage", "status", "last line"], rows)], left=3)
 
 
-SHOWN: dict[str, Callable[[Record], Tables]] = {
+SHOWN: dict[str, Callable[[Result], Tables]] = {
     "runs": comparison,
     "start": Start.shown,
     "prefill_memory": PrefillMemory.shown,
@@ -117,7 +117,7 @@ SHOWN: dict[str, Callable[[Record], Tables]] = {
 """How a result is shown, by the name under which it holds its records."""
 
 
-def show(result: Record) -> Tables:
+def show(result: Result) -> Tables:
     """Return what ``--json`` wrote as tables."""
     (shown,) = (SHOWN[name] for name in SHOWN if name in result)
     return shown(result)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -32,12 +32,10 @@ from kvpass.eval.bench.measure import (
     spread,
     weight_bytes,
 )
-from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
+from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.transformers_compat import CACHE
-
-__all__ = ["Bench", "BenchSettings"]
 
 _RECORDED = "new_tokens repeats shared_prompt warm_cache left_out".split()
 """Settings that a result names, beside those of every measurement."""
@@ -171,19 +169,13 @@ class Bench(Benchmark):
         self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
         self.room, self.held = self.meter.room(), self.meter.allocated()
-        budget = Budget.parse(settings.budget)
+        budget = Budget.parse(settings.budget_value)
         self.comparisons = [
             Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
-            for batch in settings.batches
+            for batch in settings.rows
             for context in settings.prompts
         ]
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
-        self._errors: list[str] = []
-
-    @property
-    def failed(self) -> Sequence[str]:
-        """What failed for another reason than memory."""
-        return self._errors
 
     @property
     def steps(self) -> int:
@@ -234,7 +226,7 @@ class Bench(Benchmark):
 
     def _is_profiled(self, wanted: Comparison) -> bool:
         """Whether scoring is measured: rows that share a prompt have the same as the first batch."""
-        return wanted.batch == self.settings.batches[0] or not self.settings.shared_prompt
+        return wanted.batch == self.settings.rows[0] or not self.settings.shared_prompt
 
     def _take(self, measurement: Measurement, function: Callable[[], None]) -> None:
         """Run a turn; where it fails, the others go on."""
@@ -245,7 +237,7 @@ class Bench(Benchmark):
         except Exception as error:  # reported again when the others are measured
             traceback.print_exc()
             measurement.failure = first_line(error)
-            self._errors.append(f"{measurement.system.name}: {measurement.failure}")
+            self.failed.append(f"{measurement.system.name}: {measurement.failure}")
         gc.collect()  # its cache; the allocator keeps the memory, unless a CUDA graph was captured
         if measurement.failure is not None:
             self.meter.release()
@@ -258,10 +250,10 @@ class Bench(Benchmark):
             makers.append(partial(HfEager, self.model))
         if "hf-static" in baselines:
             makers.append(partial(HfStatic, self.model, slots, settings.backend))
-        for name in map(str, settings.policies) if "kvpress" in baselines else ():
+        for name in map(str, settings.specs) if "kvpress" in baselines else ():
             if name in KVPRESS_TWINS:
                 makers.append(partial(Kvpress, self.model, name, wanted.entries, settings.window))
-        kvpass_systems = [(policy, entries) for policy in settings.policies for entries in settings.entries]
+        kvpass_systems = [(policy, entries) for policy in settings.specs for entries in settings.formats]
         if "full" in baselines:
             kvpass_systems.append((PolicySpec("full"), "model"))
         makers += [partial(self._kvpass_system, *each) for each in dict.fromkeys(kvpass_systems)]

@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,7 @@ from kvpass.eval.bench.processes import in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
+from kvpass.eval.runner import chunks
 from kvpass.eval.tables import Tables
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
@@ -31,6 +32,7 @@ CHUNK_TOKENS = 2048
 MOST_RUNNING = 256
 """Requests that may run at once, if the cache has room for them."""
 
+_DOCUMENT = "text.kv"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is read here, step by step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,14 +44,14 @@ _ENVIRONMENT = {
 }
 
 
-def _plugin_settings(settings: BenchSettings, question_tokens: int = 0, file: str = "") -> dict[str, Any]:
-    """What vLLM takes as ``additional_config``; ``file`` is the document of questions of so many tokens."""
-    if question_tokens:
-        options = {"room": question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
+def _plugin_settings(settings: BenchSettings, file: str) -> dict[str, Any]:
+    """What vLLM takes as ``additional_config``; ``file`` is the document of questions."""
+    if settings.question_tokens:
+        options = {"room": settings.question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
     else:
         options = {"policy": settings.policy.name, **dict(settings.policy.options)}
-        options |= {"budget": settings.budget, "room": settings.new_tokens}
-    return {"kvpass": {**options, "entries": settings.entries[0]}}
+        options |= {"budget": settings.budget_value, "room": settings.new_tokens}
+    return {"kvpass": {**options, "entries": settings.formats[0]}}
 
 
 def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
@@ -59,7 +61,7 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
         bytes of the entries kept (``document_bytes``), and seconds with those to capture and compile (``compress_s``).
     """
     model = build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype)
-    fast = settings.system(model, settings.policies[0], settings.entries[0]).model
+    fast = settings.system(model, settings.specs[0], settings.formats[0]).model
     began = time.perf_counter()
     cache = fast.compress(settings.ids(1, tokens))
     seconds = time.perf_counter() - began
@@ -67,91 +69,104 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
     return {"document_bytes": int(fast.report().bytes_kept.sum()), "compress_s": seconds}
 
 
-def measure_requests(
-    settings: BenchSettings, tokens: int, requests: int, cache_mib: int, system: str, question_tokens: int = 0
-) -> Result:
+def _engine(settings: BenchSettings, tokens: int, system: str, cache_bytes: int, folder: str) -> Any:
+    """Start an engine of a model that is written to a folder, in which a document of questions may be."""
+    from vllm import LLM
+
+    longest = tokens + settings.question_tokens + settings.new_tokens
+    options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
+    if system != CHUNKED:
+        # a step must take a whole prompt beside a token of every request that runs
+        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest + MOST_RUNNING}
+    if system == KVPASS:
+        options["additional_config"] = _plugin_settings(settings, f"{folder}/{_DOCUMENT}")
+    build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
+    return LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=str(settings.torch_dtype).removeprefix("torch."),
+        max_model_len=longest,
+        max_num_seqs=MOST_RUNNING,
+        kv_cache_memory_bytes=cache_bytes,
+        enforce_eager=True,
+        enable_prefix_caching=settings.question_tokens > 0 and system != KVPASS,
+        disable_log_stats=False,
+        seed=settings.seed,
+        **options,
+    ).llm_engine
+
+
+def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
-        tokens: of each prompt; no two prompts are equal. cache_mib: what the engine may hold in its cache, in MiB.
-        system: one of the three; kvpass with the first entry format. question_tokens: if not 0, each prompt is a
-            question of so many tokens about one text of ``tokens``. vLLM holds the text in its prefix cache; kvpass as
-            a document, whose bytes count.
+        settings: with ``question_tokens`` each prompt is a question about one text of ``tokens``. vLLM holds the text
+            in its prefix cache; kvpass as a document, whose bytes count.
+        tokens: of each prompt; no two prompts are equal.
+        system: one of the three; kvpass with the first entry format.
     Returns:
         a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
         first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
         (``cached_tokens``); of each step (``step_s``). And of all rounds: most requests at once (``running``), bytes of
         cache each then had, and what :func:`compress_text` returned.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    new, document = settings.new_tokens, Result()
-    longest, cache_bytes = tokens + question_tokens + new, cache_mib * 2**20
-    options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
-    if system != CHUNKED:
-        # a step must take a whole prompt beside a token of every request that runs
-        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest + MOST_RUNNING}
-    made, extra = settings.ids(settings.repeats * requests + 1, question_tokens or tokens), None
+    question_tokens, count = settings.question_tokens, settings.repeats * settings.requests + 1
+    made, document, extra = settings.ids(count, question_tokens or tokens), Result(), None
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/text.kv"
         if question_tokens and system == KVPASS:
-            document, extra = in_new_process(compress_text, settings, tokens, file), {"kvpass_document": "text"}
-            cache_bytes -= document["document_bytes"]
+            document = in_new_process(compress_text, settings, tokens, f"{folder}/{_DOCUMENT}")
+            extra = {"kvpass_document": "text"}
         elif question_tokens:
             made = torch.cat([settings.ids(1, tokens).expand(len(made), -1), made], 1)
-        if system == KVPASS:
-            options["additional_config"] = _plugin_settings(settings, question_tokens, file)
-        build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
-        engine = LLM(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype=str(settings.torch_dtype).removeprefix("torch."),
-            max_model_len=longest,
-            max_num_seqs=MOST_RUNNING,
-            kv_cache_memory_bytes=cache_bytes,
-            enforce_eager=True,
-            enable_prefix_caching=question_tokens > 0 and system != KVPASS,
-            disable_log_stats=False,
-            seed=settings.seed,
-            **options,
-        ).llm_engine
-    params = SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra)
-    scheduler = engine.engine_core.engine_core.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
-    free, running, held = pool.get_num_free_blocks(), 0, 0.0
+        document_bytes = document.get("document_bytes", 0)
+        cache_bytes = settings.cache_mib * 2**20 - document_bytes
+        engine = _engine(settings, tokens, system, cache_bytes, folder)
+    params = SamplingParams(
+        max_tokens=settings.new_tokens, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra
+    )
+    pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    unused, running, held, rounds = pool.get_num_free_blocks(), 0, 0.0, list[Result]()
     block_bytes = cache_bytes / pool.num_gpu_blocks
-
-    def send(name: int) -> None:
-        engine.add_request(str(name), {"prompt_token_ids": made[name].tolist()}, params)
-
-    send(settings.repeats * requests)  # the first one compiles kernels, and leaves the text in the prefix cache
-    while engine.has_unfinished_requests():
-        engine.step()
-    rounds = list[Result]()
-    for first in range(0, settings.repeats * requests, requests):
-        found, steps = list[Any](), []
-        began, worked = time.perf_counter(), time.process_time()
-        for name in range(first, first + requests):
-            send(name)
-        while engine.has_unfinished_requests():
-            marked = time.perf_counter()
-            found += [output for output in engine.step() if output.finished]
-            steps.append(time.perf_counter() - marked)
-            if len(scheduler.running) > running:
-                running = len(scheduler.running)
-                held = (free - pool.get_num_free_blocks()) * block_bytes + document.get("document_bytes", 0)
-        seconds, times = time.perf_counter() - began, [output.metrics for output in found]
-        rounds.append(
-            {
-                "seconds": seconds,
-                "cpu_s": time.process_time() - worked,
-                "first_token_s": [one.first_token_latency for one in times],
-                "token_s": [(one.last_token_ts - one.first_token_ts) / max(new - 1, 1) for one in times],
-                "cached_tokens": [output.num_cached_tokens for output in found],
-                "step_s": steps,
-            }
-        )
+    prompts = dict(enumerate(made.tolist()))
+    _round(engine, dict([prompts.popitem()]), params)  # compiles kernels, and leaves the text in the prefix cache
+    for some in chunks(list(prompts), settings.requests):
+        found, at_once, free = _round(engine, {name: prompts[name] for name in some}, params)
+        rounds.append(found)
+        if at_once > running:
+            running, held = at_once, (unused - free) * block_bytes + document_bytes
     return {"rounds": rounds, "running": running, "request_bytes": held / running, **document}
+
+
+def _round(engine: Any, prompts: Mapping[int, list[int]], params: Any) -> tuple[Result, int, int]:
+    """Send requests at once, and step the engine until the last has its answer.
+
+    Returns:
+        figures of the round, most requests at once, and blocks of the cache that were free then.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    found, steps, running, free = list[Any](), list[float](), 0, 0
+    began, worked = time.perf_counter(), time.process_time()
+    for name, ids in prompts.items():
+        engine.add_request(str(name), {"prompt_token_ids": ids}, params)
+    while engine.has_unfinished_requests():
+        marked = time.perf_counter()
+        found += [output for output in engine.step() if output.finished]
+        steps.append(time.perf_counter() - marked)
+        if len(scheduler.running) > running:
+            running, free = len(scheduler.running), scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    seconds, times = time.perf_counter() - began, [output.metrics for output in found]
+    later = max(params.max_tokens - 1, 1)
+    figures = {
+        "seconds": seconds,
+        "cpu_s": time.process_time() - worked,
+        "first_token_s": [one.first_token_latency for one in times],
+        "token_s": [(one.last_token_ts - one.first_token_ts) / later for one in times],
+        "cached_tokens": [output.num_cached_tokens for output in found],
+        "step_s": steps,
+    }
+    return figures, running, free
 
 
 @dataclass
@@ -159,55 +174,47 @@ class Serve(Benchmark):
     """Requests a second, their waiting and their memory, in vLLM with and without kvpass.
 
     Args:
-        settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed.
-        requests: of each length. cache_mib: MiB of KV cache of an engine. question_tokens: if not 0, all requests of a
-            length are questions of so many tokens about one text of that length, and the budget may be a share of it.
+        settings: of them model, dtype, contexts, budget, window, the first policy, entries, new tokens, repeats, seed,
+            and those of ``--serve`` alone. With ``question_tokens`` the budget may be a share of the text.
 
     Raises:
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
     """
 
-    requests: int
-    cache_mib: int
-    question_tokens: int = 0
-
     def __post_init__(self) -> None:
         from kvpass.vllm.settings import Settings
 
-        if self.settings.device != "cpu":
-            raise ValueError(f"device={self.settings.device!r}: kvpass in vLLM runs on CPUs only")
-        for name in ("requests", "cache_mib"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        if self.question_tokens < 0:
-            raise ValueError(f"question_tokens={self.question_tokens}: must be >= 0")
-        policy = self.settings.policy.resolve()
-        if self.question_tokens and policy.decode_rule() is not None:
+        settings, policy = self.settings, self.settings.policy.resolve()
+        if settings.device != "cpu":
+            raise ValueError(f"device={settings.device!r}: kvpass in vLLM runs on CPUs only")
+        for name, low in {"requests": 1, "cache_mib": 1, "question_tokens": 0}.items():
+            if getattr(settings, name) < low:
+                raise ValueError(f"{name}={getattr(settings, name)}: must be >= {low}")
+        if settings.question_tokens and policy.decode_rule() is not None:
             raise ValueError(
                 f"policy={policy.name!r} evicts while decoding: a document for vLLM needs one that does not"
             )
-        Settings.read(_plugin_settings(self.settings, self.question_tokens, "a file"))
+        Settings.read(_plugin_settings(settings, "a file"))
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
     @property
     def steps(self) -> int:
-        return len(self.settings.prompts) * (2 + len(self.settings.entries))
+        return len(self.settings.prompts) * (2 + len(self.settings.formats))
 
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``serve`` a record for every length and system."""
         settings, records = self.settings, list[Result]()
-        result |= {"policy": str(settings.policies[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
-        result |= {name: getattr(self, name) for name in ("requests", "cache_mib", "question_tokens")}
+        result |= {"policy": str(settings.specs[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
+        result |= {name: getattr(settings, name) for name in ("requests", "cache_mib", "question_tokens")}
         result["serve"] = records
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
-        systems += [(KVPASS, entries) for entries in settings.entries]
+        systems += [(KVPASS, entries) for entries in settings.formats]
         with mock.patch.dict(os.environ, _ENVIRONMENT):
             for tokens, (system, entries) in itertools.product(settings.prompts, systems):
                 name = with_format(system, entries)
                 yield f"{tokens} tokens, {name}"
-                engine = (tokens, self.requests, self.cache_mib, system, self.question_tokens)
-                found = in_new_process(measure_requests, replace(settings, entries=(entries,)), *engine)
+                found = in_new_process(measure_requests, replace(settings, entries=entries), tokens, system)
                 records.append({"tokens": tokens, "system": name, **found})
 
     @staticmethod

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvpass.compiler.backend import Compiler
+from kvpass.compiler.backend import COMPILERS
 from kvpass.config import EntryFormat, one_of
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
-from kvpass.eval.policy_spec import PolicySpec, check_formats, with_format
+from kvpass.eval.options import BenchOptions, names, numbers
+from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
 from kvpass.fetch import PACKAGES
 from kvpass.loading import forget_gguf, is_gguf, located
 from kvpass.policies import resolve_budget
@@ -146,56 +147,40 @@ def build(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """One run of the bench; ``kvpass bench --help`` says what each setting is.
+class BenchSettings(BenchOptions):
+    """The options of a bench, checked, and what their texts mean.
 
     Attributes:
-        model: as :func:`find_model` takes it. contexts, batches: every pair of them is one comparison.
-        policies: of kvpass, each with each of ``entries``; ``window`` is theirs unless they have their own.
-        systems: of ``BASELINES``; None takes all, kvpress only where it is installed.
+        prompts: of ``contexts``, in tokens. rows: of ``batches``. budget_value: of ``budget``.
+        specs: policies of kvpass, each with each of ``formats``; ``window`` is theirs unless they have their own.
+        baselines: of ``BASELINES``; without ``systems`` all, kvpress only where it is installed.
         shared_prompt: prefill figures are then those of one row.
 
     Raises:
         ValueError: a number out of range, an unknown name, or a device this machine does not have.
     """
 
-    model: str = "small-mha"
-    device: str = "cpu"
-    dtype: str | None = None
-    contexts: tuple[int, ...] = ()
-    batches: tuple[int, ...] = (1,)
-    budget: int | float | str = 256
-    window: int = 32
-    policies: tuple[PolicySpec, ...] = (PolicySpec("lava"), PolicySpec("snapkv"))
-    entries: tuple[EntryFormat, ...] = ("model",)
-    systems: tuple[str, ...] | None = None
-    new_tokens: int = 32
-    repeats: int = 3
-    backend: Compiler = "inductor"
-    shared_prompt: bool = False
-    warm_cache: bool = False
-    seed: int = 0
-
     def __post_init__(self) -> None:
         for name in ("window", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
+        one_of("backend", self.backend, COMPILERS)
         one_of("device", self.device, ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
         if self.dtype is not None:
             one_of("dtype", self.dtype, DTYPES)
-        if not self.batches or min(self.batches) < 1:
-            raise ValueError(f"batches={','.join(map(str, self.batches))}: must be one or more numbers >= 1")
-        check_formats(self.entries)
-        for spec in self.policies:
+        if not self.rows or min(self.rows) < 1:
+            raise ValueError(f"batches={self.batches}: must be one or more numbers >= 1")
+        parse_formats(self.entries)
+        for spec in self.specs:
             policy = spec.with_window(self.window).resolve()
             if policy.needs_budget:
-                resolve_budget(policy, self.budget)
-        for name in self.systems or ():
+                resolve_budget(policy, self.budget_value)
+        for name in self.baselines:
             if name not in BASELINES:
                 raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
-        if "kvpress" in (self.systems or ()) and not has_kvpress():
+        if "kvpress" in self.baselines and not has_kvpress():
             raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
         new = 3 * self.new_tokens  # timed steps, and two answers of generate
         longest = self.bench_model.config.max_position_embeddings - new - WARM_UP_STEPS
@@ -211,9 +196,46 @@ class BenchSettings:
         return find_model(self.model)
 
     @property
+    def prompts(self) -> tuple[int, ...]:
+        return numbers("contexts", self.contexts) or (self.bench_model.context,)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return numbers("batches", self.batches or ("1,2,3,7" if self.start else "1"))
+
+    @property
+    def budget_value(self) -> int | float | str:
+        return typed(self.budget)
+
+    @property
+    def specs(self) -> tuple[PolicySpec, ...]:
+        return parse_policies(self.policies)
+
+    @property
     def policy(self) -> PolicySpec:
         """The first policy, where one is measured."""
-        return self.policies[0].with_window(self.window)
+        return self.specs[0].with_window(self.window)
+
+    @property
+    def formats(self) -> tuple[EntryFormat, ...]:
+        return parse_formats(self.entries)
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        if self.systems is not None:
+            return tuple(dict.fromkeys(names(self.systems)))
+        return tuple(name for name in BASELINES if name != "kvpress" or has_kvpress())
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Systems that are not measured, and why."""
+        if "kvpress" not in self.baselines:
+            return {} if has_kvpress() else {"kvpress": "not installed"}
+        return {f"kvpress/{name}": "kvpress has none" for name in map(str, self.specs) if name not in KVPRESS_TWINS}
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
 
     def ids(self, rows: int, tokens: int) -> Tensor:
         """Return prompts of random tokens, int64 ``[rows, tokens]``, the same ones every time."""
@@ -225,27 +247,5 @@ class BenchSettings:
     ) -> Kvpass:
         """Return kvpass with a policy; ``entries`` and ``options`` are of ``kvpass.compile``."""
         policy, name = spec.with_window(self.window).resolve(), with_format(str(spec), entries)
-        options |= {"policy": policy, "budget": self.budget, "backend": self.backend, "entries": entries}
+        options |= {"policy": policy, "budget": self.budget_value, "backend": self.backend, "entries": entries}
         return Kvpass(model, name, **options)
-
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        """Contexts, in tokens."""
-        return self.contexts or (self.bench_model.context,)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
-
-    @property
-    def baselines(self) -> tuple[str, ...]:
-        if self.systems is not None:
-            return tuple(dict.fromkeys(self.systems))
-        return tuple(name for name in BASELINES if name != "kvpress" or has_kvpress())
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Systems that are not measured, and why."""
-        if "kvpress" not in self.baselines:
-            return {} if has_kvpress() else {"kvpress": "not installed"}
-        return {f"kvpress/{name}": "kvpress has none" for name in map(str, self.policies) if name not in KVPRESS_TWINS}

@@ -90,29 +90,28 @@ class SharedModel(Benchmark):
 
     Args:
         settings: of them model, device, dtype, contexts, batches, budget, window, policies, new_tokens, repeats,
-            backend, seed and whether ``full`` is measured are used. processes: how many share the model.
+            backend, seed and whether ``full`` is measured are used; ``tensor_parallel`` processes share the model.
 
     Raises:
         ValueError: less than two processes, more than there are devices, or heads that they cannot share alike.
     """
 
-    processes: int
-
     def __post_init__(self) -> None:
-        if self.processes < 2:
-            raise ValueError(f"tensor_parallel={self.processes}: must be at least 2 processes")
-        if self.settings.device == "cuda" and torch.cuda.device_count() < self.processes:
-            raise ValueError(f"tensor_parallel={self.processes}: this machine has {torch.cuda.device_count()} devices")
-        check_heads(build(self.settings.bench_model, 0, "meta"), Ranks("", 0, self.processes))
+        processes = self.settings.tensor_parallel
+        if processes < 2:
+            raise ValueError(f"tensor_parallel={processes}: must be at least 2 processes")
+        if self.settings.device == "cuda" and torch.cuda.device_count() < processes:
+            raise ValueError(f"tensor_parallel={processes}: this machine has {torch.cuda.device_count()} devices")
+        check_heads(build(self.settings.bench_model, 0, "meta"), Ranks("", 0, processes))
 
     @property
     def specs(self) -> tuple[PolicySpec, ...]:
         full = (PolicySpec("full"),) if "full" in self.settings.baselines else ()
-        return tuple(dict.fromkeys((*self.settings.policies, *full)))
+        return tuple(dict.fromkeys((*self.settings.specs, *full)))
 
     @property
     def steps(self) -> int:
-        return 2 * len(self.settings.batches) * len(self.settings.prompts) * len(self.specs)
+        return 2 * len(self.settings.rows) * len(self.settings.prompts) * len(self.specs)
 
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``tensor_parallel`` a record for every length, batch, policy and number of processes.
@@ -120,15 +119,15 @@ class SharedModel(Benchmark):
         Raises:
             torch.multiprocessing.ProcessRaisedException: a process raised; the others were ended.
         """
-        settings = self.settings
-        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "processes": self.processes}
+        settings, several = self.settings, self.settings.tensor_parallel
+        result |= {"new_tokens": settings.new_tokens, "repeats": settings.repeats, "processes": several}
         result["tensor_parallel"] = records = []
         logging.disable_progress_bar()
         with TemporaryDirectory() as folder:
             build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(f"{folder}/model")
-            for rows, tokens, spec in itertools.product(settings.batches, settings.prompts, self.specs):
+            for rows, tokens, spec in itertools.product(settings.rows, settings.prompts, self.specs):
                 alone: list[Result] = []
-                for processes in (1, self.processes):
+                for processes in (1, several):
                     yield f"{tokens} x {rows}, {spec}, processes: {processes}"
                     found = _measured(processes, settings, spec, (tokens, rows), folder)
                     alone = alone or found

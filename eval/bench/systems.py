@@ -17,7 +17,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
-from kvpass.compiler.backend import Compiler
 from kvpass.eval.bench.measure import Meter
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
@@ -160,7 +159,7 @@ class HfStatic(System):
 
     name = "hf-static"
 
-    def __init__(self, model: PreTrainedModel, tokens: int, backend: Compiler) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
         self.model = model
         self.tokens = tokens
         self.on_cuda = model.device.type == "cuda"

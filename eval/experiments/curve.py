@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console, Group
 
+from kvpass.eval.options import CurveOptions, EvalOptions, names
 from kvpass.eval.plots import plot_curve, plot_formats, without_shared_window
-from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.policy_spec import PolicySpec, parse_policies
 from kvpass.eval.records import Record, Row, mass_text
-from kvpass.eval.run import BudgetValue, EvalSettings, Evaluation
+from kvpass.eval.run import Evaluation
 from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
 from kvpass.eval.tasks import find_tasks
 from kvpass.policies import POLICIES
 from kvpass.report import import_figure
 
-BUDGETS: tuple[BudgetValue, ...] = (0.03, 0.06, 0.12, 0.25, 0.5)
-"""Up to the whole cache, which is ``full``: every policy keeps everything then (contract 1)."""
 WINDOW = 8
 """Of policies that observe or protect a window, on the built-in model: 32 is more than 3 % of its short prompts."""
 
@@ -28,34 +26,35 @@ CAKE_TEMPERATURES = (("tau1", 1.6), ("tau2", 0.4))
 def default_policies() -> tuple[PolicySpec, ...]:
     """Registered policies, full first, with CAKE's temperatures; not those made for one model."""
     general = [name for name, policy in POLICIES.items() if not policy.of_one_model]
-    names = sorted(general, key=lambda name: (POLICIES[name].needs_budget, name))
-    return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()) for name in names)
+    full_first = sorted(general, key=lambda name: (POLICIES[name].needs_budget, name))
+    return tuple(PolicySpec(name, CAKE_TEMPERATURES if name == "cake" else ()) for name in full_first)
 
 
-def curve_settings(**given: Any) -> EvalSettings:
-    """Settings of a run (:class:`~kvpass.eval.run.EvalSettings`), the curve's own budgets and policies if not given.
+def curve_run(options: CurveOptions) -> Evaluation:
+    """Check the run that is drawn: of all policies if none is given.
 
     On the built-in model the window is ``WINDOW`` where none is typed.
 
     Raises:
-        ImportError: without matplotlib. ValueError: more than one task, or a value out of range.
+        ImportError: without matplotlib. ValueError: more than one task, or what a run refuses.
     """
     import_figure()
-    chosen: dict[str, Any] = {"budgets": BUDGETS, "policies": default_policies()} | given
-    if len(find_tasks(chosen["tasks"])) > 1:
-        raise ValueError(f"task={','.join(chosen['tasks'])!r}: stands for several tasks, name one")
-    if chosen["model"] == "builtin":
-        chosen["policies"] = tuple(spec.with_window(WINDOW) for spec in chosen["policies"])
-    return EvalSettings(**chosen)
+    if len(find_tasks(names(options.tasks))) > 1:
+        raise ValueError(f"task={options.tasks!r}: stands for several tasks, name one")
+    specs = default_policies() if options.policies is None else parse_policies(options.policies)
+    if options.model == "builtin":
+        specs = tuple(spec.with_window(WINDOW) for spec in specs)
+    return Evaluation(EvalOptions(**vars(options) | {"policies": ",".join(map(str, specs))}))
 
 
 def draw_curve(evaluation: Evaluation) -> None:
     """Answer what a checked run asks, draw ``curve.png``, write ``curve.md`` and print what it has."""
-    s, rows, console = evaluation.settings, evaluation.run(), Console()
-    title = f"{s.model}: {s.tasks[0]}, {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
-    (plot_curve if len(s.entries) == 1 else plot_formats)(rows, s.output / "curve.png", title=title)
+    s, rows, console = evaluation.options, evaluation.run(), Console()
+    title = f"{s.model}: {rows[0].task}, {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
+    several = len(evaluation.formats) > 1
+    (plot_formats if several else plot_curve)(rows, s.output / "curve.png", title=title)
     text = curve_table(rows)
-    if len(s.entries) > 1:
+    if several:
         text += "\n" + formats_table(rows, agreement(evaluation.records()))
         console.print(f"answers as with entries='model': {s.output / 'curve.md'}", highlight=False)
     (s.output / "curve.md").write_text(text, encoding="utf-8")

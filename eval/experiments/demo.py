@@ -20,10 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.backend import Compiler
+from kvpass.compiler.backend import COMPILERS
+from kvpass.config import one_of
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
+from kvpass.eval.options import DemoOptions, read_text
+from kvpass.eval.runner import each_cache
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
 from kvpass.loading import load_model
@@ -79,9 +82,8 @@ class _Clock(BaseStreamer):
         return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(self.times[1:]))
 
 
-@dataclass(kw_only=True)
 class Demo:
-    """A checked run of the demo; ``kvpass demo --help`` says what each setting is.
+    """A checked run of the demo.
 
     Raises:
         ValueError: a number out of range, one of document and question, an output that does not end in .png, no such
@@ -89,36 +91,29 @@ class Demo:
         ImportError: without matplotlib.
     """
 
-    model: str = "builtin"
-    document: Path | None = None
-    question: str | None = None
-    tokens: int | None = None
-    facts: int = 8
-    seed: int = 0
-    output: Path = Path("kvpass-demo.png")
-    backend: Compiler = "inductor"
-
-    def __post_init__(self) -> None:
-        if (self.document is None) != (self.question is None):
+    def __init__(self, options: DemoOptions) -> None:
+        self.options, document = options, options.document
+        self.compiler = one_of("backend", options.backend, COMPILERS)
+        if (document is None) != (options.question is None):
             raise ValueError("document and question: give both, or none")
-        if self.document and self.tokens:
-            raise ValueError(f"tokens={self.tokens}: a document has the length that it has")
-        if not 1 <= self.facts <= len(HELD_OUT_NAMES):
-            raise ValueError(f"facts={self.facts}: must be between 1 and {len(HELD_OUT_NAMES)}, the number of names")
-        if self.output.suffix != ".png":
-            raise ValueError(f"output={str(self.output)!r}: must end in .png")
+        if document and options.tokens:
+            raise ValueError(f"tokens={options.tokens}: a document has the length that it has")
+        if not 1 <= options.facts <= len(HELD_OUT_NAMES):
+            raise ValueError(f"facts={options.facts}: must be between 1 and {len(HELD_OUT_NAMES)}, the number of names")
+        if options.output.suffix != ".png":
+            raise ValueError(f"output={str(options.output)!r}: must end in .png")
         import_figure()
         transformers.utils.logging.disable_progress_bar()
-        self.decoder, self.tokenizer = load_model(self.model, dtype="auto", device="cpu")
-        builtin, document = self.model == "builtin", self.document
+        self.decoder, self.tokenizer = load_model(options.model, dtype="auto", device="cpu")
+        builtin = options.model == "builtin"
         self.budgets: tuple[int, ...] | tuple[float, ...] = BUDGETS if builtin and not document else SHARES
-        tokens = self.tokens or (2048 if builtin else 1024)
+        tokens = options.tokens or (2048 if builtin else 1024)
         if document:
-            self.samples = [_on_document(document, self.question or "")]
+            self.samples = [_on_document(document, options.question or "")]
         elif builtin:
-            self.samples = _made_for_builtin(tokens, self.facts, self.seed)
+            self.samples = _made_for_builtin(tokens, options.facts, options.seed)
         else:
-            self.samples = _made_for_others(self.tokenizer, tokens, self.facts, self.seed)
+            self.samples = _made_for_others(self.tokenizer, tokens, options.facts, options.seed)
         # the last token is fed after compression: a prefill's full attention would give the first word
         self.prompts = [encode(self.tokenizer, sample, chat=True).scoped("prompt", 1) for sample in self.samples]
         self.length = len(self.prompts[0])
@@ -133,7 +128,7 @@ class Demo:
 
     def run(self) -> None:
         """Ask every system every question; print the answers, the summary and what was measured."""
-        model = kvpass.compile(self.decoder, policy="full", backend=self.backend)
+        model = kvpass.compile(self.decoder, policy="full", backend=self.compiler)
         conditions = [("full", None), *itertools.product(POLICIES, self.budgets)]
         plain, kept = Answers("transformers"), [Answers(f"kvpass {policy}", budget) for policy, budget in conditions]
         with progress_bar(progress_console()) as progress:
@@ -142,13 +137,11 @@ class Demo:
                 progress.update(task, description=f"question {index + 1}")
                 self._answer(self.decoder, prompt.ids, index, plain)
                 progress.advance(task, 2)
-                head = torch.tensor([prompt.head])
-                caches = model.compress_each(head, conditions=conditions)
+                caches = each_cache(model, conditions, torch.tensor([prompt.head]))
                 for (policy, budget), cache, answers in zip(conditions, caches, kept, strict=True):
-                    model.set_policy(policy, budget)
                     self._answer(model, prompt.rest, index, answers, past_key_values=cache)
                     if index == 0 and (policy, budget) == ("lava", min(self.budgets)):
-                        model.report(cache).plot(self.output, marks=self._facts())
+                        model.report(cache).plot(self.options.output, marks=self._facts())
                     progress.advance(task)
         everyone, console = [plain, *kept], Console()
         console.print(self._fact_table(everyone) if self.samples[0].answers else self._document_table(everyone))
@@ -190,16 +183,16 @@ class Demo:
         shown = [answer for answer in answers if answer.budget in (None, min(self.budgets))]
         systems = (f"{answer.label.removeprefix('kvpass ')}\n{answer.kept}" for answer in shown)
         rows = [
-            [str(asked.labels["name"]), wanted, *(_coloured(answer.texts[index], wanted) for answer in shown)]
+            [asked.id, wanted, *(_coloured(answer.texts[index], wanted) for answer in shown)]
             for index, (asked, wanted) in enumerate(zip(self.samples, self._wanted(answers), strict=True))
         ]
-        title = f"{self.facts} facts in {self.length} tokens: the code, pin or number of a name"
+        title = f"{self.options.facts} facts in {self.length} tokens: the code, pin or number of a name"
         return rich_table(("name", "value", *systems), rows, title=title, caption="system over budget")
 
     def _document_table(self, answers: list[Answers]) -> Table:
         (wanted,) = self._wanted(answers)
         rows = [(answer.label, answer.kept, _coloured(answer.texts[0], wanted)) for answer in answers]
-        title = escape(self.question or "")
+        title = escape(self.options.question or "")
         return rich_table(("system", "budget", "answer"), rows, left=3, leading=1, title=title)
 
     def _summary_table(self, answers: list[Answers]) -> Table:
@@ -221,18 +214,18 @@ class Demo:
         return rich_table(columns, rows, title="accuracy, memory and speed")
 
     def _notes(self, answers: list[Answers]) -> str:
-        shown = next(answer for answer in answers if answer.budget == min(self.budgets))
-        if self.document:
+        options, shown = self.options, next(answer for answer in answers if answer.budget == min(self.budgets))
+        if options.document:
             prompts = f"1 of {self.length} tokens"
             last = "as full: the answer of the full cache, word for word. One question"
         else:
-            many, seed = f"{self.facts} of {self.length} tokens", f"seed {self.seed}"
+            many, seed = f"{options.facts} of {self.length} tokens", f"seed {options.seed}"
             prompts = f"{many}, the same text with another question each, {seed}"
-            last = f"One text and {self.facts} questions"
+            last = f"One text and {options.facts} questions"
         device, dtype = self.decoder.device, str(self.decoder.dtype).removeprefix("torch.")
         return f"""\
-Measured on {device}, {torch.get_num_threads()} threads, {dtype}, batch 1, backend {self.backend}; \
-torch {torch.__version__}, transformers {transformers.__version__}. Model: {self.model}.
+Measured on {device}, {torch.get_num_threads()} threads, {dtype}, batch 1, backend {self.compiler}; \
+torch {torch.__version__}, transformers {transformers.__version__}. Model: {options.model}.
 Prompts: {prompts}; greedy decoding. \
 kvpass reads each once for all policies, without its last token, and goes on from there: a prefill computes with full \
 attention, and the first word would be right whatever is kept.
@@ -241,7 +234,7 @@ Policies: {", ".join(POLICIES)}, with default options. Budget: entries per KV he
 ms per token: median of {_TIMED - 1} between generated tokens, generate's own work included, prefill and compilation \
 not.
 {last}: a demonstration, not an evaluation.
-What lava kept at budget {shown.kept}, first question: {self.output.absolute()}"""
+What lava kept at budget {shown.kept}, first question: {options.output.absolute()}"""
 
 
 def _coloured(text: str, wanted: str) -> str:
@@ -254,10 +247,7 @@ def _on_document(document: Path, question: str) -> Sample:
     Raises:
         ValueError: it is empty or no text.
     """
-    try:
-        text = document.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"document={str(document)!r}: {error}") from None
+    text = read_text(document)
     if not text.strip():
         raise ValueError(f"document={str(document)!r}: is empty")
     return Sample(id="document", context=text, question=f"\n\n{question}", answers=(), max_new_tokens=_ANSWER)
@@ -269,12 +259,11 @@ def _made_for_builtin(tokens: int, facts: int, seed: int) -> list[Sample]:
     longest = max(question.max_new_tokens for question in made.questions)
     return [
         Sample(
-            id=question.text,
+            id=" ".join(question.text.split()[-3:-1]),  # the name
             context=made.context,
             question=f" {question.text}",
             answers=question.answers,
             max_new_tokens=longest,
-            labels={"name": " ".join(question.text.split()[-3:-1])},
         )
         for question in made.questions
     ]
@@ -301,7 +290,6 @@ def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int
             answer_prefix=f"The code of the {names[asked]} is",
             answers=(values[asked],),
             max_new_tokens=8,
-            labels={"name": names[asked]},
         )
 
     size = largest(build, tokenizer, tokens, smallest=1, chat=True, name="demo")

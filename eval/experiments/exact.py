@@ -13,10 +13,13 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
-from kvpass.compiler.backend import Compiler
+from kvpass.compiler.backend import COMPILERS
+from kvpass.config import one_of
 from kvpass.eval.environment import command_line, conditions, machine, versions
-from kvpass.eval.policy_spec import PolicySpec
-from kvpass.eval.run import BudgetValue, stop_tokens
+from kvpass.eval.options import ExactOptions, names
+from kvpass.eval.policy_spec import parse_policies, typed
+from kvpass.eval.run import stop_tokens
+from kvpass.eval.runner import each_cache
 from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
@@ -43,9 +46,8 @@ class Condition:
     exact: list[float] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
 class Exact:
-    """A checked measurement; ``kvpass exact --help`` says what each setting is.
+    """A checked measurement.
 
     Each prompt but its last token is read once and compressed under every condition, question included. Answers are
     greedy and end at the model's own end token, or after ``new_tokens``.
@@ -54,35 +56,26 @@ class Exact:
         ValueError: what does not exist or is out of range: model, tasks, policies, budgets, numbers.
     """
 
-    model: str
-    tasks: tuple[str, ...]
-    policies: tuple[PolicySpec, ...]
-    budgets: tuple[BudgetValue, ...]
-    samples: int = 20
-    length: int = 1024
-    new_tokens: int = 64
-    seed: int = 0
-    backend: Compiler = "inductor"
-    dtype: str = "auto"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
+    def __init__(self, options: ExactOptions) -> None:
+        self.options = options
+        compiler, policies = one_of("backend", options.backend, COMPILERS), parse_policies(options.policies)
         for name, low in {"samples": 1, "length": 2, "new_tokens": 2, "seed": 0}.items():
-            check_int(name, getattr(self, name), low)
-        for spec in self.policies:
+            check_int(name, getattr(options, name), low)
+        for spec in policies:
             if not spec.resolve().needs_budget or spec.resolve().decode_rule() is not None:
                 raise ValueError(f"policies={str(spec)!r}: must compress a prompt and only append while decoding")
-        tasks = find_tasks(self.tasks)
-        decoder, tokenizer = load_model(self.model, dtype=self.dtype, device=self.device)
+        tasks = find_tasks(names(options.tasks))
+        decoder, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.ends = sorted(stop_tokens(decoder, tokenizer)) or None
-        self.fast = kvpass.compile(decoder, policy="full", backend=self.backend)
+        self.fast = kvpass.compile(decoder, policy="full", backend=compiler)
         self.prompts = [
-            torch.tensor([encode(tokenizer, sample, chat=task.chat, limit=self.length).ids])
+            torch.tensor([encode(tokenizer, sample, chat=task.chat, limit=options.length).ids])
             for task in tasks
-            for sample in task.samples(tokenizer, self.length, self.samples, self.seed)
+            for sample in task.samples(tokenizer, options.length, options.samples, options.seed)
         ]
-        self.rules = [(spec.resolve(), budget) for spec in self.policies for budget in self.budgets]
-        self.conditions = [Condition(str(spec), str(budget)) for spec in self.policies for budget in self.budgets]
+        pairs = [(spec, typed(budget)) for spec in policies for budget in names(options.budgets)]
+        self.rules = [(spec.resolve(), budget) for spec, budget in pairs]
+        self.conditions = [Condition(str(spec), str(budget)) for spec, budget in pairs]
         for rule in self.rules:
             self.fast.set_policy(*rule)
         self.full: list[float] = []
@@ -96,13 +89,11 @@ class Exact:
         return result
 
     def _answer(self, ids: Tensor) -> None:
-        full, *caches = self.fast.compress_each(ids[:, :-1], conditions=[("full", None), *self.rules])
-        self.fast.set_policy("full")
+        caches = each_cache(self.fast, [("full", None), *self.rules], ids[:, :-1])
+        full = next(caches)
         expected, seconds, _ = self._timed(ids[:, -1:], full)
         self.full.append(seconds)
-        for condition, rule in zip(self.conditions, self.rules, strict=True):
-            cache = caches.pop(0)
-            self.fast.set_policy(*rule)
+        for condition, cache in zip(self.conditions, caches, strict=True):
             found, seconds, _ = self._timed(ids[:, -1:], cache)
             condition.same += torch.equal(found, expected)
             condition.compressed.append(seconds)
@@ -118,7 +109,7 @@ class Exact:
         settings = {
             "do_sample": False,
             "eos_token_id": self.ends,
-            "max_new_tokens": self.new_tokens,
+            "max_new_tokens": self.options.new_tokens,
             **options,
         }
         began = time.perf_counter()
@@ -128,10 +119,9 @@ class Exact:
 
     def result(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        settings = asdict(self) | {"policies": [str(spec) for spec in self.policies]}
         return {
             "command": command_line(),
-            "settings": settings,
+            "settings": {name: value for name, value in asdict(self.options).items() if name != "json_path"},
             "versions": versions(),
             "machine": machine(self.fast.device),
             "tokens": [ids.shape[1] for ids in self.prompts],

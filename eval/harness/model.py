@@ -55,8 +55,9 @@ from kvpass.eval.prompt import (
 )
 from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
 from kvpass.loading import forget_gguf, launched, located
-from kvpass.policies import Policy, resolve, resolve_budget
+from kvpass.policies import Policy
 from kvpass.policies.options import check_choice, check_int
+from kvpass.policies.rules import read_rules
 from kvpass.transformers_compat import CACHE
 
 _log = logging.getLogger("kvpass")
@@ -122,30 +123,32 @@ class KVPassLM(HFLM):
         own, harness = (inspect.signature(cls.__init__).parameters for cls in (KVPassLM, HFLM))
         options = take_policy_options(policy, arguments, own=own.keys(), harness=harness.keys() - {"self", "kwargs"})
         refuse_unsupported(arguments, batch_size)
-        if policy != "cake" or {"tau1", "tau2"} & options.keys():  # else kvpass.compile looks its temperatures up
-            resolve_budget(resolve(policy, **options), budget)
+        name = pretrained if isinstance(pretrained, str) else str(pretrained.config.name_or_path)
+        rules = read_rules(policy, budget, "never", window=None, options=options, model_name=name)
         self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
-        if launched()[1] > 1 and not torch.accelerator.is_available():
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes every process for the only one
-        if isinstance(pretrained, str):
-            with located(pretrained) as (place, file):
-                super().__init__(place, batch_size=batch_size, **file, **arguments)
-            self.pretrained = pretrained
-            forget_gguf(self.model)
-        else:
-            super().__init__(pretrained, batch_size=batch_size, **arguments)
-        accelerator = getattr(self, "accelerator", None)
-        if accelerator is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
-            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        named: Any = policy  # checked above
-        self._model = kvpass.compile(self.model, policy=named, budget=budget, backend=self._compiler, **options)
-        self._policy: Policy = self._model.policy
-        self._budget: kvpass.Budget | None = self._model.budget
+        self._load(pretrained, batch_size=batch_size, **arguments)
+        self._policy, self._budget = rules.policy, rules.budget
         self._conditions = [(self._policy, self._budget)]
+        self._model = kvpass.compile(self.model, policy=self._policy, budget=self._budget, backend=self._compiler)
         self._totals, self._truncated = Totals(), 0
         self._runner = Runner(
             model=self._model, tokenizer=self.tokenizer, batch=int(self.batch_size), totals=self._totals
         )
+
+    def _load(self, pretrained: str | transformers.PreTrainedModel, **arguments: Any) -> None:
+        """Load the model, or take it, as the harness's own; processes of ``torchrun`` share it."""
+        if launched()[1] > 1 and not torch.accelerator.is_available():
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes every process for the only one
+        if isinstance(pretrained, str):
+            with located(pretrained) as (place, file):
+                super().__init__(place, **file, **arguments)
+            self.pretrained = pretrained
+            forget_gguf(self.model)
+        else:
+            super().__init__(pretrained, **arguments)
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and self.world_size == 1:  # the harness looks for several GPUs, not processes
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     # -- likelihood -------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from kvpass.eval.needle.words import (
     LONGEST_SIMPLE_SENTENCE,
     NUMBERS,
     SECOND_WORDS,
-    SEEN_NAMES,
     SHORTEST_SENTENCE,
     Fact,
     Name,
@@ -104,7 +103,7 @@ class Sample:
         return f"{self.context} {question.text}"
 
 
-def sample(task: str | Task, tokens: int, seed: int, *, held_out: bool = True) -> Sample:
+def sample(task: str | Task, tokens: int, seed: int) -> Sample:
     """Hide what a task asks for at random places of random filler.
 
     The answers' numbers occur nowhere else in the context; names of facts also occur in decoys.
@@ -112,8 +111,7 @@ def sample(task: str | Task, tokens: int, seed: int, *, held_out: bool = True) -
     Args:
         task: a key of :data:`TASKS`, or another task.
         tokens: length of the context and one question in tokens, ``<bos>`` included; met exactly.
-        seed: of everything random.
-        held_out: names that never occur in training, or only names that do. Variables are single words, all seen.
+        seed: of everything random. Names never occur in training; variables are single words, all seen.
 
     Raises:
         ValueError: no such task, or tokens that do not hold it, or above :data:`LONGEST`, or more values than numbers.
@@ -121,7 +119,7 @@ def sample(task: str | Task, tokens: int, seed: int, *, held_out: bool = True) -
     if isinstance(task, str) and task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
     kind = TASKS[task] if isinstance(task, str) else task
-    rng = random.Random(f"{task}/{tokens}/{seed}/{held_out}")
+    rng = random.Random(f"{task}/{tokens}/{seed}/True")  # as ever, so that texts stay the same
     left = rng.sample(NUMBERS, len(NUMBERS))[::-1]
 
     def number() -> str:
@@ -129,7 +127,7 @@ def sample(task: str | Task, tokens: int, seed: int, *, held_out: bool = True) -
             raise ValueError(f"tokens={tokens}: {kind.keys} keys and filler need more than {len(NUMBERS)} numbers")
         return left.pop()
 
-    names = rng.sample(HELD_OUT_NAMES if held_out else SEEN_NAMES, kind.keys)
+    names = rng.sample(HELD_OUT_NAMES, kind.keys)
     hidden, asked = (_variables if kind.form == "variable" else _facts)(rng, kind, names, number)
     rng.shuffle(asked)
     asked = asked[: kind.questions]

@@ -156,8 +156,9 @@ class Niah:
         )
 
 
-def variable_tracking(size: int, tokens: int, rng: random.Random, *, hops: int = 4) -> Text:
-    """Find every variable that a chain of assignments gives one value, after an example."""
+def variable_tracking(size: int, tokens: int, rng: random.Random) -> Text:
+    """Find every variable that a chain of four assignments gives one value, after an example."""
+    hops = 4
 
     def chain(noises: int, letters: int) -> Text:
         taken: set[str] = set()
@@ -183,8 +184,9 @@ def variable_tracking(size: int, tokens: int, rng: random.Random, *, hops: int =
     return _with_example(shown, " ".join(shown.answers), asked)
 
 
-def common_words(size: int, tokens: int, rng: random.Random, *, common: int = 10) -> Text:
+def common_words(size: int, tokens: int, rng: random.Random) -> Text:
     """Name the ten words of a numbered list that occur 30 (short: 6) times."""
+    common = 10
 
     def listed(size: int, often: int, seldom: int) -> Text:
         taken: set[str] = set()

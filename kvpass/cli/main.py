@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib
+import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,44 +18,27 @@ import typer
 from rich.console import Console
 
 import kvpass
+from kvpass.eval.options import (
+    AskOptions,
+    BenchOptions,
+    CalibrateOptions,
+    CompressOptions,
+    CurveOptions,
+    DemoOptions,
+    EvalOptions,
+    ExactOptions,
+    numbers,
+    read_text,
+)
 from kvpass.progress import working
 
 if TYPE_CHECKING:
     from kvpass.compiler.backend import Compiler
 
-app = typer.Typer(
-    help="KV cache compression for any decoder, through torch.compile.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 _DIVIDED = ("ask", "compress", "eval")
 """Commands whose model the processes of ``torchrun`` share."""
-
-_MODEL = "'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name."
-_Model = Annotated[str, typer.Argument(help=_MODEL)]
-_Tasks = Annotated[str, typer.Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")]
-_Policies = Annotated[str, typer.Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
-_Budgets = Annotated[
-    str, typer.Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")
-]
-_Scopes = Annotated[
-    str, typer.Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")
-]
-_Samples = Annotated[int, typer.Option(help="Samples of each task.")]
-_Length = Annotated[int, typer.Option(help="Longest prompt in tokens; longer ones lose their middle.")]
-_Batch = Annotated[int, typer.Option(help="Prompts answered at once.")]
-_NewTokens = Annotated[int, typer.Option(help="Longest answer in tokens.")]
-_Folder = Annotated[Path, typer.Option(help="Folder for samples, tables and pictures; a rerun goes on there.")]
-_Json = Annotated[Path | None, typer.Option("--json", help="Also write everything measured to this file.")]
-_Seed = Annotated[int, typer.Option(help="Seed of texts and weights that are made up.")]
-_Backend = Annotated[str, typer.Option(help="'inductor', or 'eager' to run without it.")]
-_Device = Annotated[str, typer.Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
-_Dtype = Annotated[str, typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")]
-_Entries = Annotated[
-    str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3', 'rot2', or several.")
-]
 
 
 @contextmanager
@@ -116,284 +100,139 @@ def main(
             raise typer.Exit(2)
 
 
+def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Let a command take each field of its ``options``, a dataclass, as a parameter."""
+    kind = inspect.signature(command, eval_str=True).parameters["options"].annotation
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(kind(**given))
+
+    run.__signature__ = inspect.signature(kind, eval_str=True)  # type: ignore[attr-defined]
+    return run
+
+
 @app.command()
-def demo(
-    model: _Model = "builtin",
-    document: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Text file to ask about, instead of a made-up text."),
-    ] = None,
-    question: Annotated[str | None, typer.Option(help="What is asked about the document.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Length of each made-up prompt; 2048 for the built-in model, else 1024.")
-    ] = None,
-    facts: Annotated[int, typer.Option(help="Facts hidden in the text; each is asked for.")] = 8,
-    seed: _Seed = 0,
-    output: Annotated[Path, typer.Option(help="Where the heat map of what was kept goes (.png).")] = Path(
-        "kvpass-demo.png"
-    ),
-    backend: _Backend = "inductor",
-) -> None:
+@_with_options
+def demo(options: DemoOptions) -> None:
     """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
-    given = locals()
     _import_libraries()
     from kvpass.eval.experiments.demo import Demo
 
     with _bad_values():
-        checked = Demo(**_read(Demo, given))
-        _make_folder("output", output.parent)
+        checked = Demo(options)
+        _make_folder("output", options.output.parent)
     checked.run()
 
 
 @app.command()
-def bench(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="With random weights: llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, wide-mlp, or a "
-            "config.json; with its own: smollm2-135m, a .gguf file, or a folder."
-        ),
-    ] = "small-mha",
-    device: Annotated[str, typer.Option(help="'cpu' or 'cuda'; weights are made there.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="'bf16' (usual on CUDA), 'fp16' or 'fp32' (usual on a CPU).")
-    ] = None,
-    contexts: Annotated[
-        str, typer.Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
-    ] = "",
-    batches: Annotated[
-        str, typer.Option("--batches", "--batch", help="Rows, separated by commas; 1 if not, with --start 1,2,3,7.")
-    ] = "",
-    budget: Annotated[
-        str, typer.Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
-    ] = "256",
-    window: Annotated[int, typer.Option(help="Last prompt tokens, always kept.")] = 32,
-    policies: _Policies = "lava,snapkv",
-    entries: _Entries = "model",
-    systems: Annotated[
-        str | None,
-        typer.Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens decoded in each repeat.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Timed rounds over all systems.")] = 3,
-    backend: _Backend = "inductor",
-    shared_prompt: Annotated[
-        bool, typer.Option("--shared-prompt", help="Prefill one row and repeat its cache for the batch.")
-    ] = False,
-    warm_cache: Annotated[
-        bool, typer.Option("--warm-cache", help="Use what Inductor has compiled before; compile times mean little.")
-    ] = False,
-    seed: _Seed = 0,
-    json_path: _Json = None,
-    start: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYERS",
-            help="Instead: seconds to capture and compile the first policy at these depths, such as 4,16,32, with "
-            "Inductor's cache empty and filled, and the first call of each of --batches.",
-        ),
-    ] = "",
-    prefill_memory: Annotated[
-        bool,
-        typer.Option(
-            "--prefill-memory",
-            help="Instead: peak memory of prompts of --contexts tokens under the first policy, in blocks and whole.",
-        ),
-    ] = False,
-    tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Instead: the policies on one process and on N that share the model (on CUDA a device each); starts "
-            "them itself.",
-        ),
-    ] = 0,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy, per context."
-        ),
-    ] = False,
-    requests: Annotated[int, typer.Option(help="Requests of each context, with --serve.")] = 32,
-    cache_mib: Annotated[int, typer.Option(help="MiB of an engine's KV cache, with --serve.")] = 64,
-    question_tokens: Annotated[
-        int,
-        typer.Option(
-            help="With --serve: each request is a question of so many tokens about one text of --contexts tokens, "
-            "compressed before."
-        ),
-    ] = 0,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", help="Instead: measure the kernels' block sizes on this CUDA device, write them into their table."
-        ),
-    ] = False,
-) -> None:
+@_with_options
+def bench(options: BenchOptions) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
-    given = locals() | {"batches": batches or ("1,2,3,7" if start else "1")}
     _import_libraries()
-    if tune:
-        from kvpass.eval.bench.tune import tune as tune_kernels
+    if options.tune:
+        from kvpass.eval.bench.tune import tune
 
         with _interruptible("nothing is written before the end"), _bad_values():
-            tune_kernels()
+            tune()
         return
     from kvpass.eval.bench.base import Benchmark
     from kvpass.eval.bench.processes import PrefillMemory, Start
     from kvpass.eval.bench.report import show
-    from kvpass.eval.bench.run import Bench, BenchSettings
+    from kvpass.eval.bench.run import Bench
     from kvpass.eval.bench.serve import Serve
+    from kvpass.eval.bench.settings import BenchSettings
     from kvpass.eval.bench.shared_model import SharedModel
 
-    kept = "nothing is kept without --json" if json_path is None else f"{json_path} has what was measured, if anything"
+    path = options.json_path
+    kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
     others: dict[str, Callable[[BenchSettings], Benchmark]] = {
-        "start": lambda settings: Start(settings, _numbers("start", start)),
+        "start": lambda settings: Start(settings, numbers("start", settings.start)),
         "prefill_memory": PrefillMemory,
-        "serve": lambda settings: Serve(settings, requests, cache_mib, question_tokens),
-        "tensor_parallel": lambda settings: SharedModel(settings, tensor_parallel),
+        "serve": Serve,
+        "tensor_parallel": SharedModel,
     }
-    instead = [name for name in others if given[name]]
+    instead = [name for name in others if getattr(options, name)]
     with _interruptible(anew):
         with _bad_values():
             if len(instead) > 1:
                 raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
-            if instead and not serve and entries != "model":
-                raise ValueError(f"entries={entries!r}: {instead[0]} measures entries='model' alone")
-            settings = BenchSettings(**_read(BenchSettings, given))
+            if instead and not options.serve and options.entries != "model":
+                raise ValueError(f"entries={options.entries!r}: {instead[0]} measures entries='model' alone")
+            settings = BenchSettings(**vars(options))
             checked = others[instead[0]](settings) if instead else Bench(settings)
-            save = _writer(json_path)
+            save = _writer(path)
         result = checked.run(save)
     console = Console()
     console.print(show(result))
-    if json_path is not None:
-        console.print(f"written: {json_path}", highlight=False)
+    if path is not None:
+        console.print(f"written: {path}", highlight=False)
 
 
 @app.command("eval")
-def evaluate(
-    model: _Model,
-    tasks: _Tasks = "multi_needle",
-    policies: _Policies = "full,lava,snapkv",
-    budgets: _Budgets = "0.125,0.25",
-    scopes: _Scopes = "prompt,context",
-    samples: _Samples = 20,
-    length: _Length = 2048,
-    data_dir: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked.")
-    ] = None,
-    output: _Folder = Path("kvpass-eval"),
-    entries: _Entries = "model",
-    seed: _Seed = 0,
-    batch: _Batch = 1,
-    workers: Annotated[
-        int, typer.Option(help="Processes that answer, each with its own model; on CUDA one device each.")
-    ] = 1,
-    num_uncompressed_tokens: Annotated[int, typer.Option(help="Scope prompt: last tokens, fed after compression.")] = 1,
-    chat: Annotated[bool, typer.Option(help="Use the tokenizer's chat template where the task wants one.")] = True,
-    backend: _Backend = "inductor",
-    dtype: _Dtype = "auto",
-    device: _Device = "cpu",
-) -> None:
+@_with_options
+def evaluate(options: EvalOptions) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
-    given = locals()
     _import_libraries()
     from kvpass.eval.records import results_tables
-    from kvpass.eval.run import EvalSettings, Evaluation
+    from kvpass.eval.run import Evaluation
 
-    with _interruptible(_goes_on(output)):
+    with _interruptible(_goes_on(options.output)):
         with _bad_values():
-            checked = Evaluation(EvalSettings(**_read(EvalSettings, given)))
-            _make_folder("output", output)
+            checked = Evaluation(options)
+            _make_folder("output", options.output)
         rows = checked.run()
     if not checked.writes:
         return
     console = Console()
     console.print(results_tables(rows))
-    console.print(f"written: {output}", highlight=False)
+    console.print(f"written: {options.output}", highlight=False)
 
 
 @app.command()
-def curve(
-    samples: _Samples = 24,
-    length: _Length = 512,
-    budgets: Annotated[str | None, typer.Option(help="As in 'kvpass eval'; 3 to 50 % by default.")] = None,
-    policies: Annotated[str | None, typer.Option(help="As in 'kvpass eval'; all by default.")] = None,
-    scopes: _Scopes = "prompt,context",
-    output: _Folder = Path("kvpass-curve"),
-    entries: _Entries = "model",
-    seed: _Seed = 0,
-    batch: _Batch = 25,
-    backend: _Backend = "eager",
-    dtype: _Dtype = "auto",
-    model: Annotated[str, typer.Option(help=_MODEL)] = "builtin",
-    tasks: Annotated[str, typer.Option("--task", help="A task of 'kvpass eval'.")] = "multi_needle",
-) -> None:
+@_with_options
+def curve(options: CurveOptions) -> None:
     """Draw accuracy against budget for all policies, with the question in the compressed prompt and after it."""
-    given = locals()
     _import_libraries()
-    from kvpass.eval.experiments.curve import curve_settings, draw_curve
-    from kvpass.eval.run import EvalSettings, Evaluation
+    from kvpass.eval.experiments.curve import curve_run, draw_curve
 
-    with _interruptible(_goes_on(output)):
+    with _interruptible(_goes_on(options.output)):
         with _bad_values():
-            checked = Evaluation(curve_settings(**_read(EvalSettings, given)))
-            _make_folder("output", output)
+            checked = curve_run(options)
+            _make_folder("output", options.output)
         draw_curve(checked)
 
 
 @app.command()
-def exact(
-    model: _Model,
-    tasks: _Tasks = "niah_single_2",
-    policies: _Policies = "snapkv,lava",
-    budgets: _Budgets = "0.125,0.25,0.5",
-    samples: _Samples = 20,
-    length: _Length = 1024,
-    new_tokens: _NewTokens = 64,
-    json_path: _Json = None,
-    seed: _Seed = 0,
-    backend: _Backend = "inductor",
-    dtype: _Dtype = "auto",
-    device: _Device = "cpu",
-) -> None:
+@_with_options
+def exact(options: ExactOptions) -> None:
     """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
-    given = locals()
     _import_libraries()
     from kvpass.eval.experiments.exact import Exact, exact_table
 
     with _bad_values():
-        checked, save = Exact(**_read(Exact, given)), _writer(json_path)
+        checked, save = Exact(options), _writer(options.json_path)
     with _interruptible("the same command begins anew"):
         result = checked.run(save)
     Console().print(exact_table(result))
 
 
 @app.command()
-def calibrate(
-    model: _Model,
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the maps go to.")],
-    texts: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="Folder with .txt files to fit on; generated texts if not."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Longest piece of text; about the length to be compressed.")] = 1000,
-    ridge: Annotated[float, typer.Option(help="Added to the diagonal of the system that is solved.")] = 30.0,
-    dtype: _Dtype = "auto",
-    device: _Device = "cpu",
-) -> None:
+@_with_options
+def calibrate(options: CalibrateOptions) -> None:
     """Fit the maps of policy 'kvzap' for a model: from what enters attention to KVzip+'s scores."""
     _import_libraries()
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
 
+    output, texts = options.output, options.texts
     left = output.with_name(f"{output.name}.partial")
     with _interruptible(f"{left} holds what is done; the same command goes on"), _bad_values():
-        read = None if texts is None else [_text(path) for path in sorted(texts.glob("*.txt"))]
+        read = None if texts is None else [read_text(path) for path in sorted(texts.glob("*.txt"))]
         _make_folder("output", output.parent)
-        loaded = load_model(model, dtype=dtype, device=device)
-        made = fit(*loaded, texts=read, tokens=tokens, ridge=ridge, resume=left)
+        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
+        made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge, resume=left)
         made.save(output)
     Console().print(
         f"R2 {float(made.r2.mean()):.2f} in texts held out, lowest of a layer {float(made.r2.mean(1).min()):.2f}"
@@ -402,32 +241,8 @@ def calibrate(
 
 
 @app.command()
-def compress(
-    document: Annotated[
-        Path,
-        typer.Argument(
-            exists=True, dir_okay=False, allow_dash=True, help="Text file to compress; '-' reads standard input."
-        ),
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")],
-    model: Annotated[str, typer.Option(envvar="KVPASS_MODEL", help=_MODEL)] = "builtin",
-    policy: Annotated[
-        str, typer.Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")
-    ] = ("lava"),
-    budget: Annotated[
-        str, typer.Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
-    ] = "0.25",
-    window: Annotated[int | None, typer.Option(help="Last tokens, always kept; the policy's own default.")] = None,
-    entries: Annotated[
-        str, typer.Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")
-    ] = "model",
-    keep_full: Annotated[
-        bool, typer.Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
-    ] = False,
-    backend: _Backend = "inductor",
-    dtype: _Dtype = "auto",
-    device: _Device = "cpu",
-) -> None:
+@_with_options
+def compress(options: CompressOptions) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     _import_libraries()
     from kvpass.cli.documents import Document
@@ -435,22 +250,23 @@ def compress(
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
+    document, output, window = options.document, options.output, options.window
     with _bad_values():
-        chosen = parse_policies(policy)
+        chosen = parse_policies(options.policy)
         if len(chosen) != 1:
-            raise ValueError(f"policy={policy!r}: name one")
-        text = typer.get_text_stream("stdin").read() if str(document) == "-" else _text(document)
+            raise ValueError(f"policy={options.policy!r}: name one")
+        text = typer.get_text_stream("stdin").read() if str(document) == "-" else read_text(document)
         _make_folder("output", output.parent)
         made = Document.compress(
             text,
-            model=model,
+            model=options.model,
             policy=chosen[0].name,
-            budget=typed(budget) if chosen[0].resolve().needs_budget else None,
-            entries=one_of("entries", entries, ENTRY_FORMATS),
-            dtype=dtype,
-            device=device,
-            backend=_compiler(backend),
-            keep_full=keep_full,
+            budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
+            entries=one_of("entries", options.entries, ENTRY_FORMATS),
+            dtype=options.dtype,
+            device=options.device,
+            backend=_compiler(options.backend),
+            keep_full=options.keep_full,
             **({} if window is None else {"window": window}) | dict(chosen[0].options),
         )
         made.save(output)
@@ -462,27 +278,8 @@ def compress(
 
 
 @app.command()
-def ask(
-    cache: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")],
-    question: Annotated[str, typer.Argument(help="Text that follows the document; the model continues it.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KVPASS_MODEL",
-            help="The model that compressed it; if not given, the one that the file names if that is 'builtin', "
-            "fetched, or a folder or .gguf file here.",
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
-    ] = None,
-    new_tokens: _NewTokens = 64,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
-    ] = False,
-    backend: _Backend = "inductor",
-    device: _Device = "cpu",
-) -> None:
+@_with_options
+def ask(options: AskOptions) -> None:
     """Answer a question about a compressed document."""
     _import_libraries()
     from kvpass.cli.documents import Document
@@ -490,10 +287,13 @@ def ask(
     from kvpass.policies import policy_class
 
     with _bad_values():
-        if policy is not None:
-            policy_class(policy)
-        found = Document.load(cache, model=model, device=device, backend=_compiler(backend), with_full=exact)
-        answer = found.ask(question, new_tokens=new_tokens, exact=exact)
+        if options.policy is not None:
+            policy_class(options.policy)
+        compiler, exact = _compiler(options.backend), options.exact
+        found = Document.load(
+            options.cache, model=options.model, device=options.device, backend=compiler, with_full=exact
+        )
+        answer = found.ask(options.question, new_tokens=options.new_tokens, exact=exact)
     if launched()[0] == 0:
         typer.echo(answer)
 
@@ -548,41 +348,11 @@ def _goes_on(folder: Path) -> str:
     return f"the same command goes on; the samples finished so far are in {str(folder)!r}"
 
 
-def _read(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a command that are fields of its settings and not None, their texts parsed."""
-    from kvpass.eval.policy_spec import parse_policies, typed
-
-    parsers: dict[str, Callable[[str], Any]] = {
-        "backend": _compiler,
-        "batches": partial(_numbers, "batches"),
-        "budget": typed,
-        "budgets": lambda text: tuple(map(typed, _names(text))),
-        "contexts": partial(_numbers, "contexts"),
-        "policies": parse_policies,
-        **dict.fromkeys(("entries", "scopes", "systems", "tasks"), _names),
-    }
-    names = [field.name for field in dataclasses.fields(settings) if given.get(field.name) is not None]
-    return {name: parsers[name](given[name]) if name in parsers else given[name] for name in names}
-
-
 def _compiler(name: str) -> Compiler:
     from kvpass.compiler.backend import COMPILERS
     from kvpass.config import one_of
 
     return one_of("backend", name, COMPILERS)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    """Split a text at commas."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Split a text at commas into ints."""
-    try:
-        return tuple(int(name) for name in _names(text))
-    except ValueError:
-        raise ValueError(f"{option}={text!r}: must be whole numbers separated by commas") from None
 
 
 def _make_folder(option: str, folder: Path) -> None:
@@ -605,10 +375,3 @@ def _writer(path: Path | None) -> Callable[[dict[str, Any]], None]:
 
     _make_folder("json", path.parent)
     return partial(save_json, path)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"document={str(path)!r}: {error}") from None

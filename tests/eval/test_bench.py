@@ -16,10 +16,9 @@ from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench import run as bench
 from kvpass.eval.bench.measure import scoring_time, weight_bytes
 from kvpass.eval.bench.report import show
-from kvpass.eval.bench.run import Bench, BenchSettings
-from kvpass.eval.bench.settings import build, find_model
+from kvpass.eval.bench.run import Bench
+from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, has_kvpress
-from kvpass.eval.policy_spec import parse_policies
 from kvpass.policies import resolve
 from pairwise import quick
 
@@ -35,8 +34,8 @@ def small_copies(monkeypatch):
 
 def settings(model, **changes):
     usual = {
-        "model": model, "contexts": (48,), "budget": 16, "window": 8, "policies": parse_policies("lava"),
-        "systems": ("hf-eager", "full"), "new_tokens": 3, "repeats": 1, "backend": "eager",
+        "model": model, "contexts": "48", "budget": "16", "window": 8, "policies": "lava",
+        "systems": "hf-eager,full", "new_tokens": 3, "repeats": 1, "backend": "eager",
     }  # fmt: skip
     return BenchSettings(**usual | changes)
 
@@ -45,7 +44,7 @@ def settings(model, **changes):
 def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     entry = 2 * 8 * 4
     for shared in (False, True):
-        result = Bench(settings(micro, batches=(2,), systems=("hf-eager", "hf-static", "full"), shared_prompt=shared))
+        result = Bench(settings(micro, batches="2", systems="hf-eager,hf-static,full", shared_prompt=shared))
         run = result.run()["runs"][0]
         systems = {record["name"]: record for record in run["systems"]}
         assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
@@ -57,20 +56,20 @@ def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
 
 
 def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
-    result = Bench(settings(micro, dtype="bf16", policies=(), systems=("hf-eager",))).run()
+    result = Bench(settings(micro, dtype="bf16", systems="hf-eager")).run()
     assert result["model"]["dtype"] == "bfloat16"
     assert result["runs"][0]["budget"]["bytes"] == 16 * 2 * 2 * 8 * 2
 
 
 def test_formats_of_kept_entries_are_systems_of_their_own(micro):
-    result = Bench(settings(micro, entries=("model", "int8"))).run()
+    result = Bench(settings(micro, entries="model,int8")).run()
     systems = {record["name"]: record["attended_bytes"] for record in result["runs"][0]["systems"]}
     assert list(systems) == ["hf-eager", "lava", "int8 lava", "full"]
     entry, codes = 2 * 8 * 4, 2 * (8 + 4)  # bytes
     assert systems["lava"] == 2 * (16 + 3) * entry
     assert systems["int8 lava"] == 2 * (16 + 3) * codes
     with pytest.raises(ValueError, match="entries='': must be one or several of model, int8"):
-        settings(micro, entries=())
+        settings(micro, entries="")
 
 
 def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, monkeypatch):
@@ -90,7 +89,7 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
 
 def test_what_has_been_measured_is_saved_after_every_turn(micro):
     saved = []
-    Bench(settings(micro, contexts=(32, 48), repeats=2, systems=())).run(
+    Bench(settings(micro, contexts="32,48", repeats=2, systems="")).run(
         lambda result: saved.append(json.loads(json.dumps(result)))
     )
     assert [len([run for run in result["runs"] if run["systems"]]) for result in saved] == [0, 1, 1, 1, 1, 2, 2, 2]
@@ -106,7 +105,7 @@ def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monk
         return prefill(self, ids)
 
     monkeypatch.setattr(bench.Kvpass, "prefill", logged)
-    Bench(settings(micro, systems=("full",))).run(lambda result: said.append("saved"))
+    Bench(settings(micro, systems="full")).run(lambda result: said.append("saved"))
     assert said == ["lava", "saved", "lava", "saved", "full", "saved", "full", "saved", "lava", "saved", "saved"]
 
 
@@ -148,8 +147,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
 
 
 def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
-    policies = parse_policies("cake:tau1=1.6,tau2=0.4,tova")
-    made = Bench(settings(micro, policies=policies, systems=()))
+    made = Bench(settings(micro, policies="cake:tau1=1.6,tau2=0.4,tova", systems=""))
     assert [record["name"] for record in made.run()["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
     cake, tova = (system.model.policy for system in made._kvpass_systems.values())
     assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
@@ -193,7 +191,7 @@ def hybrid(micro_sizes, tmp_path):
 
 
 def test_bytes_of_a_model_with_recurrent_layers_count_its_states(hybrid):
-    run = Bench(settings(hybrid, systems=("hf-eager",))).run()["runs"][0]
+    run = Bench(settings(hybrid, systems="hf-eager")).run()["runs"][0]
     entry = 2 * 2 * 8 * 4
     assert run["budget"]["bytes"] == 16 * entry
     found = {record["name"]: record for record in run["systems"]}
@@ -315,7 +313,7 @@ def test_scoring_time_adds_up_what_is_not_attention():
 
 
 def test_a_prompt_of_a_million_tokens_may_be_asked_for():
-    assert BenchSettings(model="llama-3.1-8b", contexts=(2**20,), systems=()).prompts == (2**20,)
+    assert BenchSettings(model="llama-3.1-8b", contexts=str(2**20), systems="").prompts == (2**20,)
 
 
 def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
@@ -326,7 +324,7 @@ def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
     assert asked.baselines == ("hf-eager", "hf-static", "full")
     assert asked.left_out == {"kvpress": "not installed"}
     with pytest.raises(ValueError, match="not installed"):
-        BenchSettings(model="tiny", systems=("kvpress",))
+        BenchSettings(model="tiny", systems="kvpress")
     monkeypatch.setattr(bench_settings, "has_kvpress", lambda: True)
     assert BenchSettings(model="tiny").baselines == ("hf-eager", "hf-static", "full", "kvpress")
     assert BenchSettings(model="tiny").left_out == {"kvpress/lava": "kvpress has none"}
@@ -337,7 +335,7 @@ def test_kvpress_keeps_as_many_entries_and_leaves_attention_as_it_was(micro):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = dict(ALL_ATTENTION_FUNCTIONS.items())
-    result = Bench(settings(micro, policies=parse_policies("snapkv"), systems=("hf-eager", "kvpress"))).run()
+    result = Bench(settings(micro, policies="snapkv", systems="hf-eager,kvpress")).run()
     systems = {record["name"]: record for record in result["runs"][0]["systems"]}
     assert systems["kvpress/snapkv"]["attended_bytes"] == systems["snapkv"]["attended_bytes"]
     assert dict(ALL_ATTENTION_FUNCTIONS.items()) == plain

@@ -54,6 +54,7 @@ def test_help_is_given_for_every_command(command):
         (("compress", "nofile", "-o", "doc.kv"), "file 'nofile' does not exist"),
         (("compress", "-", "-o", "."), "file '.' is a directory"),
         (("eval", "builtin", "--data-dir", "nofolder"), "dir 'nofolder' does not exist"),
+        (("eval", "builtin", "--output", "/etc/passwd"), "dir '/etc/passwd' is a file"),
     ],
 )
 def test_a_bad_path_is_refused_before_anything_is_imported(words, part):
@@ -84,7 +85,7 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     if when == "run":
-        monkeypatch.setattr(where, "__init__", lambda self, settings: setattr(self, "settings", settings))
+        monkeypatch.setattr(where, "__init__", lambda self, given: setattr(self, "options", given))
     monkeypatch.setattr(where, when, interrupt)
     result = invoke(*words)
     assert result.exit_code == 130, result.output

@@ -13,15 +13,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import kvpass
+from kvpass import builtin
 from kvpass.cli.main import app
 from kvpass.eval.experiments.curve import (
     agreement,
-    curve_settings,
+    curve_run,
     curve_table,
     default_policies,
     formats_table,
     terminal_tables,
 )
+from kvpass.eval.options import CurveOptions, EvalOptions
 from kvpass.eval.plots import plot_curve, plot_formats, plot_grid
 from kvpass.eval.records import Row
 from kvpass.policies import Policy
@@ -67,7 +69,7 @@ def test_formats_of_entries_are_compared_by_bytes_and_by_their_answers(tmp_path)
 
 
 def test_every_policy_for_any_model_is_in_the_curve_and_fits_in_3_percent_of_its_prompts(tmp_path):
-    specs = curve_settings(model="builtin", tasks=("multi_needle",), output=tmp_path).policies
+    specs = curve_run(CurveOptions(samples=1, scopes="prompt", output=tmp_path)).policies
     assert specs[0].name == "full"
     assert {spec.name for spec in specs} == {
         name for name, policy in kvpass.POLICIES.items() if not policy.of_one_model
@@ -221,10 +223,10 @@ def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
     assert result.stderr.startswith("error: ")
 
 
-def test_settings_of_the_curve_are_those_of_a_run(tmp_path):
-    given = {"tasks": ("multi_needle",), "output": tmp_path, "samples": 3, "length": 200, "seed": 7}
-    made = curve_settings(model="builtin", **given)
-    assert (made.samples, made.length, made.seed, made.output) == (3, 200, 7, tmp_path)
+def test_options_of_the_curve_are_those_of_a_run(tmp_path):
+    given = CurveOptions(output=tmp_path, budgets="0.5", scopes="prompt", samples=3, length=200, seed=7)
+    made = curve_run(given)
+    assert made.options == EvalOptions(**vars(given) | {"policies": made.options.policies})
     assert max(spec.resolve().window for spec in made.policies if spec.resolve().needs_budget) == 8
-    other = curve_settings(output=tmp_path, model="other", tasks=("vt",))
-    assert (other.policies, other.tasks) == (default_policies(), ("vt",))
+    other = curve_run(replace(given, model=str(builtin.path()), samples=1))
+    assert other.policies == default_policies()

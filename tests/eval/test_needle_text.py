@@ -82,10 +82,9 @@ def test_training_never_shows_a_held_out_name(stage):
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("held_out", [True, False])
-def test_answers_are_what_the_text_says_and_their_numbers_stand_there_once(task, held_out):
-    for seed in range(10):
-        text = sample(task, 600, seed, held_out=held_out)
+def test_answers_are_what_the_text_says_and_their_numbers_stand_there_once(task):
+    for seed in range(20):
+        text = sample(task, 600, seed)
         numbers = Counter(text.context.split())
         assert len(text.questions) == TASKS[task].questions
         assert len({question.text for question in text.questions}) == len(text.questions)
@@ -95,7 +94,7 @@ def test_answers_are_what_the_text_says_and_their_numbers_stand_there_once(task,
                 numbers[number] == 1 for answer in question.answers for number in answer.split() if number.isdigit()
             )
             assert question.max_new_tokens == len(" , ".join(question.answers).split()) + 1
-            assert {is_held_out(name) for name in pairs(question.text.split())} <= {held_out}
+            assert all(is_held_out(name) for name in pairs(question.text.split()))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -152,7 +151,6 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another():
     texts = [sample("multikey", 400, seed) for seed in (3, 3, 4)]
     assert texts[0] == texts[1]
     assert texts[0].context != texts[2].context
-    assert sample("multikey", 400, 3, held_out=False).context != texts[0].context
 
 
 def test_the_text_of_a_seed_does_not_change_between_versions():

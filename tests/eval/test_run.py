@@ -18,31 +18,30 @@ from kvpass.cli.main import app
 from kvpass.compiler.prompt import Prefill
 from kvpass.eval import run, workers
 from kvpass.eval.environment import fingerprint
-from kvpass.eval.policy_spec import PolicySpec, parse_policies
+from kvpass.eval.options import EvalOptions
 from kvpass.eval.records import RecordFile
-from kvpass.eval.run import EvalSettings, Evaluation
+from kvpass.eval.run import Evaluation
 from kvpass.eval.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
-def settings(folder, **changes):
+def options(folder, **changes):
     given = {
         "model": "builtin",
-        "tasks": ("multi_needle",),
-        "policies": parse_policies("full,snapkv:window=8"),
-        "budgets": (0.2, 0.5),
-        "scopes": ("prompt",),
+        "policies": "full,snapkv:window=8",
+        "budgets": "0.2,0.5",
+        "scopes": "prompt",
         "samples": 6,
         "length": 150,
         "output": folder,
         "batch": 3,
         "backend": "eager",
     }
-    return EvalSettings(**{**given, **changes})
+    return EvalOptions(**{**given, **changes})
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,30 +52,22 @@ def settings(folder, **changes):
         ({"batch": 0}, "batch=0"),
         ({"workers": 0}, "workers=0"),
         ({"num_uncompressed_tokens": -1}, "num_uncompressed_tokens=-1"),
-        ({"scopes": ("answer",)}, "scope='answer'"),
-        ({"scopes": ()}, "scope=''"),
+        ({"scopes": "answer"}, "scope='answer'"),
+        ({"scopes": ""}, "scope=''"),
         ({"dtype": "int8"}, "dtype='int8'"),
-        ({"budgets": ()}, "budgets=''"),
-        ({"budgets": (1.5,)}, "budget=1.5"),
-        ({"budgets": (8,)}, r"budget=8: must be at least window \+ 1 = 9"),
-        ({"budgets": (0.05,)}, "policy 'snapkv', scope 'prompt': budget 0.05 is 7 entries"),
+        ({"budgets": ""}, "budgets=''"),
+        ({"budgets": "1.5"}, "budget=1.5"),
+        ({"budgets": "8"}, r"budget=8: must be at least window \+ 1 = 9"),
+        ({"budgets": "0.05"}, "policy 'snapkv', scope 'prompt': budget 0.05 is 7 entries"),
         ({"num_uncompressed_tokens": 150}, "num_uncompressed_tokens=150: leaves nothing of a prompt of 150 tokens"),
-        ({"tasks": ("haystack",)}, "tasks='haystack'"),
+        ({"tasks": "haystack"}, "tasks='haystack'"),
         ({"model": "/no/such/model"}, "model='/no/such/model'"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_before_it_begins(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        Evaluation(settings(tmp_path / "out", **changes))
+        Evaluation(options(tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
-
-
-def test_folders_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="data_dir="):
-        settings(tmp_path, data_dir=tmp_path / "no")
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file, must be a folder"):
-        settings(tmp_path / "file")
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -108,11 +99,11 @@ def count_requests(monkeypatch, *, limit: int | None = None):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_nothing(tmp_path, monkeypatch):
-    once = Evaluation(settings(tmp_path / "once")).run()
+    once = Evaluation(options(tmp_path / "once")).run()
     with monkeypatch.context() as patch:
         count_requests(patch, limit=8)  # full's six and two of snapkv's first six
         with pytest.raises(Interrupted):
-            Evaluation(settings(tmp_path / "twice")).run()
+            Evaluation(options(tmp_path / "twice")).run()
     file = tmp_path / "twice" / "samples.jsonl"
     assert len(file.read_bytes().splitlines()) == 8
     assert not json.loads((tmp_path / "twice" / "manifest.json").read_text())["finished"]
@@ -120,26 +111,25 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
         torn.write(b'{"key": "half a li')
     with monkeypatch.context() as patch:
         asked = count_requests(patch)
-        twice = Evaluation(settings(tmp_path / "twice")).run()
+        twice = Evaluation(options(tmp_path / "twice")).run()
         assert len(asked) == 18 - 8
     assert twice == once
     before = file.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(kvpass, "compile", None)  # nothing is even compiled
         asked = count_requests(patch)
-        assert Evaluation(settings(tmp_path / "twice")).run() == once
+        assert Evaluation(options(tmp_path / "twice")).run() == once
         assert asked == []
     assert file.read_bytes() == before
 
 
 def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_path, monkeypatch):
-    options = {"policies": parse_policies("full,snapkv:window=8,tova:window=8"), "scopes": ("prompt", "context")}
-    options["samples"] = 3
+    changes = {"policies": "full,snapkv:window=8,tova:window=8", "scopes": "prompt,context", "samples": 3}
     read, prefill = [], Prefill.__call__
     monkeypatch.setattr(Prefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
     with monkeypatch.context() as patch:
         patch.setattr(run, "MOST_TOGETHER", 1)
-        alone = Evaluation(settings(tmp_path / "alone", **options)).run()
+        alone = Evaluation(options(tmp_path / "alone", **changes)).run()
     single = len(read)
     lines = (tmp_path / "alone" / "samples.jsonl").read_bytes().splitlines(keepends=True)
     done = [line for line in lines if json.loads(line)["question"]["budget"] == "0.2"]
@@ -147,13 +137,13 @@ def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_p
         read.clear()
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "samples.jsonl").write_bytes(b"".join(already))
-        assert Evaluation(settings(tmp_path / folder, **options)).run() == alone
+        assert Evaluation(options(tmp_path / folder, **changes)).run() == alone
         assert sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
         assert len(read) == single / 5 and set(read) == {3 if already else 5}
 
 
 def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
-    options = {"samples": 3, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
+    changes = {"samples": 3, "batch": 1, "policies": "full,snapkv:window=8", "budgets": "0.5"}
     monkeypatch.setattr(run, "SHARE_BATCHES", 2)
 
     def in_a_thread(workers, context, start, arguments):
@@ -162,7 +152,7 @@ def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workers, "ProcessPoolExecutor", in_a_thread)
     threads = torch.get_num_threads()
-    rows = [Evaluation(settings(tmp_path / str(n), **options, workers=n)).run() for n in (1, 2)]
+    rows = [Evaluation(options(tmp_path / str(n), **changes, workers=n)).run() for n in (1, 2)]
     torch.set_num_threads(threads)
     assert rows[0] == rows[1]
     written = [sorted((tmp_path / str(n) / "samples.jsonl").read_bytes().splitlines()) for n in (1, 2)]
@@ -171,8 +161,8 @@ def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_run_whose_worker_was_killed_goes_on_and_writes_what_one_process_writes(tmp_path, monkeypatch):
-    options = {"samples": 6, "batch": 1, "policies": parse_policies("full,snapkv:window=8"), "budgets": (0.5,)}
-    once = Evaluation(settings(tmp_path / "once", **options)).run()
+    changes = {"samples": 6, "batch": 1, "policies": "full,snapkv:window=8", "budgets": "0.5"}
+    once = Evaluation(options(tmp_path / "once", **changes)).run()
     monkeypatch.setattr(run, "SHARE_BATCHES", 1)
     add = RecordFile.add
 
@@ -183,8 +173,8 @@ def test_a_run_whose_worker_was_killed_goes_on_and_writes_what_one_process_write
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="workers=2: one died"):
         patch.setattr(RecordFile, "add", kill)
-        Evaluation(settings(tmp_path / "twice", **options, workers=2)).run()
-    assert Evaluation(settings(tmp_path / "twice", **options, workers=2)).run() == once
+        Evaluation(options(tmp_path / "twice", **changes, workers=2)).run()
+    assert Evaluation(options(tmp_path / "twice", **changes, workers=2)).run() == once
     written = [sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines()) for folder in ("once", "twice")]
     assert written[0] == written[1]
 
@@ -196,11 +186,11 @@ def died(*_):
 def test_workers_that_die_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_start", died)
     with pytest.raises(RuntimeError, match="workers=2: one died, mostly for want of memory"):
-        Evaluation(settings(tmp_path, workers=2)).run()
+        Evaluation(options(tmp_path, workers=2)).run()
 
 
 def test_records_tables_and_manifest_say_the_same(tmp_path):
-    rows = Evaluation(settings(tmp_path, policies=parse_policies("full"), scopes=("prompt", "context"))).run()
+    rows = Evaluation(options(tmp_path, policies="full", scopes="prompt,context")).run()
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(records) == 12
     assert len({record["key"] for record in records}) == 12
@@ -224,16 +214,16 @@ def test_records_tables_and_manifest_say_the_same(tmp_path):
 
 
 def conditions_of(folder, **changes):
-    made = Evaluation(settings(folder, **changes)).conditions
+    made = Evaluation(options(folder, **changes)).conditions
     return {question.key for condition in made for question in condition.questions}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"policies": parse_policies("snapkv:window=8,kernel_size=5")},
-        {"budgets": (0.21, 0.51)},
-        {"scopes": ("context",)},
+        {"policies": "snapkv:window=8,kernel_size=5"},
+        {"budgets": "0.21,0.51"},
+        {"scopes": "context"},
         {"seed": 1},
         {"length": 151},
         {"num_uncompressed_tokens": 2},
@@ -241,8 +231,8 @@ def conditions_of(folder, **changes):
     ],
 )
 def test_whatever_changes_an_answer_changes_the_key(tmp_path, changes):
-    base = conditions_of(tmp_path, policies=parse_policies("snapkv:window=8"))
-    other = conditions_of(tmp_path, **{"policies": parse_policies("snapkv:window=8"), **changes})
+    base = conditions_of(tmp_path, policies="snapkv:window=8")
+    other = conditions_of(tmp_path, **{"policies": "snapkv:window=8", **changes})
     assert len(base) == 12
     assert base.isdisjoint(other)
 
@@ -258,9 +248,7 @@ def test_other_stop_tokens_and_libraries_change_the_key(tmp_path, monkeypatch):
     assert base == conditions_of(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"batch": 2}, {"samples": 5}, {"policies": (PolicySpec("snapkv", (("window", 8),)),)}]
-)
+@pytest.mark.parametrize("changes", [{"batch": 2}, {"samples": 5}, {"policies": "snapkv:window=8"}])
 def test_what_changes_no_answer_keeps_the_key(tmp_path, changes):
     assert conditions_of(tmp_path, **changes) <= conditions_of(tmp_path)
 

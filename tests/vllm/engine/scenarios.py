@@ -12,14 +12,12 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import alone, engine, greedy, joined, together
-from rich.console import Console
 from tiny import CASES, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 
 from kvpass.eval.bench import serve
 from kvpass.eval.bench.settings import BenchSettings
-from kvpass.eval.policy_spec import PolicySpec
 from kvpass.vllm import refusals
 from kvpass.vllm.admission import Rows
 
@@ -131,10 +129,11 @@ def benched(
     folder: str, contexts: list[int], policy: str, budget: float, question_tokens: int = 0
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """What ``kvpass bench --serve`` finds for four requests of each length, and the rows that it shows."""
-    measured = {"model": "small", "contexts": tuple(contexts), "policies": (PolicySpec(policy),), "budget": budget}
-    settings = BenchSettings(**measured, entries=("model", "rot4"), new_tokens=4, repeats=2, backend="eager")
+    measured = {"contexts": ",".join(map(str, contexts)), "policies": policy, "budget": str(budget)}
+    engine = {"requests": 4, "cache_mib": 16, "question_tokens": question_tokens}
+    usual = {"model": "small", "entries": "model,rot4", "new_tokens": 4, "repeats": 2, "backend": "eager"}
     with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
-        result = serve.Serve(settings, 4, 16, question_tokens).run(Console(quiet=True))
+        result = serve.Serve(BenchSettings(**usual, **measured, **engine)).run()
     [(_, _, rows)] = serve.Serve.shown(result).tables
     return result, rows
 
