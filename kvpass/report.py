@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +182,10 @@ class Report:
         }
 
     def __rich__(self) -> Group:
+        return Group(self._table(), *self._kept(), *self._outside(), *self._compiled())
+
+    def _table(self) -> Table:
+        """A line for each layer."""
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")
@@ -206,67 +210,77 @@ class Report:
             for layer in ring.layers:
                 kind = "chunk" if ring.chunked else "ring"
                 table.add_row(self._name(layer), f"{kind} of {ring.sliding_window}", "", "", "", "", "")
+        return table
+
+    def _kept(self) -> Iterator[str]:
+        """Sentences about what is kept, and what it lost."""
         rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
-        lines = [f"rows: {rows}, prompt tokens: {tokens}"]
+        yield f"rows: {rows}, prompt tokens: {tokens}"
         if self.prompt.full_layers:
-            heads = sum(geometry.kv_heads for geometry in geometries.values())
-            total, full = int(kept.sum()), int(self.prompt_lengths.sum()) * heads
-            lines.append(
+            geometries = [store.group.geometry for store in self.prompt.full_layers for _ in store.group.layers]
+            total = int(self.lengths.sum())
+            full = int(self.prompt_lengths.sum()) * sum(geometry.kv_heads for geometry in geometries)
+            yield (
                 f"entries kept: {total} of {full} ({total / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
                 f"a full one would hold {self.bytes_full}"
             )
         if self.prompt.entry_format != "model":
-            lines.append(
+            yield (
                 f"entries={self.prompt.entry_format!r}: entries are {BITS[self.prompt.entry_format]}-bit codes with a "
                 "scale for key and value"
             )
         if (errors := self.output_errors) is not None and errors.numel():
             before, after = errors.flatten(1).mean(1).tolist()
-            lines.append(
+            yield (
                 f"compact=True: error of attention outputs {after:.1%}, by eviction alone {before:.1%} (mean of layers "
                 "and heads, of held-out queries that repeat the prompt)"
             )
         if (beyond := self.layers_beyond_loss) is not None:
             short = int(beyond.max())
-            lines.append(
+            yield (
                 f"loss: {short} layers lost more of their window's attention than asked, the budget has no room"
                 if short
                 else "loss: no layer lost more of its window's attention than asked"
             )
+
+    def _outside(self) -> Iterator[str]:
+        """Sentences about what the budget does not count, and where things are."""
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)
-            lines.append(
+            yield (
                 f"{count} layers with a sliding window or chunks are outside the budget: {self.prompt.ring_nbytes} "
                 "bytes of rings"
             )
         if self.prompt.state_nbytes:
-            lines.append(f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states")
+            yield f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states"
         if self.on_host:
-            lines.append(
+            yield (
                 f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "
                 "while one runs, and no CUDA graph is captured"
             )
         if self.ranks.several:
             most = self.imbalance.amax().item() if self.imbalance.numel() else 1.0
-            lines.append(
+            yield (
                 f"{self.ranks.size} processes share the heads; of a layer, the fullest holds up to {most:.2f} times "
                 "the average"
             )
         if self.expanded is not None:
-            lines.append(f"latents are cached as expanded heads: {self.expanded}")
+            yield f"latents are cached as expanded heads: {self.expanded}"
+
+    def _compiled(self) -> Iterator[str]:
+        """Sentences about exact answers, released rules and compiled graphs."""
         if (found := self.prompt.accepted) is not None:
-            lines.append(
+            yield (
                 f"exact answer: the full cache accepted {sum(found.accepted)} of {sum(found.drafted)} drafted tokens, "
                 f"{found.run:.1f} up to a disagreement"
             )
         if self.policy.parity == "code":
-            lines.append("parity='code': released rules, which may keep more or fewer entries than the budget")
-        lines += [
-            f"compiled {record.phase} of {rows_text(record.batch)} ({record.compiler}): {record.sites} attention sites "
-            f"rewritten, {record.shape}, {record.seconds:.1f} s"
-            for record in self.compiled
-        ]
-        return Group(table, *lines)
+            yield "parity='code': released rules, which may keep more or fewer entries than the budget"
+        for record in self.compiled:
+            yield (
+                f"compiled {record.phase} of {rows_text(record.batch)} ({record.compiler}): {record.sites} attention "
+                f"sites rewritten, {record.shape}, {record.seconds:.1f} s"
+            )
 
     def __str__(self) -> str:
         console = Console(width=100, file=io.StringIO())
