@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -356,20 +355,20 @@ class _Attended(KVzip):
     """KVzip, which notes the highest score of each head."""
 
     name: ClassVar[str] = "kvpass_calibration_attended"
-    seen: ClassVar[list[tuple[Tensor]]] = []
+    seen: ClassVar[list[Tensor]] = []
 
     def score(self, obs: Observation) -> Tensor:
-        self.seen.append((obs.replayed_attention[0, :, self.sinks :].double().amax(1),))
+        self.seen.append(obs.replayed_attention[0, :, self.sinks :].double().amax(1))
         return super().score(obs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Asking(Policy):
-    """Notes the queries of each layer before RoPE; it keeps no entry for a reason."""
+    """Notes the queries of each layer before RoPE; all its scores are equal."""
 
     name: ClassVar[str] = "kvpass_calibration_asking"
     reads_rotation: ClassVar[bool] = True
-    seen: ClassVar[list[tuple[_Queries]]] = []
+    seen: ClassVar[list[_Queries]] = []
 
     window: int = 0
     sinks: int = option(0, check_int, 0)
@@ -380,7 +379,7 @@ class _Asking(Policy):
         q = torch.cat([obs.unrotated_queries(head, self.sinks) for head in range(obs.kv_heads)]).double()
         moduli = torch.hypot(*q.chunk(2, -1))
         distances = _looked_back(q.mean(2), keys.mean(1), obs)
-        self.seen.append((_Queries(distances, (q.sum(2), moduli.sum(2), q.mT @ q)),))
+        self.seen.append(_Queries(distances, (q.sum(2), moduli.sum(2), q.mT @ q)))
         return obs.keys.new_zeros(*obs.keys.shape[:2], obs.evictable)
 
 
@@ -419,4 +418,4 @@ def _run(model: Any, kinds: Sequence[type[Any]], piece: Piece) -> list[_Layer]:
     policies = [kind(sinks=piece.first) if kind is _Asking else kind(**replayed) for kind in kinds]
     ids = torch.tensor([piece.prompt], device=model.device)
     model.compress_each(ids, conditions=[(policy, 1) for policy in policies])
-    return [_Layer(*chain.from_iterable(parts)) for parts in zip(*(kind.seen for kind in kinds), strict=True)]
+    return [_Layer(x, y, *others) for (x, y), *others in zip(*(kind.seen for kind in kinds), strict=True)]
