@@ -115,12 +115,13 @@ class ModelFingerprint:
 
     def check_policy(self, policy: Policy) -> None:
         """Raise ValueError if the policy's options are made for another model; all processes must call it together."""
-        wanted = policy.made_for()
-        if wanted is not None and wanted != weights_digest(self._model, self._whole, rounded=True):
-            raise ValueError(
-                f"policy {policy.name!r} was given a file that was made for another model, or for this one with other "
-                "weights: make one with 'kvpass calibrate'"
-            )
+        for part in policy.parts:
+            wanted = part.made_for()
+            if wanted is not None and wanted != weights_digest(self._model, self._whole, rounded=True):
+                raise ValueError(
+                    f"policy {part.name!r} was given a file that was made for another model, or for this one with "
+                    "other weights: make one with 'kvpass calibrate'"
+                )
 
     def check(self, described: Mapping[str, Any]) -> None:
         """Compare this model with the fingerprint that :meth:`describe` made.

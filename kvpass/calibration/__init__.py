@@ -1,1 +1,1 @@
-"""Fits the maps of policy ``kvzap`` for a model, on texts."""
+"""What policies need to know of a model, from texts."""

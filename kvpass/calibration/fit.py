@@ -1,14 +1,21 @@
-"""``kvpass.calibrate``: fits what enters attention to the log of KVzip+'s scores (KVzap, arXiv 2601.07891).
+"""``kvpass.calibrate``: what policies need to know of a model, from texts.
 
 Each text runs once, as ``[header, text; request to repeat it, text]`` in the model's chat template, compressed by
-:class:`kvpass.policies.kvzip.KVzipPlus`. In each layer, y is the log of its score: the most attention that the
-repetition pays an entry, weighed by norms. Only sums over tokens of ``x x'`` and ``x y'`` are held, in fp64.
+three policies that note what they are given of each layer:
+
+* For ``kvzap``, x enters attention and is fitted to y, the log of KVzip+'s score (KVzap, arXiv 2601.07891): the most
+  attention that the repetition pays an entry, weighed by norms. Held are sums over tokens of ``x x'`` and ``x y'``.
+* For ``duo_attention``, the most attention that it pays in each head, and how far mean queries look back.
+* For ``expected_attention`` and ``triattention``, sums over tokens of queries before RoPE, their moduli and products.
+
+Numbers are fp64.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,12 +31,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpass.api import compile as compile_model
 from kvpass.cache.fingerprint import weights_digest
 from kvpass.calibration.texts import generated_texts
+from kvpass.errors import UnsupportedAttentionError
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.policies import POLICIES, register_policy
-from kvpass.policies.kvzap import MODEL, SHARES
-from kvpass.policies.kvzip import KVzipPlus
-from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_float, check_int
+from kvpass.policies.base import Policy
+from kvpass.policies.calibrated import COVARIANCE, DISTANCES, MAXIMA, MEAN, MODEL, MODULUS, SHARES
+from kvpass.policies.kvzip import KVzip, KVzipPlus
+from kvpass.policies.observation import Observation, with_rope
+from kvpass.policies.options import check_float, check_int, option
 from kvpass.progress import progress_bar, progress_console
 from kvpass.ranks import Ranks
 from kvpass.replace_file import replacing
@@ -45,29 +54,38 @@ _HELD_OUT = 4
 """Of so many pieces of text one is not fitted, but tells R2."""
 _PLANNED = 0.25
 """Part of the entries that KVzip+ keeps where shares of heads are counted."""
+_LOOKED_BACK = 500
+"""Positions over which a mean query attends to mean keys."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Maps fitted for a model: what :func:`calibrate` returns, to be saved for ``weights`` of policy ``kvzap``.
+    """What :func:`calibrate` returns: one file of it serves the policies of a model that need one.
 
     Attributes:
-        weight: ``[L, K, hidden]``, layers under the budget. bias: ``[L, K]``. head_shares: of the entries that KVzip+
-            keeps at a quarter, the part of each head, mean over the fitted texts, ``[L, K]``. r2: share of the variance
-            that is explained in texts that were held out, ``[L, K]``. model, texts: digests. fitted: tokens.
+        weight, bias: maps of ``kvzap``, ``[L, K, hidden]`` and ``[L, K]``, layers under the budget. r2: share of the
+            variance that they explain in texts that were held out, ``[L, K]``. head_shares: of the entries that KVzip+
+            keeps at a quarter, the part of each head, mean over the fitted texts, ``[L, K]``. head_maxima: see
+            :class:`kvpass.policies.duo_attention.DuoAttention`, ``[L, K]``. queries: by name, ``head_distances
+            [L, K]``, see there; and of all queries before RoPE ``query_mean [L, K, G, D]``, ``query_modulus
+            [L, K, G, D / 2]``, mean modulus of channels j and ``j + D / 2`` as a complex number, and
+            ``query_covariance [L, K, G, D, D]``. It is empty where the rotary embedding is not found. model, texts:
+            digests. fitted: tokens.
     """
 
     weight: Tensor
     bias: Tensor
-    head_shares: Tensor
     r2: Tensor
+    head_shares: Tensor
+    head_maxima: Tensor
+    queries: Mapping[str, Tensor]
     model: str
     texts: str
     fitted: int
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file, whose maps have the names of NVIDIA's files."""
-        tensors = {SHARES: self.head_shares, "r2": self.r2}
+        tensors = {SHARES: self.head_shares, MAXIMA: self.head_maxima, "r2": self.r2, **self.queries}
         for layer, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
             tensors |= {f"module_list.{layer}.weight": weight, f"module_list.{layer}.bias": bias}
         told = {MODEL: self.model, _TEXTS: self.texts, "fitted_tokens": str(self.fitted)}
@@ -83,9 +101,10 @@ def calibrate(
     ridge: float = 30.0,
     resume: str | Path | None = None,
 ) -> Calibration:
-    """Fit the maps of policy ``kvzap`` for a model: ``kvpass.calibrate(model, tokenizer).save("kvzap.safetensors")``.
+    """Fit a file for policies of this model: ``kvpass.calibrate(model, tokenizer).save("kvzap.safetensors")``.
 
-    Each piece of text runs through the model once, twice its length. The model does not change.
+    It is for ``weights`` of ``kvzap``, ``head_map`` of ``duo_attention``, ``statistics`` of ``expected_attention`` and
+    ``triattention``. Each piece of text runs through the model once, twice its length. The model does not change.
 
     Args:
         model: a decoder of transformers, in eval mode, not compiled by kvpass.
@@ -125,11 +144,14 @@ def calibrate(
             partial_file.save(seen)
             progress.advance(task)
     partial_file.remove()
+    heads = torch.stack(seen.heads).mean(0)
     return Calibration(
         weight=maps[0],
         bias=maps[1],
-        head_shares=torch.stack(seen.shares).mean(0),
         r2=seen.r2,
+        head_shares=heads[0],
+        head_maxima=heads[1],
+        queries=seen.statistics,
         model=digests[MODEL],
         texts=digests[_TEXTS],
         fitted=int(seen.sums[0][0, -1, -1]),
@@ -174,11 +196,30 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+class _Queries(NamedTuple):
+    """Queries of a text before RoPE in one layer.
+
+    Attributes:
+        distances: ``[K]``. sums: over tokens, of queries ``[K, G, D]``, moduli ``[K, G, D / 2]`` and products
+            ``[K, G, D, D]``.
+    """
+
+    distances: Tensor
+    sums: tuple[Tensor, Tensor, Tensor]
+
+
 class _Layer(NamedTuple):
-    """Tokens of a text in one layer: what enters attention ``[N, hidden]``, log of the score ``[N, K]``; fp64."""
+    """A text in one layer; fp64.
+
+    Attributes:
+        x: what enters attention, ``[N, hidden]``. y: log of the score, ``[N, K]``. most: attention that an entry gets,
+            ``[K]``. queries: None where the rotary embedding is not found.
+    """
 
     x: Tensor
     y: Tensor
+    most: Tensor
+    queries: _Queries | None = None
 
 
 @dataclass
@@ -186,25 +227,33 @@ class _Seen:
     """What the pieces so far gave, with sums over tokens in each layer.
 
     Attributes:
-        pieces: how many there were. shares: of heads, in each fitted piece. sums: over fitted pieces, of ``x x'`` and
-            ``x y'`` where x ends with a 1, ``[L, hidden + 1, hidden + 1]`` and ``[L, hidden + 1, K]``. told: over
-            held-out pieces, of ones, y, squares of y and squared errors, each ``[L, K]``.
+        pieces: how many there were. heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``,
+            or without distances. sums: over fitted pieces, of ``x x'`` and ``x y'`` where x ends with a 1,
+            ``[L, hidden + 1, hidden + 1]`` and ``[L, hidden + 1, K]``. queries: over fitted pieces, of each layer.
+            told: over held-out pieces, of ones, y, squares of y and squared errors, each ``[L, K]``.
     """
 
     pieces: int = 0
-    shares: list[Tensor] = field(default_factory=list)
+    heads: list[Tensor] = field(default_factory=list)
     sums: tuple[Tensor, ...] = ()
+    queries: tuple[Tensor, ...] = ()
     told: tuple[Tensor, ...] = ()
 
     def fit(self, layers: Sequence[_Layer]) -> None:
-        x, y = layers[0]
-        columns, heads, zeros = x.shape[1] + 1, y.shape[1], x.new_zeros
-        self.sums = self.sums or tuple(zeros(len(layers), columns, n) for n in (columns, heads))
+        x, y, *_ = layers[0]
+        columns, zeros = x.shape[1] + 1, x.new_zeros
+        self.sums = self.sums or tuple(zeros(len(layers), columns, n) for n in (columns, y.shape[1]))
         for layer, xx, xy in zip(layers, *self.sums, strict=True):
             x = nn.functional.pad(layer.x, (0, 1), value=1.0)
             xx.addmm_(x.T, x)
             xy.addmm_(x.T, layer.y)
-        self.shares.append(_shares(torch.stack([layer.y for layer in layers])))
+        heads = [_shares(torch.stack([layer.y for layer in layers])), torch.stack([layer.most for layer in layers])]
+        queries = [layer.queries for layer in layers if layer.queries is not None]
+        if queries:
+            heads.append(torch.stack([layer.distances for layer in queries]))
+            parts = tuple(map(torch.stack, zip(*(layer.sums for layer in queries), strict=True)))
+            self.queries = tuple(map(torch.add, self.queries, parts)) if self.queries else parts
+        self.heads.append(torch.stack(heads))
         self.pieces += 1
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
@@ -217,12 +266,22 @@ class _Seen:
 
     def tell(self, layers: Sequence[_Layer], weights: Tensor, biases: Tensor) -> None:
         found = []
-        for (x, y), weight, bias in zip(layers, weights, biases, strict=True):
+        for (x, y, *_), weight, bias in zip(layers, weights, biases, strict=True):
             errors = y - (x @ weight.T + bias)
             found.append(torch.stack([torch.ones_like(y), y, y.square(), errors.square()]).sum(1))
         parts = torch.stack(found, 1).unbind()
         self.told = tuple(map(torch.add, self.told, parts)) if self.told else parts
         self.pieces += 1
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What is known of queries, by name."""
+        if not self.queries:
+            return {}
+        distances = torch.stack(self.heads)[:, 2].mean(0)
+        mean, modulus, product = (x / self.sums[0][0, -1, -1] for x in self.queries)
+        covariance = product - mean[..., :, None] * mean[..., None, :]
+        return {DISTANCES: distances, MEAN: mean, MODULUS: modulus, COVARIANCE: covariance}
 
     @property
     def r2(self) -> Tensor:
@@ -244,11 +303,11 @@ class _PartialFile:
     due: float = 0.0
 
     def read(self, device: torch.device) -> _Seen:
-        """Return what the file holds, or nothing if it is of another model, other texts or options."""
+        """Return what the file holds, or nothing if it is of another model, other texts, options or version."""
         if self.path is None or not self.path.is_file():
             return _Seen()
         held = torch.load(self.path, map_location=device, weights_only=True)
-        return _Seen(**held) if held.pop("of") == self.of else _Seen()
+        return _Seen(**held) if held.pop("of") == self.of and held.keys() == vars(_Seen()).keys() else _Seen()
 
     def save(self, seen: _Seen) -> None:
         """Write the file, after a piece, where a tenth of the time is enough to."""
@@ -275,37 +334,88 @@ def _shares(y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Recorder(KVzipPlus):
+class _Tokens(KVzipPlus):
     """KVzip+, which notes what enters attention and the scores of each layer."""
 
     name: ClassVar[str] = "kvpass_calibration"
     scores_tokens: ClassVar[bool] = True
-    seen: ClassVar[list[_Layer]] = []
+    seen: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
     def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
         return x.transpose(1, 2)
 
     def score(self, obs: Observation) -> Tensor:
         x, most = (part[0, :, self.sinks :].T.double() for part in (obs.token_scores, obs.replayed_attention))
-        self.seen.append(_Layer(x, most.clamp(min=_LEAST).log()))
+        self.seen.append((x, most.clamp(min=_LEAST).log()))
         return super().score(obs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attended(KVzip):
+    """KVzip, which notes the highest score of each head."""
+
+    name: ClassVar[str] = "kvpass_calibration_attended"
+    seen: ClassVar[list[Tensor]] = []
+
+    def score(self, obs: Observation) -> Tensor:
+        self.seen.append(obs.replayed_attention[0, :, self.sinks :].double().amax(1))
+        return super().score(obs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asking(Policy):
+    """Notes the queries of each layer before RoPE; all its scores are equal."""
+
+    name: ClassVar[str] = "kvpass_calibration_asking"
+    reads_rotation: ClassVar[bool] = True
+    seen: ClassVar[list[_Queries]] = []
+
+    window: int = 0
+    sinks: int = option(0, check_int, 0)
+
+    def score(self, obs: Observation) -> Tensor:
+        cos, sin = obs.rotation(torch.arange(self.sinks, obs.length, device=obs.keys.device))
+        keys = with_rope(obs.keys[0, :, self.sinks :].float(), cos, -sin).double()
+        q = torch.cat([obs.unrotated_queries(head, self.sinks) for head in range(obs.kv_heads)]).double()
+        moduli = torch.hypot(*q.chunk(2, -1))
+        distances = _looked_back(q.mean(2), keys.mean(1), obs)
+        self.seen.append(_Queries(distances, (q.sum(2), moduli.sum(2), q.mT @ q)))
+        return obs.keys.new_zeros(*obs.keys.shape[:2], obs.evictable)
+
+
+def _looked_back(query: Tensor, key: Tensor, obs: Observation) -> Tensor:
+    """Return how far queries ``[K, G, D]`` look back over equal keys ``[K, D]``, each group's mean: ``[K]``."""
+    cos, sin = obs.rotation(torch.arange(_LOOKED_BACK, device=key.device))
+    asking, asked = with_rope(query, cos[-1], sin[-1]), with_rope(key[:, None], cos, sin)
+    return (obs.scale * asking @ asked.mT).softmax(-1).cumsum(-1).mean((1, 2))
 
 
 @contextmanager
 def _observed(model: PreTrainedModel) -> Iterator[Callable[[Piece], list[_Layer]]]:
     """Give a function that runs a piece of text and returns a :class:`_Layer` of each layer under the budget."""
-    register_policy(_Recorder)
+    kinds: list[type[Any]] = [_Tokens, _Attended, _Asking]
+    for kind in kinds:
+        register_policy(kind)
     try:
-        yield partial(_run, compile_model(model, policy="full", backend="eager"))
+        fast: Any = compile_model(model, policy="full", backend="eager")
+        try:
+            fast.compress_each(torch.zeros(1, 2, dtype=torch.int64, device=model.device), conditions=[(_Asking(), 1)])
+        except UnsupportedAttentionError as error:
+            warnings.warn(f"no statistics of queries and no head_distances: {error}", stacklevel=4)
+            kinds.remove(_Asking)
+        yield partial(_run, fast, kinds)
     finally:
-        del POLICIES[_Recorder.name]  # not a policy to choose
-        _Recorder.seen.clear()
+        for kind in (_Tokens, _Attended, _Asking):
+            del POLICIES[kind.name]  # not a policy to choose
+            kind.seen.clear()
 
 
 @torch.no_grad()
-def _run(model: Any, piece: Piece) -> list[_Layer]:
-    policy = _Recorder(sinks=piece.first, prompt_ids=tuple(piece.request), chunk=len(piece.prompt))
-    model.set_policy(policy, 1)
-    _Recorder.seen.clear()
-    model.compress(torch.tensor([piece.prompt], device=model.device))
-    return list(_Recorder.seen)
+def _run(model: Any, kinds: Sequence[type[Any]], piece: Piece) -> list[_Layer]:
+    for kind in kinds:
+        kind.seen.clear()
+    replayed = {"sinks": piece.first, "prompt_ids": tuple(piece.request), "chunk": len(piece.prompt)}
+    policies = [kind(sinks=piece.first) if kind is _Asking else kind(**replayed) for kind in kinds]
+    ids = torch.tensor([piece.prompt], device=model.device)
+    model.compress_each(ids, conditions=[(policy, 1) for policy in policies])
+    return [_Layer(x, y, *others) for (x, y), *others in zip(*(kind.seen for kind in kinds), strict=True)]

@@ -8,16 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeAlias, cast
+from typing import ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
+from kvpass.policies.calibrated import contents_of
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import LayerSplit, zero_unseen_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_int, option
+from kvpass.policies.options import check_int, check_literal, option
 from kvpass.policies.scheduler import invert
 
 HeadMap: TypeAlias = Sequence[Sequence[float]]
@@ -27,6 +28,8 @@ Rows: TypeAlias = tuple[tuple[float, ...], ...]
 
 VALUES, SIZES = "full_attention_heads.tsv", "config.json"
 """Files of a published head map."""
+Rule = Literal["maxima", "distances"]
+"""Tensor of a file of ``kvpass calibrate``, behind ``head_``."""
 
 
 def check_head_map(name: str, value: object) -> None:
@@ -35,13 +38,19 @@ def check_head_map(name: str, value: object) -> None:
     widths = {len(row) if isinstance(row, tuple | list) else 0 for row in rows}
     if len(widths) != 1 or 0 in widths:
         raise ValueError(
-            f"{name}={value!r}: must be the folder of a head map ({VALUES} and {SIZES}), or a row of numbers for each "
-            "layer, one for each KV head"
+            f"{name}={value!r}: must be a file of 'kvpass calibrate', the folder of a published head map ({VALUES} and "
+            f"{SIZES}), or a row of numbers for each layer, one for each KV head"
         )
     for row in rows:
         for number in row:
             if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
                 raise ValueError(f"{name}: {number!r} must be a finite number")
+
+
+def check_digest(name: str, value: object) -> None:
+    """Raise unless the value is a text or None."""
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: must be the digest of a model's weights, a str, or None")
 
 
 def read_head_map(folder: str) -> tuple[Rows, int, int]:
@@ -58,11 +67,29 @@ def read_head_map(folder: str) -> tuple[Rows, int, int]:
         first, newest = config["sink_size"], config["recent_size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"head_map={folder!r}: must be a folder with {VALUES}, a line for each layer and in it a number for "
-            f"each KV head, and {SIZES} with sink_size and recent_size: {type(error).__name__}: {error}"
+            f"head_map={folder!r}: must be a file of 'kvpass calibrate', or a folder with {VALUES}, a line for each "
+            f"layer and in it a number for each KV head, and {SIZES} with sink_size and recent_size: "
+            f"{type(error).__name__}: {error}"
         ) from None
     check_head_map(f"head_map={folder!r}", numbers)
     return tuple(tuple(min(max(x, 0.0), 1.0) for x in row) for row in numbers), first, newest
+
+
+def fitted_head_map(path: str, rule: object) -> tuple[HeadMap, str | None]:
+    """Return a head map in a file of ``kvpass calibrate``, and the digest of its model's weights.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no map by this rule.
+    """
+    check_literal("rule", rule, Rule)
+    name = f"head_{rule}"
+    found = contents_of("head_map", path, name, torch.device("cpu"))
+    if name not in found.tensors:
+        raise ValueError(
+            f"head_map={path!r}: holds no {name}: a newer 'kvpass calibrate' writes head_maxima, and head_distances "
+            "for models whose rotary embedding it finds"
+        )
+    return found.tensors[name].tolist(), found.model
 
 
 @functools.lru_cache(maxsize=8)
@@ -121,15 +148,22 @@ class DuoAttention(Policy):
     about ``(n * N + (L * K - n) * (sinks + window)) / (L * K)`` for N tokens. A budget below ``sinks + window`` keeps
     fewer first tokens.
 
-    ``head_map`` is a folder in the published format, whose ``config.json`` gives ``sinks`` and ``window`` where they
-    are left out, or the numbers themselves. Layers are those under the budget, in order.
+    ``head_map`` is a file of ``kvpass calibrate`` for this model; a folder in the published format, whose
+    ``config.json`` gives ``sinks`` and ``window`` where they are left out; or the numbers themselves. Layers are those
+    under the budget, in order. The file has the numbers of two rules, means over texts:
+
+    * ``"maxima"``: the most that a repetition of the text attends to one of its entries (head scores of KVzip's
+      authors, arXiv 2505.23416).
+    * ``"distances"``: the mean query at position 499 attends to the mean key at positions 0 to 499, RoPE applied; mean
+      over the positions of the cumulative sum, and over the group (kvpress's DuoAttention "on the fly").
 
     Departures: the authors name the part of the heads that are not full; here the budget decides, and is met exactly.
     While decoding every head appends, as in kvpress; the authors' other heads roll on.
 
     Args:
         head_map: see above; one row a layer, one number a KV head.
-        sinks: first tokens that every head keeps.
+        sinks: first tokens that every head keeps. rule: which numbers of a file of ``kvpass calibrate``.
+        of_model: digest of the weights of the model that the map is for, which such a file gives; None: of any.
     """
 
     name: ClassVar[str] = "duo_attention"
@@ -141,6 +175,8 @@ class DuoAttention(Policy):
     window: int = 256
     head_map: str | HeadMap = option((), check_head_map)
     sinks: int = option(128, check_int, 0)
+    rule: Rule = option("maxima", check_literal, Rule)
+    of_model: str | None = option(None, check_digest)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,11 +184,23 @@ class DuoAttention(Policy):
 
     @classmethod
     def read(cls, options: Mapping[str, object]) -> Mapping[str, object]:
-        folder = options.get("head_map")
-        if not isinstance(folder, str):
+        given = options.get("head_map")
+        if isinstance(given, str) and Path(given).is_file():
+            head_map, model = fitted_head_map(given, options.get("rule", "maxima"))
+            return {**options, "head_map": head_map, "of_model": model}
+        if "rule" in options:
+            raise ValueError(
+                f"rule={options['rule']!r}: is of a file of 'kvpass calibrate': give head_map=FILE with it"
+            )
+        if given is None:
             return options
-        head_map, first, newest = read_head_map(folder)
-        return {"sinks": first, "window": newest, **options, "head_map": head_map}
+        if not isinstance(given, str):
+            return {"of_model": None, **options}
+        head_map, first, newest = read_head_map(given)
+        return {"sinks": first, "window": newest, "of_model": None, **options, "head_map": head_map}
+
+    def made_for(self) -> str | None:
+        return self.of_model
 
     def score(self, obs: Observation) -> Tensor:
         heads = obs.kv_heads * obs.ranks.size

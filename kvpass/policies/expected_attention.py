@@ -8,10 +8,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpass.policies.calibrated import COVARIANCE, MEAN, layer_statistics, statistics_of
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_bool, check_choice, check_float, check_int, option
+from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_path, option
 from kvpass.policies.refinement import Refinable
+
+_READ = (MEAN, COVARIANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +22,17 @@ class ExpectedAttention(Refinable):
     """Keep what future queries are expected to attend to: Expected Attention (Devoto et al. 2025, arXiv 2510.00636).
 
     Queries are taken to be Gaussian. Their mean m and covariance C, per query head, are those of the prompt's queries
-    without the first ``sinks``, before RoPE. A is the mean rotation of RoPE over the ``n_future`` positions after the
-    prompt. With c the factor of the logits, per query head:
+    without the first ``sinks``, before RoPE; or, with ``statistics``, of the texts of ``kvpass calibrate``. A is the
+    mean rotation of RoPE over the ``n_future`` positions after the prompt. With c the factor of the logits, per query
+    head:
 
     ``a = softmax_i(c * (A m) . k[i] + c^2 / 2 * k[i] . (A C A^T) k[i])``, over the entries after the sinks;
     ``s[i] = (mean of a over the group + epsilon) * |v[i]|``, the L2 norm of the value.
 
     The first ``sinks`` entries score above all others of the layer. The total is the budget; no window is protected.
 
-    It reads all queries of the prompt, yet needs no question among them: they stand for those that follow, and
-    ``needs_question`` is False. Prompts of at most ``sinks`` tokens are kept from the front.
+    Without a file it reads all queries of the prompt, yet needs no question among them: they stand for those that
+    follow, and ``needs_question`` is False. Prompts of at most ``sinks`` tokens are kept from the front.
 
     Departures: kvpress's code is the source, which has ``epsilon`` beside the paper's rule. There a prompt of at most
     ``sinks`` tokens raises, and its wrapper evicts every 512 decoded tokens; here decoding appends. Softcap and
@@ -43,6 +47,7 @@ class ExpectedAttention(Refinable):
             the norm.
         head_split: ``"uniform"`` or ``"adaptive"``, the layer's best after each head's best ``alpha * n``, n being the
             mean number of a head's entries. alpha: that certain part.
+        statistics: file of ``kvpass calibrate`` for this model: no query of the prompt is read. None: of each prompt.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -57,6 +62,7 @@ class ExpectedAttention(Refinable):
     value_norm: bool = option(True, check_bool)
     head_split: Literal["uniform", "adaptive"] = option("uniform", check_choice, ("uniform", "adaptive"))
     alpha: float = option(0.2, check_float, 0.0, 1.0)
+    statistics: str | None = option(None, check_path)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +71,13 @@ class ExpectedAttention(Refinable):
                 f"critical=True with policy {self.name!r}: its score is multiplied by the norm of the value already; "
                 "give value_norm=False"
             )
+
+    def made_for(self) -> str | None:
+        return None if self.statistics is None else statistics_of(self.statistics, _READ, torch.device("cpu")).model
+
+    @property
+    def query_rows(self) -> int | None:
+        return None if self.statistics is None else 0
 
     def score(self, obs: Observation) -> Tensor:
         batch, kv_heads, n, _ = obs.keys.shape
@@ -79,18 +92,25 @@ class ExpectedAttention(Refinable):
 
     def _attention(self, obs: Observation, kv_head: int) -> Tensor:
         """Expected attention to the entries after the sinks, mean over the group: fp32 ``[B, 1, N - sinks]``."""
-        queries = obs.unrotated_queries(kv_head, self.sinks)
+        mean, covariance = self._queries(obs, kv_head)
         after = torch.arange(obs.length, obs.length + self.n_future, device=obs.keys.device)
         cos, sin = (part.mean(0) for part in obs.rotation(after))
-        mean = queries.mean(2, keepdim=True)
         keys = obs.keys[:, kv_head, None, self.sinks :].float()
         logits = obs.scale * (keys * with_rope(mean, cos, sin)).sum(-1)
         if self.covariance:
-            centred = queries - mean
-            spread = with_rope(centred.mT @ centred / queries.shape[2], cos, sin)
-            spread = with_rope(spread.mT, cos, sin)
+            spread = with_rope(with_rope(covariance, cos, sin).mT, cos, sin)
             logits = logits + obs.scale**2 / 2 * ((keys @ spread) * keys).sum(-1)
         return logits.softmax(-1).mean(1, keepdim=True)
+
+    def _queries(self, obs: Observation, kv_head: int) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of queries before RoPE, fp32 ``[B or 1, G, 1, D]`` and ``[B or 1, G, D, D]``."""
+        if self.statistics is not None:
+            means, covariances = layer_statistics(self.statistics, _READ, obs)
+            return means[None, kv_head, :, None], covariances[None, kv_head]
+        queries = obs.unrotated_queries(kv_head, self.sinks)
+        mean = queries.mean(2, keepdim=True)
+        centred = queries - mean
+        return mean, centred.mT @ centred / queries.shape[2]
 
     def heads(self) -> HeadSplit:
         return SafeguardedHeads(self.alpha, self.window) if self.head_split == "adaptive" else UniformHeads()

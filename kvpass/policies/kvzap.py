@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import gelu
 
 from kvpass.policies.base import Policy
+from kvpass.policies.calibrated import SHARES, Contents, contents_of
 from kvpass.policies.decode_rules import DecodeRule, Slots, evictable_slots
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
@@ -24,8 +22,6 @@ from kvpass.policies.options import check_bool, check_choice, check_float, check
 from kvpass.policies.scheduler import invert
 from kvpass.ranks import ONE_PROCESS, Ranks
 
-SHARES, MODEL = "head_shares", "kvpass_model"
-"""Names in our files: the tensor of head shares, and the metadata with the digest of the model's weights."""
 _LEAST_SHARE = 1e-6
 _WANTED = (
     "must hold for each layer one linear map, module_list.0.weight and module_list.0.bias and so on, or two, "
@@ -217,39 +213,31 @@ def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
 
 
 def surrogate_of(path: str, device: torch.device) -> Surrogate:
-    """Return the contents of a file, or of ``model.safetensors`` in a folder, on a device.
+    """Return the maps in a file, or in ``model.safetensors`` in a folder, on a device.
 
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
-    file = Path(path, "model.safetensors") if Path(path).is_dir() else Path(path)
-    try:
-        found = os.stat(file)
-        return _loaded(str(file), found.st_mtime_ns, found.st_size, device)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"weights={path!r}: cannot be read: {error}") from None
+    return _surrogate(contents_of("weights", path, ("module_list.", SHARES), device))
 
 
 @functools.cache
-def _loaded(path: str, changed: int, size: int, device: torch.device) -> Surrogate:
-    """Return the contents of a file, which is read again when it has changed; CUDA graphs may read the old ones."""
-    with safe_open(path, "pt", device=str(device)) as file:
-        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (no mapping)
-        model = (file.metadata() or {}).get(MODEL)
-    shares, _ = tensors.pop(SHARES, None), tensors.pop("r2", None)
+def _surrogate(found: Contents) -> Surrogate:
+    tensors = dict(found.tensors)
+    shares = tensors.pop(SHARES, None)
     parts = [""] if "module_list.0.weight" in tensors else ["0.", "2."]
     names = [
         [(f"module_list.{layer}.{part}weight", f"module_list.{layer}.{part}bias") for part in parts]
         for layer in range(max(len(tensors) // (2 * len(parts)), 1))
     ]
     if tensors.keys() != {name for layer in names for pair in layer for name in pair}:
-        raise ValueError(f"weights={path!r}: {_WANTED}")
+        raise ValueError(f"weights={found.path!r}: {_WANTED}")
     layers = tuple(tuple((tensors[weight], tensors[bias]) for weight, bias in layer) for layer in names)
     shapes = {tuple(tuple(x.shape) for pair in layer for x in pair) for layer in layers}
     heads = layers[0][-1][1].shape
     if len(shapes) > 1 or not _fit(layers[0]) or (shares is not None and shares.shape != (len(layers), *heads)):
-        raise ValueError(f"weights={path!r}: shapes do not fit together; it {_WANTED}")
-    return Surrogate(layers, shares, model)
+        raise ValueError(f"weights={found.path!r}: shapes do not fit together; it {_WANTED}")
+    return Surrogate(layers, shares, found.model)
 
 
 def _fit(maps: tuple[tuple[Tensor, Tensor], ...]) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvpass.policies import calibrated
 from kvpass.policies.base import Policy
+from kvpass.policies.calibrated import layer_statistics, statistics_of
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.options import check_int, check_literal, check_path, option
@@ -23,6 +20,7 @@ Aggregate = Literal["mean", "max"]
 
 MEAN, MODULUS, FREQUENCIES = 0, 1, 2
 """Rows of the decode rule; the last two take D / 2 columns."""
+_READ = (calibrated.MEAN, calibrated.MODULUS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,8 @@ class TriAttention(Policy):
     position p and takes cosines of ``(t - p + d) w[j]``: the same.) A prompt is cut to the budget. While decoding,
     ``buffer`` tokens gather beside the budget, then each head is cut to its budget again.
 
-    The text is one to calibrate with: ``statistics`` names the file that :func:`save_statistics` made of it. Without
-    one, it is the prompt itself, which is no rule of the paper.
+    The text is one to calibrate with: ``statistics`` names the file that ``kvpass calibrate`` made of it. Without one,
+    it is the prompt itself, which is no rule of the paper.
 
     Departures: the authors' code evicts when the number of tokens is a multiple of ``buffer``, which ``parity="code"``
     reproduces; by default it does not count or evict the prompt, which here competes for the budget as every entry, and
@@ -48,7 +46,7 @@ class TriAttention(Policy):
 
     Args:
         window: 0 as in the authors' code; a positive number protects that many newest tokens.
-        statistics: file of the calibration; it is read when a prompt is scored. None: of each prompt itself.
+        statistics: file of ``kvpass calibrate`` for this model. None: those of each prompt itself.
         longest: largest distance. aggregate: over distances, ``"mean"`` or ``"max"``.
         group: reduction over the query heads of a KV head. buffer: tokens between two evictions.
     """
@@ -67,6 +65,9 @@ class TriAttention(Policy):
     @property
     def query_rows(self) -> int | None:
         return None if self.statistics is None else 0
+
+    def made_for(self) -> str | None:
+        return None if self.statistics is None else statistics_of(self.statistics, _READ, torch.device("cpu")).model
 
     def score(self, obs: Observation) -> Tensor:
         rule = self.decode_rule()
@@ -102,9 +103,7 @@ class Distances(DecodeRule):
         rows = obs.keys.new_zeros(batch, kv_heads, group, self.rows_per_head, dim, dtype=torch.float32)
         rows[..., FREQUENCIES, : dim // 2] = obs.frequencies
         if self.options.statistics is not None:
-            mean, modulus = of_file(self.options.statistics, obs)
-            rows[..., MEAN, :] = mean.to(rows.device)
-            rows[..., MODULUS, : dim // 2] = modulus.to(rows.device)
+            rows[..., MEAN, :], rows[..., MODULUS, : dim // 2] = layer_statistics(self.options.statistics, _READ, obs)
             return rows
         for head in range(kv_heads):
             queries = obs.unrotated_queries(head, 0)
@@ -145,49 +144,3 @@ def pairwise_norms(x: Tensor) -> Tensor:
     """Return ``|x[j] + 1j x[j + D / 2]|`` of ``[..., D]``: ``[..., D / 2]``."""
     real, imaginary = x.chunk(2, -1)
     return torch.hypot(real, imaginary)
-
-
-def save_statistics(rule_rows: Tensor, path: str | Path) -> None:
-    """Write the queries' statistics of a text to a file for ``statistics`` of :class:`TriAttention`.
-
-    Args:
-        rule_rows: ``cache.full_layers[0].rule_rows`` of a cache that holds the text alone, compressed with
-            ``policy="triattention"`` and no ``statistics``, fp32 ``[L, 1, K, G, 3, D]``.
-    Raises:
-        ValueError: another shape, such as of a batch of several rows.
-    """
-    if rule_rows.dim() != 6 or rule_rows.shape[1] != 1 or rule_rows.shape[4] != 3:
-        raise ValueError(f"rule_rows.shape={tuple(rule_rows.shape)}: must be [L, 1, K, G, 3, D] of policy triattention")
-    rows, half = rule_rows[:, 0].cpu(), rule_rows.shape[5] // 2
-    tensors = {"mean": rows[:, :, :, MEAN].contiguous(), "modulus": rows[:, :, :, MODULUS, :half].contiguous()}
-    save_file(tensors, path)
-
-
-def of_file(path: str, obs: Observation) -> tuple[Tensor, Tensor]:
-    """Return mean ``[K, G, D]`` and modulus ``[K, G, D / 2]`` of a layer, from a file of :func:`save_statistics`.
-
-    Raises:
-        ValueError: there is no such file, or it does not hold statistics of such layers.
-    """
-    try:
-        found = os.stat(path)
-        tensors = _loaded(path, found.st_mtime_ns, found.st_size)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"statistics={path!r}: cannot be read: {error}") from None
-    like = obs.num_layers, obs.kv_heads * obs.ranks.size, obs.group
-    dim, shapes = obs.keys.shape[3], {name: tuple(x.shape) for name, x in tensors.items()}
-    wanted = {"mean": (*like, dim), "modulus": (*like, dim // 2)}
-    if shapes != wanted:
-        raise ValueError(f"statistics={path!r}: holds {shapes}; layers of this model need {wanted}")
-    mean, modulus = (tensors[name][obs.layer] for name in wanted)
-    return obs.ranks.local_shard(mean, 0), obs.ranks.local_shard(modulus, 0)
-
-
-@functools.lru_cache(maxsize=4)
-def _loaded(path: str, changed: int, size: int) -> dict[str, Tensor]:
-    """Return the tensors of a file, which is read again when it has changed."""
-    tensors = load_file(path)
-    for name, x in tensors.items():
-        if x.dtype != torch.float32 or not bool(x.isfinite().all()):
-            raise ValueError(f"statistics={path!r}: {name} must be fp32, all values finite")
-    return tensors

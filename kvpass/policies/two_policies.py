@@ -94,9 +94,6 @@ class TwoPolicies(Policy):
     def sums_columns(self) -> bool:
         return self.prompt.sums_columns or self.decode.sums_columns
 
-    def made_for(self) -> str | None:
-        return self.prompt.made_for() or self.decode.made_for()
-
     def decode_rule(self) -> DecodeRule | None:
         return self.decode.decode_rule()
 

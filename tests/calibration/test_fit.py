@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 import kvpass
@@ -45,8 +46,8 @@ def layers_of(model, *pieces: fit.Piece) -> list[list[fit._Layer]]:
         return [run(piece) for piece in pieces]
 
 
-def brute_force(model, piece: fit.Piece) -> list[tuple[Tensor, Tensor]]:
-    """What enters attention and y, token by token from transformers' attention weights and cached values."""
+def brute_force(model, piece: fit.Piece) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What enters attention, y and maxima, by token, from transformers' attention weights and cached values."""
     n, first, found = len(piece.prompt), piece.first, []
     entered: list[Tensor] = []
     for layer in model.model.layers:
@@ -62,13 +63,14 @@ def brute_force(model, piece: fit.Piece) -> list[tuple[Tensor, Tensor]]:
                 continue  # a sliding window
             weight, heads = model.model.layers[layer].self_attn.o_proj.weight, attention.shape[1]
             dim, group = values.shape[2], heads // len(values)
-            y = torch.full((n - first, len(values)), -torch.inf)
+            y, most = torch.full((n - first, len(values)), -torch.inf), torch.zeros(len(values))
             for head in range(heads):
                 for i in range(first, n):
                     worth = (weight[:, head * dim : (head + 1) * dim] @ values[head // group, i]).norm()
                     paid = (attention[0, head, n:, i] * worth / x[n:].norm(dim=-1)).max().log()
                     y[i - first, head // group] = torch.maximum(y[i - first, head // group], paid)
-            found.append((x[first:n], y))
+                    most[head // group] = torch.maximum(most[head // group], attention[0, head, n:, i].max())
+            found.append((x[first:n], y, most))
     return found
 
 
@@ -78,9 +80,10 @@ def test_y_is_the_most_that_the_repetition_pays(family):
     given = {"layers": 2} if family != "gpt_oss" else {}
     wanted = brute_force(tiny_model(family, attn_implementation="eager", **given), PIECE)
     (found,) = layers_of(tiny_model(family, **given), PIECE)
-    for layer, (x, y) in zip(found, wanted, strict=True):
+    for layer, (x, y, most) in zip(found, wanted, strict=True):
         torch.testing.assert_close(layer.x.float(), x, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(layer.y.float(), y, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(layer.most.float(), most, atol=1e-5, rtol=1e-4)
     assert len(found) == 2
 
 
@@ -108,6 +111,68 @@ def test_the_maps_are_those_of_least_squares_and_r2_is_of_other_texts():
         threshold = y.flatten().sort(descending=True).values[y.numel() // 4]
         best += (y > threshold).sum(2) / (y > threshold).sum() / len(seen)
     torch.testing.assert_close(made.head_shares.float(), best, atol=1e-2, rtol=0)
+
+
+@torch.no_grad()
+def before_rope(model, piece: fit.Piece, names: tuple[str, str]) -> list[tuple[Tensor, Tensor]]:
+    """Queries and keys of the text in each layer, complex ``[heads, N, D / 2]``, by modules before RoPE."""
+    made: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = [
+        getattr(layer.self_attn, name).register_forward_hook(lambda _, args, out, name=name: made[name].append(out))
+        for layer in model.model.layers
+        for name in names
+    ]
+    model(torch.tensor([piece.prompt]))
+    for hook in hooks:
+        hook.remove()
+    dim = model.model.layers[0].self_attn.head_dim
+    found = ([x[0].reshape(len(piece.prompt), -1, dim)[piece.first :].transpose(0, 1) for x in made[n]] for n in names)
+    return [tuple(torch.complex(*x.double().chunk(2, -1)) for x in layer) for layer in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "names"), [("llama", ("q_proj", "k_proj")), ("qwen3", ("q_norm", "k_norm"))])
+def test_queries_are_those_before_rope_and_distances_by_complex_numbers(family, names):
+    model = tiny_model(family, layers=2)
+    (found,) = layers_of(model, PIECE)
+    speeds = model.model.rotary_emb.inv_freq.double()
+    for layer, (q, k) in zip(found, before_rope(model, PIECE, names), strict=True):
+        distances, (total, moduli, products) = layer.queries
+        heads, dim = len(q), 2 * len(speeds)
+        rows = torch.cat([q.real, q.imag], -1)
+        torch.testing.assert_close(total.view(heads, dim), rows.sum(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(moduli.view(heads, dim // 2), q.abs().sum(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(products.view(heads, dim, dim), rows.mT @ rows, atol=1e-3, rtol=1e-4)
+        for head in range(len(k)):
+            wanted = 0.0
+            for query in q.mean(1)[head * heads // len(k) :][: heads // len(k)]:
+                asking, key = query * torch.polar(torch.ones_like(speeds), 499 * speeds), k[head].mean(0)
+                turned = [key * torch.polar(torch.ones_like(speeds), at * speeds) for at in range(500)]
+                logits = torch.stack([(asking * one.conj()).sum().real / dim**0.5 for one in turned])
+                shares = [a * (500 - at) / 500 for at, a in enumerate(logits.softmax(0).tolist())]
+                wanted += sum(shares) / (heads // len(k))
+            assert float(distances[head]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_statistics_are_of_all_fitted_tokens_and_numbers_of_heads_are_means_of_texts():
+    model, texts = tiny_model("llama", layers=2), [text[:150] for text in generated_texts(words=60, rounds=2)]
+    made = kvpass.calibrate(model, Letters(), texts=texts, tokens=90)
+    fitted = [piece for number, piece in enumerate(fit._pieces(Letters(), texts, 90)) if number % 4 != 3]
+    assert len({len(piece.prompt) for piece in fitted}) > 1, "tokens count, not texts"
+    runs = layers_of(model, *fitted)
+    every = [before_rope(model, piece, ("q_proj", "k_proj")) for piece in fitted]
+    for layer in range(2):
+        q = torch.cat([one[layer][0] for one in every], 1)
+        rows, heads = torch.cat([q.real, q.imag], -1), len(q)
+        found = {name: x[layer].flatten(0, 1) for name, x in made.queries.items() if name.startswith("query")}
+        torch.testing.assert_close(found["query_mean"], rows.mean(1), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found["query_modulus"], q.abs().mean(1), atol=1e-5, rtol=1e-4)
+        spread = torch.stack([torch.cov(rows[head].T, correction=0) for head in range(heads)])
+        torch.testing.assert_close(found["query_covariance"], spread, atol=1e-5, rtol=1e-4)
+        of_texts = [run[layer] for run in runs]
+        most = sum(one.most for one in of_texts) / len(runs)
+        torch.testing.assert_close(made.head_maxima[layer], most)
+        distances = sum(one.queries.distances for one in of_texts) / len(runs)
+        torch.testing.assert_close(made.queries["head_distances"][layer], distances)
 
 
 @pytest.mark.parametrize("where", ["a piece", "its sums", "a piece held out"])
@@ -138,11 +203,19 @@ def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
     assert left.is_file()
     other = kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}, resume=shutil.copy(left, tmp_path / "other"))
     assert torch.equal(other.r2, kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}).r2), "it begins again"
+    held = torch.load(left)
+    del held["queries"]
+    torch.save(held, tmp_path / "older")
+    seen = [fit._PartialFile(path, held["of"]).read(model.device).pieces for path in (left, tmp_path / "older")]
+    assert seen == [held["pieces"], 0], "a file of an older version begins again"
     monkeypatch.setattr(fit, "_run", lambda *args: calls.append(args) or run(*args))
     found = kvpass.calibrate(model, Letters(), **given, resume=left)
     assert pieces < len(calls) < pieces + last and not left.exists(), "the first piece is in the file at least"
-    for name in ("weight", "bias", "head_shares", "r2"):
+    for name in ("weight", "bias", "head_shares", "head_maxima", "r2"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.queries.keys() == {"head_distances", "query_mean", "query_modulus", "query_covariance"}
+    for name, x in expected.queries.items():
+        assert torch.equal(found.queries[name], x), name
     assert (found.fitted, found.texts) == (expected.fitted, expected.texts)
 
 
@@ -156,19 +229,44 @@ def test_a_file_serves_its_model_in_other_dtypes_and_no_other_model(tmp_path):
     with safe_open(path, "pt") as file:
         told = file.metadata()
         assert torch.equal(file.get_tensor("r2"), made.r2.float())
+        assert torch.equal(file.get_tensor("head_maxima"), made.head_maxima.float())
     assert (told["kvpass_model"], told["kvpass_texts"]) == (made.model, made.texts)
-    given = {"policy": "kvzap", "budget": 20, "window": 4, "backend": "eager", "weights": str(path)}
-    for split, dtype in (("layers", torch.float32), ("file", torch.bfloat16)):
-        fast = kvpass.compile(copy.deepcopy(model).to(dtype), split=split, **given)
-        assert int(fast.compress(random_ids(1, 50)).lengths.sum()) == 3 * 2 * 20
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.mul_(1.1)
-    with pytest.raises(ValueError, match="'kvzap' was given a file that was made for another model"):
-        kvpass.compile(other, **given)
-    fast = kvpass.compile(other, policy="full", backend="eager")
-    with pytest.raises(ValueError, match="made for another model"):
-        fast.set_policy("kvzap", 20, window=4, weights=str(path))
+    own, others = (kvpass.compile(one, policy="full", backend="eager") for one in (model.bfloat16(), other))
+    served = [
+        ("kvzap", {"weights": str(path)}),
+        ("kvzap", {"weights": str(path), "split": "file"}),
+        ("duo_attention", {"head_map": str(path), "sinks": 2}),
+        ("duo_attention", {"head_map": str(path), "rule": "distances", "sinks": 2}),
+        ("expected_attention", {"statistics": str(path)}),
+        ("triattention", {"statistics": str(path)}),
+        ("lava", {"decode_policy": "triattention", "decode_statistics": str(path), "decode_window": 4}),
+    ]
+    for policy, options in served:
+        own.set_policy(policy, 20, window=4, **options)
+        assert int(own.compress(random_ids(1, 50)).lengths.sum()) == 3 * 2 * 20
+        reader = options.get("decode_policy", policy)
+        with pytest.raises(ValueError, match=f"'{reader}' was given a file that was made for another model"):
+            kvpass.compile(other, policy=policy, budget=20, window=4, backend="eager", **options)
+        with pytest.raises(ValueError, match="made for another model"):
+            others.set_policy(policy, 20, window=4, **options)
+
+
+def test_a_model_whose_rotary_embedding_is_not_found_has_no_statistics_of_queries(tmp_path):
+    model, path = tiny_model("phi"), tmp_path / "kvzap.safetensors"
+    with pytest.warns(UserWarning, match="no statistics of queries and no head_distances: .*rotary embedding"):
+        kvpass.calibrate(model, Letters(), texts=generated_texts(words=50, rounds=1), tokens=64).save(path)
+    assert not [name for name in load_file(path) if name.startswith(("query", "head_distances"))]
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    for policy, options in (("kvzap", {"weights": str(path)}), ("duo_attention", {"head_map": str(path), "sinks": 2})):
+        fast.set_policy(policy, 20, window=4, **options)
+        assert int(fast.compress(random_ids(1, 50)).lengths.sum()) == 3 * 2 * 20
+    with pytest.raises(ValueError, match="holds no head_distances"):
+        fast.set_policy("duo_attention", 20, window=4, head_map=str(path), rule="distances")
+    with pytest.raises(ValueError, match="lacks query_mean or query_modulus, which"):
+        fast.set_policy("triattention", 20, statistics=str(path))
 
 
 def test_pieces_have_the_chat_template_around_them_and_its_request_behind():

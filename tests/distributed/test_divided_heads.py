@@ -28,7 +28,7 @@ from kvpass.policies.plan import plan
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import ONE_PROCESS, Ranks, digest
 from pairwise import pairwise
-from tiny_models import kvzap_file
+from tiny_models import kvzap_file, statistics_file
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
 NUMBERS = tuple(range(LAYERS))
@@ -192,6 +192,17 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
             "entering": ENTERING[:, :, :TOKENS],
         }
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
+
+
+@pytest.mark.parametrize("name", ["expected_attention", "triattention"])
+def test_threads_read_their_heads_of_statistics_in_a_file(name):
+    path = statistics_file((LAYERS, KV_HEADS, GROUP), DIM)
+    policy = resolve(name, window=6, statistics=path, **OPTIONS.get(name, {}))
+    prompt, start = text(TOKENS, 3), torch.tensor([0, 9])
+    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
+    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
+    own = resolve(policy, statistics=None)
+    assert not torch.equal(found, kept(own, *prompt, start, ONE_PROCESS)), "the file decides"
 
 
 def test_threads_keep_together_what_is_above_a_threshold():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
@@ -12,12 +14,11 @@ from kvpass.cache import layers as store
 from kvpass.kernels import cpu
 from kvpass.ops import reference
 from kvpass.policies.plan import plan
-from kvpass.policies.triattention import save_statistics
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import pairwise, quick
 from recorded_calls import recorded_calls
-from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
+from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, statistics_file, tiny_model
 
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
@@ -260,51 +261,44 @@ def test_inductor_evicts_from_full_buffers_as_eager_does(policy):
 
 
 @torch.no_grad()
-def test_statistics_of_a_text_serve_another_prompt(tmp_path):
-    """They are those of the queries of the uncompiled model before RoPE, and alone decide what is kept."""
-    path = tmp_path / "statistics"
-    model, fast = compiled_once("llama", layers=2, backend="eager", budget=BUDGET, policy="triattention", buffer=5)
-    text, prompt, made = random_ids(1, 70, seed=5), random_ids(2, 40), []
-    save_statistics(fast(text).past_key_values.full_layers[0].rule_rows, path)
-    projections = [layer.self_attn.q_proj for layer in model.model.layers]
-    hooks = [x.register_forward_hook(lambda module, given, out: made.append(out)) for x in projections]
-    model(text)
-    for hook in hooks:
-        hook.remove()
-    heads = model.config.num_attention_heads
-    queries = torch.stack(made).unflatten(-1, (heads, -1))[:, 0].transpose(1, 2)
-    modulus = torch.complex(*queries.chunk(2, -1)).abs().mean(2)
-    found = load_file(path)
-    assert_close("mean", found["mean"].flatten(1, 2), queries.mean(2), atol=1e-5)
-    assert_close("modulus", found["modulus"].flatten(1, 2), modulus, atol=1e-5)
+def test_statistics_of_a_file_alone_decide_what_is_kept():
+    held, prompt = load_file(statistics_file()), random_ids(2, 40)
+    _, fast = compiled_once("llama", layers=2, backend="eager", budget=BUDGET, policy="triattention", buffer=5)
     own = fast(prompt).past_key_values
-    fast.set_policy("triattention", BUDGET, buffer=5, statistics=str(path))
+    fast.set_policy("triattention", BUDGET, buffer=5, statistics=statistics_file())
     cache = fast(prompt).past_key_values
-    assert_close("rows", cache.full_layers[0].rule_rows[:, 1, ..., 0, :], found["mean"], atol=0)
+    for row in (0, 1):
+        rows = cache.full_layers[0].rule_rows[:, row]
+        assert_close("mean", rows[..., 0, :], held["query_mean"], atol=0)
+        assert_close("modulus", rows[..., 1, :8], held["query_modulus"], atol=0)
     assert not torch.equal(cache.positions, own.positions)
-    other = kvpass.compile(model, policy="triattention", budget=BUDGET, statistics=str(path), backend="eager")
-    assert torch.equal(other(prompt).past_key_values.positions, cache.positions)
+    fast.set_policy("triattention", BUDGET, buffer=5)
 
 
-def test_statistics_that_do_not_fit_are_refused(tmp_path):
-    fast = compiled(policy="triattention", layers=2)
-    rows = fast(random_ids(2, 30)).past_key_values.full_layers[0].rule_rows
-    with pytest.raises(ValueError, match=r"rule_rows.shape=\(2, 2, .*must be \[L, 1, K, G, 3, D\]"):
-        save_statistics(rows, tmp_path / "two")
-    save_statistics(rows[:1, :1], tmp_path / "one layer")
-    save_statistics(rows[:, :1] * float("nan"), tmp_path / "nan")
+@pytest.mark.parametrize("policy", ["triattention", "expected_attention"])
+def test_statistics_that_do_not_fit_are_refused(policy, tmp_path):
+    other = "query_modulus" if policy == "triattention" else "query_covariance"
+    held = load_file(statistics_file())
+    save_file({name: x for name, x in held.items() if name != other}, tmp_path / "lacks")
+    save_file(held | {"query_mean": held["query_mean"] * torch.nan}, tmp_path / "nan")
     (tmp_path / "text").write_text("no tensors")
+    _, fast = compiled_once("llama", layers=2, backend="eager", budget=None, policy="full")
     messages = {
         "none": "cannot be read",
         "text": "cannot be read",
-        "nan": "finite",
-        "one layer": r"holds .*\(1, .*need",
+        "nan": "query_mean: all values must be finite",
+        "lacks": f"lacks query_mean or {other}, which 'kvpass calibrate' writes",
     }
     for name, message in messages.items():
-        fast.set_policy("triattention", BUDGET, statistics=str(tmp_path / name))
-        with pytest.raises(ValueError, match=message):
-            fast(random_ids(1, 30))
-    fast.set_policy("triattention", BUDGET)
+        with pytest.raises(ValueError, match=f"statistics=.*{message}"):
+            fast.set_policy(policy, BUDGET, statistics=str(tmp_path / name))
+    shutil.copy(statistics_file((1, 2, 2)), tmp_path / "file")
+    fast.set_policy(policy, BUDGET, statistics=str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"holds .*\(1, 2, 2, 16\).*need .*\(2, 2, 2, 16\)"):
+        fast(random_ids(1, 30))
+    shutil.copy(statistics_file(), tmp_path / "file")
+    fast.set_policy(policy, BUDGET, statistics=str(tmp_path / "file"))
+    assert int(fast(random_ids(1, 30)).past_key_values.lengths.sum()) == BUDGET * 4, "it is read again"
 
 
 def test_eviction_while_decoding_can_be_turned_off():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import kvpass
 from kvpass.policies import from_spec, resolve
@@ -79,6 +80,47 @@ def test_a_published_map_decides_what_rows_of_any_padding_keep_and_a_saved_cache
     assert loaded.policy == cache.policy == resolve("duo_attention", head_map=HEAD_MAP, sinks=3, window=5)
     step = random_ids(2, 1)
     assert torch.equal(*(fast(step, past_key_values=one).logits for one in (cache, loaded)))
+
+
+def fitted(path: Path, **held: torch.Tensor) -> str:
+    save_file(held, path, metadata={"kvpass_model": "digest"})
+    return str(path)
+
+
+@pytest.mark.parametrize("rule", [None, "maxima", "distances"])
+def test_a_file_of_calibrate_has_a_map_by_each_rule(rule, tmp_path):
+    maps = {"head_maxima": torch.rand(3, 2), "head_distances": torch.rand(3, 2)}
+    path = fitted(tmp_path / "file", **maps, other=torch.tensor([torch.nan]))
+    given = {} if rule is None else {"rule": rule}
+    policy = resolve("duo_attention", head_map=path, sinks=3, window=5, **given)
+    rows = maps[f"head_{rule or 'maxima'}"].tolist()
+    assert policy.head_map == tuple(map(tuple, rows)) and policy.made_for() == policy.of_model == "digest"
+    q, k, v = torch.randn(3, 3, 1, 2, 30, 4)
+    assert torch.equal(plan(policy, q, k, v, budget=17).keep[:, 0], kept_of(rows, 30, 17, 5, 3))
+    assert from_spec(policy.spec) == policy == resolve(policy, head_map=path, **given)
+    assert resolve(policy, sinks=4).of_model == "digest"
+    folder = published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)
+    for other in (rows, folder):
+        assert resolve(policy, head_map=other).made_for() is None, "a map of another kind is not of that model"
+
+
+def test_a_file_without_the_map_and_a_rule_without_a_file_are_refused(tmp_path):
+    path = fitted(tmp_path / "file", head_maxima=torch.rand(3, 2))
+    with pytest.raises(ValueError, match="holds no head_distances: a newer 'kvpass calibrate' writes"):
+        resolve("duo_attention", head_map=path, rule="distances")
+    with pytest.raises(ValueError, match="rule='distance': must be one of 'maxima', 'distances'"):
+        resolve("duo_attention", head_map=path, rule="distance")
+    for head_map in (HEAD_MAP, published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)):
+        with pytest.raises(ValueError, match="rule='distances': is of a file of 'kvpass calibrate'"):
+            resolve("duo_attention", head_map=head_map, rule="distances")
+    with pytest.raises(ValueError, match="rule='distances': is of a file"):
+        resolve(resolve("duo_attention", head_map=path), rule="distances")
+    for name, held in {"nan": torch.tensor([[torch.nan]]), "vector": torch.ones(3)}.items():
+        with pytest.raises(ValueError, match="head_map="):
+            resolve("duo_attention", head_map=fitted(tmp_path / name, head_maxima=held))
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ValueError, match="cannot be read"):
+        resolve("duo_attention", head_map=str(tmp_path / "text"))
 
 
 def test_numbers_of_a_file_are_clipped_and_options_come_before_its_sizes(tmp_path):

@@ -313,7 +313,7 @@ def test_contract_5_triattention_keeps_what_the_authors_keep(path, tmp_path):
         extra_input(path, about, name).unflatten(1, (prompt[1].shape[2], -1))
         for name in ("q_mean_real", "q_mean_imag", "q_abs_mean")
     )
-    save_file({"mean": torch.cat([real, imaginary], -1), "modulus": modulus}, tmp_path / "statistics")
+    save_file({"query_mean": torch.cat([real, imaginary], -1), "query_modulus": modulus}, tmp_path / "statistics")
     turns = extra_input(path, about, "inv_freq").expand(prompt[1].shape[0], -1)
     options = {"aggregate": params["score_aggregation"], "group": params["group_aggregation"], "parity": "code"}
     options |= {"longest": params["offset_max_length"], "statistics": str(tmp_path / "statistics")}

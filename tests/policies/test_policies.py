@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kvpass.operands import PolicyInputs
@@ -270,10 +271,16 @@ def test_heads_of_dropkv_share_equally_unless_they_compete():
     assert equal.tolist() == [16, 16] and compete[1] > compete[0] > W and compete.sum() == 32
 
 
-@pytest.mark.parametrize("covariance", [True, False])
-def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotation(obs, covariance):
-    """With matrices of rotation, one for each position, and one query after the other; float64."""
+@pytest.mark.parametrize(("covariance", "fitted"), [(True, False), (False, False), (True, True)])
+def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotation(obs, covariance, fitted, tmp_path):
+    """With matrices of rotation, one for each position, and one query after the other; float64.
+
+    Or mean and covariance are those of a file; then no query is read.
+    """
     turns, sinks, ahead = torch.tensor([1.0, 0.1]), 3, 7
+    held = {"query_mean": torch.randn(L, K, G, D), "query_covariance": torch.rand(L, K, G, D, D) + torch.eye(D)}
+    held["query_covariance"] = held["query_covariance"] + held["query_covariance"].mT
+    save_file(held, tmp_path / "file")
     obs = dataclasses.replace(obs, asked=PolicyInputs(frequencies=turns))
 
     def rotation(position: int) -> Tensor:
@@ -290,6 +297,8 @@ def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotat
         queries = [rotation(i).T @ obs.queries[0, head, i].double() for i in range(sinks, N)]
         mean = sum(queries) / len(queries)
         spread = sum(torch.outer(q - mean, q - mean) for q in queries) / len(queries)
+        if fitted:
+            mean, spread = (x.flatten(1, 2)[obs.layer, head].double() for x in held.values())
         turned = mean_rotation @ spread @ mean_rotation.T * float(covariance)
         logits = [
             0.5 * (mean_rotation @ mean) @ key + 0.125 * key @ turned @ key
@@ -298,8 +307,11 @@ def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotat
         want[head // G] += torch.stack(logits).softmax(0) / G
     want = (want + 0.02) * obs.values[0, :, sinks:].double().norm(dim=-1)
     score = torch.cat([torch.full((K, sinks), want.max() + 1), want], 1)[:, :M]
-    policy = resolve("expected_attention", window=W, sinks=sinks, n_future=ahead, epsilon=0.02, covariance=covariance)
-    assert_score(policy, obs, score.tolist())
+    options = {"statistics": str(tmp_path / "file")} if fitted else {}
+    options |= {"sinks": sinks, "n_future": ahead, "epsilon": 0.02, "covariance": covariance}
+    if fitted:
+        obs = dataclasses.replace(obs, queries=obs.queries[:, :, N:])
+    assert_score(resolve("expected_attention", window=W, **options), obs, score.tolist())
 
 
 def test_expected_attention_keeps_short_prompts_from_the_front(obs):

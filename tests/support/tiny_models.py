@@ -66,6 +66,16 @@ def kvzap_file(layers: int = 3, kv_heads: int = 2, hidden: int = 64) -> str:
     return str(path)
 
 
+@functools.cache
+def statistics_file(heads: tuple[int, int, int] = (2, 2, 2), dim: int = 16) -> str:
+    """Return the path of a file of random statistics of queries, of layers, KV heads and query heads of each."""
+    path = Path(_FILES.name, f"statistics-{'-'.join(map(str, heads))}-{dim}.safetensors")
+    generator = torch.Generator().manual_seed(7)
+    sizes = {"query_mean": (dim,), "query_modulus": (dim // 2,), "query_covariance": (dim, dim)}
+    save_file({name: torch.rand(*heads, *size, generator=generator) for name, size in sizes.items()}, path)
+    return str(path)
+
+
 _SLIDING = {**LLAMA_LIKE, "head_dim": 16, "sliding_window": 24}
 _FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 _FALCON = {**_LAYERED, "new_decoder_architecture": False}
