@@ -221,7 +221,7 @@ def exact(options: ExactOptions) -> None:
 @app.command()
 @_with_options
 def calibrate(options: CalibrateOptions) -> None:
-    """Fit the maps of policy 'kvzap' for a model: from what enters attention to KVzip+'s scores."""
+    """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
     _import_libraries()
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
