@@ -16,6 +16,7 @@ from pairwise import quick
 from support_table import listed, supported_row
 from tiny_models import FAMILIES, LATENT, NEWEST, ROTATED, compiled_once, left_pad, random_ids, step_logits, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
@@ -24,14 +25,14 @@ PROMPT, NEW = 61, 12
 LIKE_LLAMA = {"llama_mha", "mistral", "qwen2", "olmo2", "granite", "starcoder2", "qwen3_moe", "mistral_sliding", "opt"}
 LIKE_LLAMA |= {"phi", "phi3", "gptj", "mpt", "cohere2", "bloom", "gpt2"}
 """Families whose attention others have too: under ``exhaustive`` alone."""
-OFTEN = [family for family in FAMILIES if family not in LATENT.keys() | LIKE_LLAMA]
+COMPARED_ELSEWHERE = {"gpt_neox", "gpt_oss", "llama4"}
+"""And these: in every run, padded rows of them are compared with the model below, or in test_chunked_attention.py."""
+OFTEN = [family for family in FAMILIES if family not in LATENT.keys() | LIKE_LLAMA | COMPARED_ELSEWHERE]
 EVERY_POLICY = ["llama", "qwen3", "mixtral", "gemma2", "gemma3", "falcon"]
 SOME = {family: ["lava"] for family in OFTEN}
 SOME |= {family: ["lava", *POLICIES[i :: len(EVERY_POLICY)]] for i, family in enumerate(EVERY_POLICY)}
 """Policies tried on the first layers of a family: all on some family; on every whole family under ``exhaustive``."""
-LAYERS = dict.fromkeys(
-    ("llama", "gemma2", "gemma3", "cohere2", "gpt_oss", "smollm3", "gpt_neo", "deepseek_v3", "llama4"), 2
-)
+LAYERS = dict.fromkeys(("llama", "gemma2", "gemma3", "smollm3", "gpt_neo", "deepseek_v3"), 2)
 """Of families whose layers differ, and of llama, two; of others one."""
 MASKED = ["llama", "gpt_neox", "gpt_oss"]
 """Families compared with the masked oracle in every run."""

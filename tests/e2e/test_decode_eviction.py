@@ -20,6 +20,7 @@ from pairwise import pairwise, quick
 from recorded_calls import recorded_calls
 from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, statistics_file, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
     "tova": {},
@@ -31,7 +32,7 @@ RULES = {
 }
 OF_TOKENS = {"kvzap": {"window": 6, "weights": kvzap_file(2), "evict_during_decode": True}}
 """Compared with scores by hand in test_kvzap.py; of two layers."""
-BUDGET, STEPS = 16, 24
+BUDGET, STEPS = 16, 16
 
 
 def compiled(layers=2, budget=BUDGET, **options):

@@ -14,6 +14,7 @@ from kvpass.compiler.capture import CaptureCache
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW, DRAFTS = 24, 8
 STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)

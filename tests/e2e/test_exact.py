@@ -275,7 +275,7 @@ def test_questions_of_several_lengths_about_one_document(entries):
         assert torch.equal(second[row, -NEW:], greedy(model, text, attention_mask=text * 0 + 1)[0, -NEW:])
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.exhaustive), 5])
 def test_sampled_answers_have_the_distribution_of_the_full_cache(rows):
     """Every text of three tokens out of two each, as often as the uncompiled model has it (chi-squared test)."""
     model, fast = fast_model(budget=40)

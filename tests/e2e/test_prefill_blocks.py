@@ -18,6 +18,7 @@ from numeric_checks import assert_close
 from pairwise import each_value, quick
 from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 WHOLE = 10**6
 OPTIONS = POLICY_OPTIONS | {"full": {"budget": None}, "kvzap": {"weights": kvzap_file()}}
 UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3", "llama4"]
@@ -57,11 +58,11 @@ def test_blocks_give_the_logits_of_the_uncompiled_model(family):
     assert [record.not_in_blocks for record in fast.report().compiled] == [""] * 2
 
 
-@each_value(policy=sorted(POLICIES), block=(2, 13, 100))
+@each_value(policy=sorted(POLICIES), block=(2, 13, 50))
 def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
     options = {"budget": 24, "window": 8, **OPTIONS.get(policy, {})}
     _, fast = compiled_once("llama", layers=3, policy=policy, backend="eager", **options)
-    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (150, 61, 150)])
+    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (75, 41, 75)])
     assert_same(fast, block, ids, mask)
 
 
@@ -69,7 +70,7 @@ def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
 @given(
     lengths=st.tuples(st.integers(2, 70), st.integers(2, 70)),
     block=st.integers(2, 80),
-    logits_to_keep=st.sampled_from([0, 1, 5]),
+    logits_to_keep=st.sampled_from([0, 5]),
     policy=st.sampled_from(["lava", "h2o"]),
 )
 def test_lengths_paddings_and_blocks(lengths, block, logits_to_keep, policy):

@@ -22,6 +22,7 @@ from kvpass.compiler.backend import PhaseCompiler
 from kvpass.frontends.transformers import CompressedModel
 from tiny_models import left_pad, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 OPTIONS = {"budget": 16, "window": 8, "backend": "eager"}
 
 

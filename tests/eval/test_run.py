@@ -124,7 +124,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
 
 
 def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_path, monkeypatch):
-    changes = {"policies": "full,snapkv:window=8,tova:window=8", "scopes": "prompt,context", "samples": 3}
+    changes = {"policies": "full,snapkv:window=8,tova:window=8", "scopes": "prompt,context", "samples": 2}
     read, prefill = [], Prefill.__call__
     monkeypatch.setattr(Prefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
     with monkeypatch.context() as patch:

@@ -180,7 +180,7 @@ def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
 
 
 def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_one_taken_afterwards():
-    model = tiny_model("gpt_neo", layers=2)
+    model = tiny_model("gpt_neo", layers=1)
     fast = kvpass.compile(model, policy="full", backend="eager")
     for tokens, reason in ((256, "for exactly 256 tokens"), (257, "fails on an input of 257 tokens")):
         with pytest.raises(ValueError, match=reason):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -17,6 +17,10 @@ if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
     for library in ("triton.language.standard", "triton.language"):
         if library in sys.modules:
             importlib.reload(sys.modules[library])
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    from cheap_interpreter import cheap_interpreter
+
+    cheap_interpreter()
 
 
 ON_CPU_TENSORS = {

@@ -25,7 +25,7 @@ from kvpass.policies.plan import Plan
 from kvpass.policies.plan import plan as plan_without_weights
 from kvpass.policies.replay import Replayed, most_attended
 from numeric_checks import Largest, observe, prefill_buffers
-from pairwise import pairwise
+from pairwise import each_value, pairwise
 
 BUILT_IN = [
     name for name, kind in POLICIES.items() if kind.__module__.startswith("kvpass.policies.") and not kind.of_one_model
@@ -174,8 +174,7 @@ def test_contract_4_rows_do_not_influence_each_other(variant):
         assert torch.equal(together.decode_keep[:, :, row], alone.decode_keep[:, :, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@each_value(variant=VARIANTS, dtype=[torch.float16, torch.bfloat16])
 def test_half_precision_inputs_give_the_fp32_decision(variant, dtype):
     name, options = variant
     q, k, v = (x.to(dtype) for x in tensors(5, length=40))
@@ -672,8 +671,7 @@ def test_no_statistic_holds_every_pair_of_tokens(name):
     assert q.nbytes <= largest.nbytes < 4 * 2048**2
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, ("full", {})], ids=name_of)
-@pytest.mark.parametrize("parity", ["paper", "code"])
+@each_value(variant=[*VARIANTS, ("full", {})], parity=["paper", "code"])
 def test_no_decision_needs_a_value_on_the_host(variant, parity):
     """Tensors without data: reading a value, boolean indexing or a data-dependent shape raises."""
     name, options = variant

@@ -22,6 +22,7 @@ from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.tova import Tova
 from tiny_models import compiled_once, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TAUS = {"tau1": 1.0, "tau2": 1.0}
 

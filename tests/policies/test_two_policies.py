@@ -22,6 +22,7 @@ from masked_oracle import kept_columns
 from recorded_calls import recorded_calls
 from tiny_models import compiled_once, kvzap_file, left_pad, random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("captures_kept")
 LAYERS, BUDGET, STEPS = 3, 16, 30
 KVZAP = {"weights": kvzap_file(LAYERS)}
 PAIRS = {

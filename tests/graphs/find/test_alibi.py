@@ -16,6 +16,7 @@ from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.self_check import self_check_pass
+from pairwise import each_value
 
 PASSES = [
     find_attention_pass, find_eager_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass,
@@ -77,8 +78,7 @@ def run(forms, capture, *, batch: int = 2, tokens: int = T, **options):
     return capture(attend, [torch.randn(batch, tokens, 3 * H, D)], PASSES, **options)
 
 
-@pytest.mark.parametrize("batch", [2, 1])
-@pytest.mark.parametrize("door", ["SDPA", "eager"])
+@each_value(door=["SDPA", "eager"], batch=[1, 2])
 def test_slopes_become_columns_with_the_same_output(door, batch, capture) -> None:
     forms = {name: form for name, form in FORMS.items() if name.startswith("SDPA") == (door == "SDPA")}
     gm, counts = run(list(forms.values()), capture, batch=batch)

@@ -319,8 +319,18 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs) 
         capture(lambda ids, positions: model(first_ids(ids), positions), inputs())
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("name", quick([*BY_POSITION], [*BY_POSITION][::3]))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    quick_rows(
+        [*itertools.product(BY_POSITION, ["before", "after"])],
+        [
+            ("nothing", "before"),
+            ("the first that is given", "after"),
+            ("first feature", "before"),
+            ("not a number", "after"),
+        ],
+    ),
+)
 def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs) -> None:
     capture(Mixed(decoder(), BY_POSITION[name], place, True), inputs())
 
