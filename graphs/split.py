@@ -46,6 +46,11 @@ class Part:
     outputs: tuple[Node, ...]
     key: Hashable
 
+    @property
+    def runs(self) -> bool:
+        """Whether it has results or writes into its inputs; one that computes sizes that nothing reads does neither."""
+        return bool(self.outputs) or any(map(mutated_inputs, self.gm.graph.nodes))
+
 
 def is_cache_operator(node: Node) -> bool:
     """Whether a node is a ``kvpass::`` operator, and none that Inductor traces through."""
@@ -121,7 +126,7 @@ def join(
         if isinstance(piece, Node):
             copies[piece] = graph.node_copy(piece, given.__getitem__)
             continue
-        if not piece.outputs:  # sizes that nothing reads
+        if not piece.runs:
             continue
         result = graph.call_function(functions[piece.key], tuple(given[node] for node in piece.inputs))
         for place, node in enumerate(piece.outputs):
@@ -133,7 +138,7 @@ def join(
 def groups_of(pieces: Sequence[Part | Node]) -> list[list[Node]]:
     """Return for each piece the weights it reads that stay on the host."""
     read = [
-        piece.all_input_nodes if isinstance(piece, Node) else piece.inputs if piece.outputs else () for piece in pieces
+        piece.all_input_nodes if isinstance(piece, Node) else piece.inputs if piece.runs else () for piece in pieces
     ]
     return [host_weights(nodes) for nodes in read]
 

@@ -11,7 +11,7 @@ After::
 
 A layer ends where the values that later ones need take the fewest bytes: mostly the residual stream alone. Nothing but
 attention and states of recurrent layers relate tokens to tokens, as ``self_check`` showed; only positions may be looked
-A part with recurrent layers takes the states before a block and returns those after it.
+at together, in ``begin``. A part with recurrent layers takes the states before a block and returns those after it.
 
 A graph for which that does not hold is cut before and behind each attention op, and runs over all tokens at once::
 
@@ -156,7 +156,12 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
         layer_of.update(dict.fromkeys(order[first:end], layer))
     _check_writes(gm, layer_of)
 
-    between = [node for node in calls if any(layer_of.get(user, -1) > layer_of[node] for user in _users(node))]
+    entered = {attention_input(site.q, site.k, site.v): site.node for site in sites}  # policies read it with attention
+    between = [
+        node
+        for node in calls
+        if any(layer_of.get(user, -1) > layer_of[node] for user in (*_users(node), entered.get(node, node)))
+    ]
     axes = {node: axis for node in placeholders(gm) if (axis := _token_axis(node, tokens)) is not None}
     for node in between:
         axis, value = _token_axis(node, tokens), recorded(node)
@@ -186,7 +191,7 @@ def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
     Args:
         reason: why it does not run in blocks.
     Raises:
-        CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`.
+        CannotSplitError: as :func:`_layers`.
     """
     _attend_expanded(gm)
     results: Any = gm.graph.output_node().args[0]
@@ -206,7 +211,16 @@ def _layers(gm: GraphModule, sites: Sequence[Site], pieces: Sequence[Node | list
 
     Args:
         pieces: nodes of what runs once, then for each layer those before its attention op, the op, and those after it.
+    Raises:
+        CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`; or what comes after an attention op writes into
+            its queries, keys or values, of which entries are kept when it has run.
     """
+    for site, after in zip(sites, pieces[3::3], strict=True):
+        assert isinstance(after, list)
+        kept = {storage_of(operand) for operand in (site.q, site.k, site.v)}
+        for node in after:
+            if not kept.isdisjoint(map(storage_of, mutated_inputs(node))):
+                raise CannotSplitError(f"{node.name} writes into queries, keys or values")
     entering = [attention_input(site.q, site.k, site.v) for site in sites]
     parts: list[Any] = make_parts(gm, pieces, [node for node in entering if node is not None])
     layers = [

@@ -135,7 +135,8 @@ class PhaseCompiler:
     Attributes:
         compiler: ``"inductor"``, or ``"eager"`` to run the rewritten graph as it is.
         layers: attention layers the model is known to have; None when unknown.
-        regions: compile each distinct part between attention ops once; "auto": where that pays.
+        regions: compile each distinct part of what continues a cache once, as always of a prompt; "auto": where that
+            pays.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
         reuse: memory of caches that decode in captured steps.

@@ -257,7 +257,7 @@ class LayerRun:
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, of which ``made`` are values, and which follow those of its last call."""
-        if not part.outputs:
+        if not part.runs:
             return {}
         given = [self._part(node, first, end, made) for node in part.inputs]
         found = dict(zip(part.outputs, self.decoder.functions[part.key](*given), strict=True))

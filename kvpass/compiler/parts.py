@@ -20,7 +20,7 @@ from kvpass.graphs.split import Part, groups_of, join, split_graph
 from kvpass.host_weights import HostCopies
 
 Regions = Literal["auto"] | bool
-"""Whether graphs are compiled in parts; "auto" decides by phase, number of layers and device."""
+"""Whether what continues a cache is compiled in parts; "auto" decides by phase, number of layers and device."""
 
 CompileOne = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 """Compiles a graph for these fake inputs."""
@@ -52,11 +52,11 @@ def compile_parts(gm: GraphModule, examples: Sequence[Any], compile_one: Compile
 def compile_distinct(
     gm: GraphModule, parts: Sequence[Part], examples: Sequence[Any], compile_one: CompileOne
 ) -> dict[Hashable, Callable[..., Any]]:
-    """Compile each distinct part of a graph that has results; return the functions by key."""
+    """Compile each distinct part of a graph that runs; return the functions by key."""
     given = dict(zip(placeholders(gm), examples, strict=True))
     functions: dict[Hashable, Callable[..., Any]] = {}
     for part in parts:
-        if part.outputs and part.key not in functions:
+        if part.runs and part.key not in functions:
             inputs = [given.get(node, recorded(node)) for node in part.inputs]
             functions[part.key] = _ours(compile_one(part.gm, inputs))
     return functions

@@ -54,11 +54,12 @@ class Prefill(SplitDecoder):
         *layers, last = self.split.layers
         for layer in layers:
             prompt.run(layer, edges)
-        logits = self.split.results[0]
-        if not self.split.not_in_blocks and logits not in self.split.axes:  # they are of the last tokens
-            edges = self.last_edges(edges, block, int(recorded(logits).shape[1]))
-            writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
-            results_from = 0 if writes else edges[-2]
+        if not self.split.not_in_blocks:
+            (logits,) = self.split.results
+            if logits not in self.split.axes:  # they are of the last tokens
+                edges = self.last_edges(edges, block, int(recorded(logits).shape[1]))
+                writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
+                results_from = 0 if writes else edges[-2]
         prompt.run(last, edges, is_last=True, results_from=results_from)
         prompt.pack()
         prompt.store_states()

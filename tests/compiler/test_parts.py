@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,6 +128,61 @@ def test_a_part_that_writes_into_memory_that_its_inputs_share_is_refused():
     options = {"policy": "full", "compiler": "eager"}
     compiled = torch.compile(SharingMemory(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
     refused = pytest.raises(ValueError, match="writes into memory that two tensors share")
+    with refused, torch.no_grad(), kvpass.session():
+        compiled(random_ids(1, 30) % 64)
+
+
+class Summing(nn.Module):
+    """A decoder whose last call writes into a tensor that an earlier part has made, and that it returns or is given."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.returns, self.layers = returns, nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        total = x * 2 if self.returns else x
+        for layer in self.layers:
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in layer(x).chunk(3, -1))
+            total.add_(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return total if self.returns else None
+
+
+@pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_part_without_results_that_writes_into_an_input_runs(returns, compiler):
+    model, x = Summing(returns=returns), torch.randn(2, 36, 16)
+    options = {"policy": "full", "compiler": compiler, "compile_regions": True}
+    compiled = torch.compile(model, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+
+    def summed(decoder: Any, x: Tensor) -> Tensor:
+        total = decoder(x := x.clone())
+        return total if returns else x
+
+    with torch.no_grad(), kvpass.session():
+        found = torch.cat([summed(compiled, piece) for piece in x.split([30, 5, 1], 1)], 1)
+        assert_close("sum", found, summed(model, x), atol=1e-5)
+
+
+class WritingIntoValues(nn.Module):
+    """A decoder whose values are a view of the tensor to which it adds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(64, 16), nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (*layer(x).chunk(2, -1), x))
+            x += F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x @ self.embedding.weight.T
+
+
+def test_values_that_are_written_into_before_they_are_kept_are_refused():
+    options = {"policy": "full", "compiler": "eager"}
+    compiled = torch.compile(WritingIntoValues(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    refused = pytest.raises(ValueError, match="writes into queries, keys or values")
     with refused, torch.no_grad(), kvpass.session():
         compiled(random_ids(1, 30) % 64)
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import kvpass
 from kvpass.compiler import backend
 from kvpass.policies.plan import plan
 from masked_oracle import MaskedOracle, Transcript, kept_columns
+from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import VOCABULARY, added_in_place, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
+from tiny_models import VOCABULARY, added_in_place, compiled_once, kvzap_file, left_pad, random_ids, raw, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 
@@ -358,3 +360,30 @@ def test_a_decoder_that_adds_in_place_is_compressed_and_a_plan_without_inputs_is
     q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, 30, 4)
     with pytest.raises(ValueError, match=r"pass entering="):
         plan("kvzap", q, k, v, budget=BUDGET, window=WINDOW, weights=kvzap_file())
+
+
+class Narrow(nn.Module):
+    """A decoder without a residual stream, of which a layer ends behind the linear layer of the next one's queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 64)
+        self.projections = nn.ModuleList(nn.Linear(64, 24) for _ in range(3))
+        self.outputs = nn.ModuleList(nn.Linear(8, 64) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for projection, output in zip(self.projections, self.outputs, strict=True):
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in projection(x).chunk(3, -1))
+            x = output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x @ self.embedding.weight.T
+
+
+def test_blocks_of_a_layer_that_ends_behind_what_enters_attention():
+    ids, model, found = random_ids(2, 50), Narrow(), []
+    for block in (16, 50):
+        options = {"policy": "kvzap", "weights": kvzap_file(), "budget": 16, "window": 8, "prefill_block": block}
+        compiled = raw(model, {**options, "compiler": "eager"})
+        with torch.no_grad(), kvpass.session():
+            found.append(torch.cat([compiled(ids), compiled(random_ids(2, 3, seed=1))], 1))
+    assert_close("logits", *found, atol=1e-5)
