@@ -378,7 +378,7 @@ def test_bench_of_memory_tells_blocks_from_the_whole_prompt(micro_sizes, tmp_pat
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     blocks, whole = written["prefill_memory"]
-    assert written["complete"] and (blocks["tokens"], blocks["block"], whole["block"]) == (6144, 1024, None)
+    assert written["complete"] and (blocks["tokens"], blocks["block"], whole["block"]) == (6144, 1024, 6144)
     needed = blocks["needed_bytes"]
     assert needed["residual stream"] == 6144 * 32 * 4 and needed["K and V of a layer"] == 6144 * 2 * 2 * 16 * 4
     assert needed["block"] == 1024 * 2 * 2048 * 4 and needed["cache"] >= 40 * 2 * 2 * 16 * 4
