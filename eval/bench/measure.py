@@ -18,10 +18,7 @@ from transformers import PreTrainedModel
 
 REPLAY = "kvpass::replay"
 """Tokens that run only to be observed: their attention counts too."""
-KVPASS_OPERATORS = {
-    *("kvpass::column_sums", "kvpass::score_layer", "kvpass::cascade_step", "kvpass::pack"),
-    REPLAY,
-}
+KVPASS_OPERATORS = {"kvpass::column_sums", "kvpass::score_layer", "kvpass::cascade_step", "kvpass::pack", REPLAY}
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {
     "aten::scaled_dot_product_attention",

@@ -120,7 +120,7 @@ class CompileRecord:
 
 @dataclass(frozen=True)
 class _CompiledPhase:
-    """A compiled phase: what runs it, in how many parts, and records of passes."""
+    """A compiled phase: what runs it, in how many parts, records of passes, and why a prompt is not in blocks."""
 
     run: Runner
     parts: int

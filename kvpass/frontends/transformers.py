@@ -271,7 +271,7 @@ class CompressedModel(GenerateHooks):
         tokens = kwargs.pop("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
         if tokens is None:
             return config, None
-        block = self._checked_block(tokens, "prefill_chunk_size")
+        block = check_block(tokens, "prefill_chunk_size")
         if getattr(config, "prefill_chunk_size", None) is not None:
             config = copy.deepcopy(config)
             config.prefill_chunk_size = None
@@ -401,10 +401,7 @@ class CompressedModel(GenerateHooks):
 
     @prefill_block.setter
     def prefill_block(self, block: Block) -> None:
-        self._kvpass.block = self._checked_block(block, "prefill_block")
-
-    def _checked_block(self, block: object, name: str) -> Block:
-        return check_block(block, name)
+        self._kvpass.block = check_block(block)
 
     def set_budget(self, budget: BudgetLike) -> None:
         """Set the budget of later prompts; compiled graphs stay valid, since they do not depend on it.

@@ -124,14 +124,6 @@ class SharingMemory(nn.Module):
         return (x.cos() + view) @ self.embedding.weight.T
 
 
-def test_a_part_that_writes_into_memory_that_its_inputs_share_is_refused():
-    options = {"policy": "full", "compiler": "eager"}
-    compiled = torch.compile(SharingMemory(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
-    refused = pytest.raises(ValueError, match="writes into memory that two tensors share")
-    with refused, torch.no_grad(), kvpass.session():
-        compiled(random_ids(1, 30) % 64)
-
-
 class Summing(nn.Module):
     """A decoder whose last call writes into a tensor that an earlier part has made, and that it returns or is given."""
 
@@ -179,10 +171,17 @@ class WritingIntoValues(nn.Module):
         return x @ self.embedding.weight.T
 
 
-def test_values_that_are_written_into_before_they_are_kept_are_refused():
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (SharingMemory, "writes into memory that two tensors share"),
+        (WritingIntoValues, "writes into queries, keys or values"),
+    ],
+)
+def test_a_write_into_what_is_kept_or_read_elsewhere_is_refused(decoder, message):
     options = {"policy": "full", "compiler": "eager"}
-    compiled = torch.compile(WritingIntoValues(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
-    refused = pytest.raises(ValueError, match="writes into queries, keys or values")
+    compiled = torch.compile(decoder(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    refused = pytest.raises(ValueError, match=message)
     with refused, torch.no_grad(), kvpass.session():
         compiled(random_ids(1, 30) % 64)
 
