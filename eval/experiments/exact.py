@@ -81,7 +81,10 @@ class Exact:
         self.full: list[float] = []
 
     def run(self, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Answer all prompts; ``save`` gets what is known after each."""
+        """Answer all prompts; ``save`` gets what is known after each. A short answer before compiles what they need."""
+        short = self.prompts[0][:, :64].to(self.fast.device)
+        self.fast.set_policy("full")
+        self.fast.generate(short, exact=True, do_sample=False, min_new_tokens=4, max_new_tokens=4)
         with progress_bar(progress_console()) as progress:
             for ids in progress.track(self.prompts, description="prompts"):
                 self._answer(ids.to(self.fast.device))
