@@ -196,16 +196,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + (i_b * HEADS + i_h) * queries + o_r, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
 
 
-def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, queries: int | None = None) -> None:
-    """Raise if the kernels of one attention op would read an argument wrongly.
-
-    Args:
-        queries: the fewest rows that q may have; None: exactly as many as k.
-    """
+def check_site(q: Tensor, k: Tensor, v: Tensor, queries: int, start: Tensor | None = None) -> None:
+    """Raise if the kernels of one attention op would read an argument wrongly; ``queries``: the fewest rows of q."""
     b, heads, rows, d = q.shape
     kv_heads, n = k.shape[1], k.shape[2]
-    if not (rows == n if queries is None else queries <= rows <= n):
-        raise ValueError(f"q has {rows} rows: must be {f'in {queries}..{n}' if queries is not None else n}")
+    if not queries <= rows <= n:
+        raise ValueError(f"q has {rows} rows: must be in {queries}..{n}")
     check_heads(heads, kv_heads)
     if q.dtype not in DTYPES:
         raise ValueError(f"q has dtype {q.dtype}: must be float32, float16 or bfloat16")

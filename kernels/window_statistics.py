@@ -21,7 +21,6 @@ from kvpass.kernels.prefill_attention import (
     dims_case,
     dot_rows,
     hold_rows,
-    load_parts,
     logits_base2,
     precision,
 )
@@ -156,23 +155,6 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
     _store_columns(out + at, b_sum, o_k, o_k < tokens, pad, tokens)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _value_norm_kernel(  # type: ignore[no-untyped-def]
-    v, start, out, tokens, stride_vb, stride_vh, stride_vn,
-    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Store the L1 norms of one block of value rows; zero in padding."""
-    i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
-    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    m_k = (o_k < tokens) & (o_k >= tl.load(start + i_b))
-    b_v = load_parts(v + i_b * stride_vb + i_kh * stride_vh + o_k.to(tl.int64) * stride_vn, m_k, DV)
-    b_norm = tl.sum(tl.abs(b_v[0].to(tl.float32)), 1)
-    for i in tl.static_range(1, len(b_v)):
-        b_norm += tl.sum(tl.abs(b_v[i].to(tl.float32)), 1)
-    tl.store(out + (i_b * KV_HEADS + i_kh) * tokens + o_k, b_norm, mask=o_k < tokens)
-
-
 def window_statistics(
     call: Attention,
     start: Tensor,
@@ -234,32 +216,12 @@ def column_sums(
     return sums
 
 
-def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = None) -> Tensor:
-    """Return the L1 norm of each value row, fp32 ``[B, K, N]``, zero in padding.
-
-    Args:
-        values: ``[B, K, N, Dv]`` fp32, fp16 or bf16; any strides but a contiguous last dim. Dv up to 512.
-        start: first real column of each row, int32 or int64 ``[B]``.
-    """
-    check_site(values, values, values, start)
-    check_dims(1, values.shape[3])
-    b, kv_heads, n, dv = values.shape
-    norms = torch.empty(b, kv_heads, n, dtype=torch.float32, device=values.device)
-    arguments = {
-        "v": values, "start": start, "out": norms, "tokens": n,
-        **strides("bhn", v=values),
-        "KV_HEADS": kv_heads, "DV": dv,
-    }  # fmt: skip
-    launch(_value_norm_kernel, blocks(n, "BLOCK_K", b * kv_heads), arguments, "value norms", config)
-    return norms
-
-
 def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, Any]:
     """Check and return the arguments that the kernels over queries and keys share."""
     queries, keys = call.q, call.k
     b, heads, given, d = queries.shape
     n = keys.shape[2]
-    check_site(queries, keys, keys, start, queries=min(rows, n))
+    check_site(queries, keys, keys, min(rows, n), start)
     check_dims(d, 1)
     if lse.shape != (b, heads, given) or lse.dtype != torch.float32 or (given > 1 and lse.stride(2) != 1):
         raise ValueError(

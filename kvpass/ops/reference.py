@@ -7,6 +7,7 @@ statistic mixes rows, and a padded row computes exactly what it computes alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,8 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
     "pool_in_order",
     "score_layer",
 ]
+
+L = TypeVar("L", Tensor, None)
 
 _ROW_BLOCK = 512
 OWNER, RANK, POSITION = 0, 1, 2
@@ -134,22 +137,50 @@ def attend_prompt(
         start: first real column of each row, int64 ``[B]``, on the CPU. chunked: ``sliding_window`` is the size of
             chunks, each of which attends to itself alone.
     Returns:
-        output ``[B, H, T, Dv]`` in the dtype of q, zeros in padding; and what
+        output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``, zeros in padding; and what
             :func:`score_layer` needs of it, here nothing.
+    """
+
+    def attend(part: Attention, window: int | None) -> tuple[Tensor, None]:
+        return causal_attention(part, window).transpose(1, 2).contiguous().transpose(1, 2), None
+
+    return attend_rows(call, start, sliding_window, chunked, attend)[0], None
+
+
+def attend_rows(
+    call: Attention,
+    start: Tensor,
+    sliding_window: int | None,
+    chunked: bool,
+    attend: Callable[[Attention, int | None], tuple[Tensor, L]],
+) -> tuple[Tensor, Tensor | L]:
+    """As :func:`attend_prompt`: rows that begin at the same column are one call without their padding.
+
+    Args:
+        attend: takes a call without padding and its sliding window; returns output, stored as ``[B, T, H, Dv]``, and
+            log-sum-exp fp32 ``[B, H, T]``, or None.
+    Returns:
+        the same of the prompt; the log-sum-exp is ``-inf`` in padding.
     """
     b, h, t, _ = call.q.shape
     before = call.k.shape[2] - t
+    groups = list(row_groups(start))
+    if groups == [(slice(0, b), 0)] and not chunked:
+        return attend(call, sliding_window)
     out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
-    for rows, column in row_groups(start):
-        if column < before + t:
-            part = call.from_column(rows, column)
-            if chunked:
-                assert sliding_window is not None
-                real = torch.cat([causal_attention(chunk) for chunk in part.chunks(sliding_window)], 2)
-            else:
-                real = causal_attention(part, sliding_window)
-            out[rows, :, max(column - before, 0) :] = real
-    return out, None
+    lse = call.q.new_full((b, h, t), float("-inf"), dtype=torch.float32)
+    for rows, column in groups:
+        end = max(column - before, 0)
+        if end >= t:
+            continue
+        part = call.from_column(rows, column)
+        for piece in part.chunks(sliding_window) if chunked and sliding_window else [part]:
+            first, end = end, end + piece.q.shape[2]
+            live = (rows, slice(None), slice(first, end))
+            out[live], found = attend(piece, None if chunked else sliding_window)
+            if found is not None:
+                lse[live] = found
+    return out, lse
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:
@@ -320,26 +351,19 @@ def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, win
 def pack(buffers: PrefillBuffers) -> None:
     """Permute the pool once into (layer, head, position) order, empty slots last; write the offsets.
 
-    A few columns move at a time, so the copy never takes more memory than one layer's keys.
+    An eighth of the columns of a row moves at a time, so the copy takes little memory.
     """
     slots, offsets = buffers.slots, buffers.offsets
-    owner, position = slots[OWNER].long(), slots[POSITION].long()
-    groups = offsets.shape[1] - 1
-    key = torch.where(owner < 0, groups, owner) * (1 << 32) + position
-    permutation = key.argsort(dim=1)
-    counts = torch.zeros(owner.shape[0], groups + 1, dtype=torch.int64, device=owner.device)
-    counts.scatter_add_(1, torch.where(owner < 0, groups, owner), torch.ones_like(owner))
-    offsets[:, 0] = 0
-    offsets[:, 1:] = counts[:, :groups].cumsum(1)
-    for row, order in enumerate(permutation):
-        if torch.equal(order, torch.arange(order.numel(), device=order.device)):
-            continue
-        slots[:, row] = slots[:, row, order]
-        buffers.slot_stats[:, row] = buffers.slot_stats[:, row, order]
-        for pool in (buffers.pool_k, buffers.pool_v):
-            columns = max(1, pool.shape[2] // groups)
-            for block in pool[row].split(columns, dim=1):
-                block.copy_(block[order])
+    groups, rows = offsets.shape[1] - 1, torch.arange(len(offsets), device=offsets.device)[:, None]
+    owner = torch.where(slots[OWNER] == EMPTY, groups, slots[OWNER]).long()
+    order = ((owner << 32) + slots[POSITION]).argsort(dim=1)
+    bounds = torch.arange(groups + 1, device=owner.device).expand(len(offsets), -1).contiguous()
+    offsets.copy_(torch.searchsorted(owner.gather(1, order), bounds, out_int32=True))
+    for planes in (slots, buffers.slot_stats):
+        planes.copy_(planes.gather(2, order.expand(len(planes), -1, -1)))
+    for pool in (buffers.pool_k, buffers.pool_v):
+        for columns in pool.split(-(-max(pool.shape[2], 1) // 8), dim=2):
+            columns.copy_(columns[rows, order])
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:

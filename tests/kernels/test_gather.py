@@ -1,4 +1,4 @@
-"""Gather and pack, in Triton's interpreter, against loops over rows and the eager reference."""
+"""Gather, in Triton's interpreter, against loops over rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from kvpass.kernels import gather
 from kvpass.kernels.gather import assign_slots
 from kvpass.operands import Candidates, PrefillBuffers
-from kvpass.ops import reference
 from kvpass.ops.reference import OWNER, POSITION, RANK
 
 EMPTY = -1
@@ -148,67 +147,3 @@ def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         gather_winners(pool=[given.pop(name) for name in names], layer=0, **given)
     assert all(same_bits(found, wanted) for found, wanted in zip(pool.values(), before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("rows", "layers", "kv_heads", "entries", "dim", "value_dim", "dtype"),
-    [
-        (1, 2, 2, 2, 16, 16, torch.float32),
-        (2, 3, 2, 150, 80, 80, torch.float16),
-        (1, 4, 1, 129, 100, 64, torch.bfloat16),
-        (3, 2, 2, 40, 192, 128, torch.float32),
-    ],
-)
-def test_pack(
-    rows: int, layers: int, kv_heads: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> None:
-    given = make_pool(rows, entries, dim, value_dim, dtype)
-    slots = given[2]
-    groups = layers * kv_heads
-    for row in range(rows):
-        slots[OWNER, row] = torch.randint(-1, groups, (entries,))
-        slots[OWNER, row][slots[OWNER, row] == groups - 1] = 0  # one segment is empty
-        slots[POSITION, row] = torch.randperm(entries * 10)[:entries]
-    slots[:, -1, entries // 2 :] = EMPTY  # as the cache allocates them
-    given[0][-1, entries // 2 :] = torch.nan
-    expected = [tensor.clone() for tensor in given]
-    offsets, expected_offsets = torch.full((2, rows, groups + 1), -7, dtype=torch.int32)
-    reference.pack(buffers(expected, expected_offsets))
-    gather.pack(buffers(given, offsets))
-    assert torch.equal(offsets, expected_offsets)
-    for row in range(rows):
-        used = int(offsets[row, -1])
-        assert (slots[OWNER, row, used:] == EMPTY).all() and (slots[OWNER, row, :used] != EMPTY).all()
-        for found, wanted in zip(given[:2], expected[:2], strict=True):
-            assert same_bits(found[row, :used], wanted[row, :used])
-        for found, wanted in zip(given[2:], expected[2:], strict=True):
-            assert same_bits(found[:, row, :used], wanted[:, row, :used])
-
-
-def test_packing_twice_changes_nothing() -> None:
-    given = make_pool(1, 60, 16, 16, torch.float32)
-    given[2][OWNER] = torch.randint(0, 4, (1, 60))
-    given[2][POSITION] = torch.randperm(60)
-    offsets = torch.zeros(1, 5, dtype=torch.int32)
-    gather.pack(buffers(given, offsets))
-    before = [tensor.clone() for tensor in (*given, offsets)]
-    gather.pack(buffers(given, offsets))
-    assert all(same_bits(found, wanted) for found, wanted in zip((*given, offsets), before, strict=True))
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16), (80, torch.float32)])
-def test_scratch_of_pack(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only memory that grows with the pool's rows beside its tables: an eighth of it, or a sector a row."""
-    given = make_pool(1, 64, dim, dim, dtype)
-    sizes: list[int] = []
-    empty = torch.empty
-
-    def recording(*size: int, **options: torch.dtype) -> Tensor:
-        found = empty(*size, **options)
-        sizes.append(found.untyped_storage().nbytes())
-        return found
-
-    monkeypatch.setattr(torch, "empty", recording)
-    gather.pack(buffers(given, torch.zeros(1, 5, dtype=torch.int32)))
-    pool_bytes = given[0].nbytes + given[1].nbytes
-    assert sizes and sum(sizes) <= pool_bytes // 8

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass.ops.schemas  # noqa: F401
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, RecompressBuffers, RingBuffers
@@ -242,6 +243,59 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
             kept = state.slots[reference.POSITION, row, segment].long() + start[row]
             assert torch.equal(kept, columns)
             assert torch.equal(state.pool_k[row, segment], keys[layer][row, kv_head, columns]), "rows moved wrongly"
+
+
+@pytest.mark.parametrize(
+    ("entries", "dim", "value_dim", "dtype"),
+    [
+        (2, 16, 16, torch.float32),
+        (150, 80, 80, torch.float16),
+        (129, 100, 64, torch.bfloat16),
+        (40, 72, 0, torch.float32),
+    ],
+)
+def test_pack_orders_entries_by_layer_head_and_position(entries, dim, value_dim, dtype):
+    policy, rows, groups = resolve("lava", window=2), 3, 4
+    state = prefill_state(rows, 2, 2, dim, value_dim, 20, torch.zeros(rows).long(), policy, slots=entries)
+    state = state._replace(pool_k=state.pool_k.to(dtype), pool_v=state.pool_v.to(dtype))
+    for pool in (state.pool_k, state.pool_v):
+        pool.copy_(torch.randn(pool.shape))
+    state.slot_stats.copy_(torch.rand(state.slot_stats.shape))
+    for row in range(rows):
+        state.slots[reference.OWNER, row] = torch.randint(-1, groups - 1, (entries,))  # one segment is empty
+        state.slots[reference.POSITION, row] = torch.randperm(entries * 10)[:entries]
+    state.slots[:, -1, entries // 2 :] = -1  # as the cache allocates them
+    state.pool_k[-1, entries // 2 :] = float("nan")
+    before = type(state)(*(x.clone() for x in state))
+    for _ in range(2):  # the second time nothing moves
+        reference.pack(state)
+        for row in range(rows):
+            owner, _, position = before.slots[:, row].tolist()
+            order = [e for _, _, e in sorted(zip(owner, position, range(entries), strict=True)) if owner[e] >= 0]
+            bounds = [sum(0 <= owner[e] < group for e in order) for group in range(groups + 1)]
+            assert state.offsets[row].tolist() == bounds
+            used = len(order)
+            assert (state.slots[reference.OWNER, row, used:] == -1).all()
+            for name in ("pool_k", "pool_v"):
+                assert torch.equal(getattr(state, name)[row, :used], getattr(before, name)[row, order])
+            for name in ("slots", "slot_stats"):
+                assert torch.equal(getattr(state, name)[:, row, :used], getattr(before, name)[:, row, order])
+
+
+def test_pack_copies_an_eighth_of_the_pool_at_a_time():
+    state = prefill_state(1, 2, 2, 128, 128, 20, torch.zeros(1).long(), resolve("lava", window=2), slots=64)
+    copies = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.index.Tensor:
+                copies.append(found.nbytes)
+            return found
+
+    with Record():
+        reference.pack(state)
+    assert len(copies) == 16 and max(copies) == state.pool_k.nbytes // 8
 
 
 def test_a_full_pool_raises_instead_of_dropping_entries():
