@@ -260,8 +260,6 @@ class FullAttentionLayers(CachePart):
         assert rule is not None
         window = min(self.policy.window, columns)
         self.slot_positions, self.decode_state = first_slots(prompt, first, columns, window, rule.numbers_per_entry)
-        if rule.starts_at_zero:
-            self.decode_state.zero_()  # there were the scores, if layers competed
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = self.policy.decode_quota(kept, prompt.entries, available, self.ranks).contiguous()

@@ -48,9 +48,8 @@ L = TypeVar("L", Tensor, None)
 _ROW_BLOCK = 512
 OWNER, RANK, POSITION = 0, 1, 2
 """Planes of the slot table, int32 ``[3, B, E]``: ``layer * K + head`` (-1 = empty), order of entry, true position."""
-MASS, NUMBERS = 0, 1
-"""Planes of the stats, fp32: attention mass, then the numbers of the decode rule; where layers compete, the score in
-place of the first."""
+MASS, NUMBERS, SCORE = 0, 1, -1
+"""Planes of the stats, fp32: attention mass, the numbers of the decode rule; where layers compete, last the score."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
@@ -222,8 +221,7 @@ def score_layer(
         observed: returns what the policy is given for some rows, from their first column on.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
-        fp32 ``[F, B, K, N]``: the attention mass (mean over window rows and group) and the first decode state; weight
-        fp64 ``[B]``.
+        fp32 ``[F, B, K, N]``: the attention mass is a mean over window rows and group; weight fp64 ``[B]``.
     """
     b, kv_heads, n, _ = call.k.shape
     scored: list[Tensor] = []
@@ -246,7 +244,7 @@ def score_layer(
             scores = F.pad(own, (0, window), value=float("-inf"))
             stats[NUMBERS : NUMBERS + numbers, rows, :, column:] = rule.start(obs, scores)
         if policy.compares_layers:
-            stats[NUMBERS, rows, :, column : n - window] = own
+            stats[SCORE, rows, :, column : n - window] = own
         layer_weight = policy.checked_weight(obs, every)
         if layer_weight is not None:
             weight[rows] = layer_weight
@@ -332,7 +330,7 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, p
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
-    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[NUMBERS]), 1)
+    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[SCORE]), 1)
     of_layer = ranks.gather(slots[OWNER].clamp(min=0) // candidates.k.shape[1], 1)
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)

@@ -139,16 +139,9 @@ class DecodeRule:
     """Whether :attr:`Slots.token_scores` are read, of a policy that says ``scores_tokens``."""
     reads_all_heads: ClassVar[bool] = False
     """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
-    starts_at_scores: ClassVar[bool] = False
-    """Whether :meth:`start` gives the policy's scores, so that layers can compete by them (``GlobalLayers``)."""
 
     window: int = 0
     every: int = 1
-
-    @property
-    def starts_at_zero(self) -> bool:
-        """Whether every entry of a prompt starts at 0, so that what layers compete by can be in its place before."""
-        return self.numbers_per_entry == 0 or type(self).start is DecodeRule.start
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.

@@ -174,7 +174,6 @@ class OwnScores(DecodeRule):
     """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
     reads_tokens: ClassVar[bool] = True
-    starts_at_scores: ClassVar[bool] = True
 
     options: KVzap
 
