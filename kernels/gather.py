@@ -1,7 +1,5 @@
 """Movement of KV entries on CUDA, from a prompt into pool slots.
 
-Nothing is read on the host: cumulative counts tell which selected entry goes into which slot.
-
 Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
 pool: slots int32 ``[3, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry) and position
 (true position); slot_stats fp32 ``[F, B, E]``.
@@ -20,8 +18,6 @@ from kvpass.kernels.prefill_attention import load_parts, store_parts, wide_case
 from kvpass.operands import Candidates, PrefillBuffers
 
 OWNER, RANK, POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-EMPTY = -1
-"""Owner of a free slot; source of a slot that receives no entry."""
 
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "columns"])
@@ -58,30 +54,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             tl.store(slot_stats + i_stat * plane + o_slot, b_stat, mask=m_e)
 
 
-def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
-    """Assign the j-th selected entry, in (head, column) order, to the j-th free slot.
-
-    Args:
-        keep: bool ``[B, K, N]``, the entries of this layer to store in the pool.
-        owner: int32 ``[B, E]``, -1 for a free slot.
-
-    Returns:
-        int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
-
-    Raises:
-        RuntimeError: more selected entries than free slots; on CUDA a device-side assertion, noticed at the next
-            synchronisation.
-    """
-    winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
-    is_free = owner == EMPTY
-    turn = is_free.cumsum(1, dtype=torch.int32)
-    total = winners[:, -1:]
-    torch._assert_async((total <= turn[:, -1:]).all(), "more winners than free slots of the pool")
-    # the j-th selected entry is where the running count first reaches j
-    source = torch.searchsorted(winners, turn, out_int32=True)
-    return torch.where(is_free & (turn <= total), source, EMPTY)
-
-
 def gather_winners(
     source: Tensor,
     rank: Tensor,
@@ -93,8 +65,7 @@ def gather_winners(
     """Copy the entries that ``source`` names into the pool and record them in its tables; one launch.
 
     Args:
-        source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 stay
-            as they are.
+        source: int32 ``[B, E]``: flat index ``head * N + column``, or -1 for slots that stay as they are.
         rank: order of entry, int32 ``[B, K, N]``.
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.

@@ -69,14 +69,10 @@ def cascade_step(
     buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
 ) -> None:
     """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
-    from kvpass.kernels.gather import assign_slots, gather_winners
+    from kvpass.kernels.gather import gather_winners
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
-    candidates = candidates._replace(k=k, v=v)
-    keep, rank = reference.reallocate_budgets(buffers, candidates, layer, policy, ranks)
-    source = assign_slots(keep, buffers.slots[reference.OWNER])
-    gather_winners(source, rank.int().contiguous(), candidates, buffers, layer)
-    reference.keep_window(buffers, candidates, layer, min(policy.window, k.shape[2]))
+    reference.cascade_step(buffers, candidates._replace(k=k, v=v), layer, policy, ranks, gather_winners)
 
 
 pack = reference.pack

@@ -271,35 +271,66 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
 
 
 def cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
+    buffers: PrefillBuffers,
+    candidates: Candidates,
+    layer: int,
+    policy: Policy,
+    ranks: Ranks = ONE_PROCESS,
+    move: Callable[[Tensor, Tensor, Candidates, PrefillBuffers, int], None] | None = None,
 ) -> None:
     """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
     With ``ranks`` the scores are those of all heads, everything else is of the heads of this process. Writes all
     buffers but offsets and entries; the window's rows go into the first slots of the tail. A kept entry never moves.
     Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
-    """
-    k, v, start = candidates.k, candidates.v, candidates.start
-    kv_heads, n = k.shape[1:3]
-    keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
-    owner, order, position = buffers.slots
-    true_position = torch.arange(n, device=k.device) - start[:, None]
-    for row in range(k.shape[0]):
-        head, column = keep[row].nonzero(as_tuple=True)
-        free = (owner[row] == EMPTY).nonzero(as_tuple=True)[0]
-        if head.numel() > free.numel():
-            raise RuntimeError(
-                f"pool of {owner.shape[1]} slots is full at layer {layer}: {head.numel()} winners, {free.numel()} free"
-            )
-        slot = free[: head.numel()]
-        buffers.pool_k[row, slot] = k[row, head, column]
-        buffers.pool_v[row, slot] = v[row, head, column]
-        owner[row, slot] = (layer * kv_heads + head).int()
-        order[row, slot] = rank[row, head, column]
-        position[row, slot] = true_position[row, column].int()
-        buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
-    keep_window(buffers, candidates, layer, min(policy.window, n))
+    Args:
+        move: what takes the place of :func:`move_winners`.
+    """
+    keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
+    source = assign_slots(keep, buffers.slots[OWNER])
+    (move or move_winners)(source, rank.int().contiguous(), candidates, buffers, layer)
+    keep_window(buffers, candidates, layer, min(policy.window, keep.shape[2]))
+
+
+def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
+    """Assign the j-th selected entry, in (head, column) order, to the j-th free slot.
+
+    Args:
+        keep: bool ``[B, K, N]``, the entries of a layer to store in the pool. owner: int32 ``[B, E]``.
+
+    Returns:
+        int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
+
+    Raises:
+        RuntimeError: more selected entries than free slots; on CUDA a device-side assertion, noticed at the next
+            synchronisation.
+    """
+    winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
+    is_free = owner == EMPTY
+    turn = is_free.cumsum(1, dtype=torch.int32)
+    total = winners[:, -1:]
+    enough = (total <= turn[:, -1:]).all()
+    torch._assert_async(enough, f"pool of {owner.shape[1]} slots is full: more winners than free slots")
+    # the j-th selected entry is where the running count first reaches j
+    source = torch.searchsorted(winners, turn, out_int32=True)
+    return torch.where(is_free & (turn <= total), source, EMPTY)
+
+
+def move_winners(source: Tensor, rank: Tensor, candidates: Candidates, buffers: PrefillBuffers, layer: int) -> None:
+    """Copy entries into the pool and record them in its tables.
+
+    Args:
+        source: from :func:`assign_slots`. rank: order of entry, int32 ``[B, K, N]``. layer: of the entries.
+    """
+    kv_heads, n = rank.shape[1:]
+    row, slot = (source >= 0).nonzero(as_tuple=True)
+    head, column = source[row, slot].long() // n, source[row, slot].long() % n
+    buffers.pool_k[row, slot] = candidates.k[row, head, column]
+    buffers.pool_v[row, slot] = candidates.v[row, head, column]
+    tables = layer * kv_heads + head, rank[row, head, column], column - candidates.start[row]
+    buffers.slots[:, row, slot] = torch.stack(tables).int()
+    buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
 
 def reallocate_budgets(

@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.kernels import gather
-from kvpass.kernels.gather import assign_slots
 from kvpass.operands import Candidates, PrefillBuffers
 from kvpass.ops.reference import OWNER, POSITION, RANK
-
-EMPTY = -1
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_the_jth_winner_takes_the_jth_free_slot(data: st.DataObject) -> None:
-    rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))
-    entries = data.draw(st.integers(1, 20))
-    keep = torch.zeros(rows, kv_heads, columns, dtype=torch.bool)
-    owner = torch.full((rows, entries), 7, dtype=torch.int32)
-    expected = torch.full((rows, entries), -1)
-    for row in range(rows):
-        free = data.draw(st.lists(st.integers(0, entries - 1), unique=True))
-        owner[row, free] = EMPTY
-        most = min(len(free), kv_heads * columns)
-        winners = data.draw(st.lists(st.integers(0, kv_heads * columns - 1), unique=True, max_size=most))
-        keep[row].view(-1)[winners] = True
-        for slot, winner in zip(sorted(free), sorted(winners), strict=False):
-            expected[row, slot] = winner
-    source = assign_slots(keep, owner)
-    assert source.dtype == torch.int32
-    assert torch.equal(source.long(), expected)
-
-
-def test_winners_that_do_not_fit() -> None:
-    keep = torch.ones(2, 2, 3, dtype=torch.bool)
-    owner = torch.full((2, 8), EMPTY, dtype=torch.int32)
-    owner[1, 3:6] = 0
-    with pytest.raises(RuntimeError, match="more winners than free slots of the pool"):
-        assign_slots(keep, owner)
-    keep[1, 0, 0] = False
-    assert assign_slots(keep, owner)[1].tolist() == [1, 2, 3, -1, -1, -1, 4, 5]
 
 
 def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype, planes: int = 2) -> list[Tensor]:

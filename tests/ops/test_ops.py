@@ -298,6 +298,37 @@ def test_pack_copies_an_eighth_of_the_pool_at_a_time():
     assert len(copies) == 16 and max(copies) == state.pool_k.nbytes // 8
 
 
+@settings(max_examples=200)
+@given(st.data())
+def test_the_jth_winner_takes_the_jth_free_slot(data):
+    rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))
+    entries = data.draw(st.integers(1, 20))
+    keep = torch.zeros(rows, kv_heads, columns, dtype=torch.bool)
+    owner = torch.full((rows, entries), 7, dtype=torch.int32)
+    expected = torch.full((rows, entries), -1)
+    for row in range(rows):
+        free = data.draw(st.lists(st.integers(0, entries - 1), unique=True))
+        owner[row, free] = slots.EMPTY
+        most = min(len(free), kv_heads * columns)
+        winners = data.draw(st.lists(st.integers(0, kv_heads * columns - 1), unique=True, max_size=most))
+        keep[row].view(-1)[winners] = True
+        for slot, winner in zip(sorted(free), sorted(winners), strict=False):
+            expected[row, slot] = winner
+    source = reference.assign_slots(keep, owner)
+    assert source.dtype == torch.int32
+    assert torch.equal(source.long(), expected)
+
+
+def test_winners_that_do_not_fit():
+    keep = torch.ones(2, 2, 3, dtype=torch.bool)
+    owner = torch.full((2, 8), slots.EMPTY, dtype=torch.int32)
+    owner[1, 3:6] = 0
+    with pytest.raises(RuntimeError, match="more winners than free slots"):
+        reference.assign_slots(keep, owner)
+    keep[1, 0, 0] = False
+    assert reference.assign_slots(keep, owner)[1].tolist() == [1, 2, 3, -1, -1, -1, 4, 5]
+
+
 def test_a_full_pool_raises_instead_of_dropping_entries():
     policy = resolve("lava", window=2)
     q, k, v = qkv(b=1, n=20)
