@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.observation import Observation
-from kvpass.policies.scheduler import invert
+from kvpass.policies.scheduler import invert, places
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 
@@ -27,8 +27,7 @@ _BEHIND = 1 << 30
 def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
     """Rank each head's slots, best score first, ties to the lower ``storage_order``; int64 ``[B, K, C]``."""
     order = storage_order.argsort(dim=2, stable=True)
-    order = order.gather(2, scores.gather(2, order).argsort(dim=2, descending=True, stable=True))
-    return invert(order)
+    return places(scores.gather(2, order)).gather(2, invert(order))
 
 
 def evictable_slots(position: Tensor, window: int) -> Tensor:
@@ -240,8 +239,7 @@ class StoredByScore(DecodeRule):
             return super().start(obs, scores)
         scored = scores > float("-inf")
         stored = scored & ~self.is_spared(scored.sum(2), obs.entries_per_head[:, None])[:, :, None]
-        rank = invert(scores.argsort(dim=2, descending=True, stable=True))
-        return torch.where(stored, rank + 1, 0).float()[None]
+        return torch.where(stored, places(scores) + 1, 0).float()[None]
 
     def storage_order(self, slots: Slots) -> Tensor:
         """Return numbers that ascend in storage order, as :attr:`Slots.position`."""

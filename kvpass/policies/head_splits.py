@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvpass.policies.options import Parity
 from kvpass.policies.released import rank_safeguarded
-from kvpass.policies.scheduler import invert, rank_by_score, rank_entries
+from kvpass.policies.scheduler import places, rank_by_score, rank_entries
+from kvpass.policies.scores import above_all
 
 
 class HeadSplit(ABC):
@@ -96,9 +97,9 @@ def with_certain_entries(scores: Tensor, certain: Tensor) -> Tensor:
 
     They fall in their order, as far as fp32 tells it. ``-inf`` stays.
     """
-    place = invert(scores.argsort(dim=2, descending=True, stable=True))
+    place = places(scores)
     above = (place < certain[..., None]) & (scores > float("-inf"))
-    return torch.where(above, torch.finfo(torch.float32).max / (place + 2), scores)
+    return torch.where(above, above_all(place), scores)
 
 
 def normalized(scores: Tensor, entries: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_path, option
-from kvpass.policies.scheduler import invert
+from kvpass.policies.scheduler import places
+from kvpass.policies.scores import sinks_first
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 _LEAST_SHARE = 1e-6
@@ -145,8 +146,7 @@ class KVzap(Policy):
         found.check(str(self.weights), obs.num_layers, obs.kv_heads * obs.ranks.size)
         assert found.head_shares is not None
         share = obs.ranks.local_shard(found.head_shares[obs.layer], 0).clamp(min=_LEAST_SHARE)
-        place = invert(scores.argsort(dim=2, descending=True, stable=True))
-        return share[:, None] / (place + 0.5)
+        return share[:, None] / (places(scores) + 0.5)
 
     def heads(self) -> HeadSplit:
         return UniformHeads() if self.split == "none" else AdaptiveHeads(0.0)
@@ -203,12 +203,6 @@ def prompt_scores(obs: Observation, sinks: int) -> Tensor:
     if obs.length == 1:  # a prompt of one token keeps it
         return sinks_first(obs.keys.new_zeros(obs.keys.shape[:3], dtype=torch.float32), obs.positions, 1)
     return sinks_first(obs.token_scores, obs.positions, sinks)
-
-
-def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
-    """Return scores with those of the first tokens above all others, the lowest position highest."""
-    highest = torch.finfo(torch.float32).max / (positions + 2).clamp(min=1)
-    return torch.where(positions < sinks, highest, scores)
 
 
 def surrogate_of(path: str, device: torch.device) -> Surrogate:

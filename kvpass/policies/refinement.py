@@ -12,7 +12,7 @@ from kvpass.policies.head_splits import SafeguardedHeads, UniformHeads
 from kvpass.policies.layer_splits import UniformLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, option
-from kvpass.policies.scheduler import invert
+from kvpass.policies.scheduler import invert, ordered_bits, places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,14 @@ def in_two_stages(scores: Tensor, worth: Tensor, first: Tensor) -> Tensor:
         first: int64 ``[B, K]``.
     """
     m = scores.shape[2]
-    place = invert(scores.argsort(dim=2, descending=True, stable=True))
-    later = invert(worth.argsort(dim=2, descending=True, stable=True))
-    key = torch.where(place < first[..., None], place, m + later)
+    place = places(scores)
+    key = torch.where(place < first[..., None], place, m + places(worth))
     return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
 
 
 def _distinct(falling: Tensor) -> Tensor:
     """Return numbers fp32 ``[..., M]`` in falling order, equal ones replaced by the next lower numbers."""
-    bits = (falling + 0.0).view(torch.int32)
-    whole = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    whole = ordered_bits((falling + 0.0).view(torch.int32)).long()
     index = torch.arange(falling.shape[-1], device=falling.device)
     apart = ((whole + index).cummin(-1).values - index).int()
-    return (apart ^ ((apart >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return ordered_bits(apart).view(torch.float32)

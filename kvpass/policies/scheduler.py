@@ -70,8 +70,7 @@ def round_shares(shares: Tensor, total: Tensor, cap: Tensor) -> Tensor:
     missing = torch.minimum(total, cap * m) - whole.sum(1)
     remainder = ((shares - floor) * _REMAINDER_STEPS).round().long()
     remainder = torch.where(whole < cap[:, None], remainder, -_REMAINDER_STEPS)
-    rank = invert(remainder.argsort(dim=1, descending=True, stable=True))
-    return whole + (rank < missing[:, None])
+    return whole + (places(remainder) < missing[:, None])
 
 
 def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
@@ -173,8 +172,7 @@ def rank_by_score(scores: Tensor) -> Tensor:
     The sort key holds the score's bits, changed to ascend as the score falls, above the entry's index.
     """
     batch, heads, length = scores.shape
-    bits = (scores.transpose(1, 2).flatten(1) + 0.0).view(torch.int32)
-    falling = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    falling = ~ordered_bits((scores.transpose(1, 2).flatten(1) + 0.0).view(torch.int32))
     index = torch.arange(heads * length, device=scores.device)
     order = sort_keys((falling.long() << 32) | index) & 0xFFFFFFFF
     return invert(order).view(batch, length, heads).transpose(1, 2)
@@ -213,6 +211,16 @@ def _quota_reached(best: Tensor, part: Fraction) -> Tensor:
     stretch = -torch.div((after - 1) * jump - target, p, rounding_mode="floor")
     at_jump = met.gather(2, after.clamp(max=length))
     return torch.where(after > length, stretch, torch.minimum(at_jump, stretch))
+
+
+def places(x: Tensor) -> Tensor:
+    """Return the place of each number along the last dimension, the largest first; ties: the first."""
+    return invert(x.argsort(dim=-1, descending=True, stable=True))
+
+
+def ordered_bits(bits: Tensor) -> Tensor:
+    """Return int32 that ascend as the fp32 whose bits are given do; of these again the bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def invert(order: Tensor) -> Tensor:
