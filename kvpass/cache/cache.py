@@ -458,7 +458,7 @@ class CompressedCache(Cache):
             setattr(twin, name, getattr(self, name).to(target))
         twin.ids = None if self.ids is None else self.ids.to(target)
         twin._padded = None if self._padded is None else self._padded.to(target)
-        twin._device = twin.start.device
+        twin._device, twin.full = twin.start.device, None
         return twin
 
     # -- what `generate` uses ----------------------------------------------------------------------------------------
