@@ -63,30 +63,15 @@ def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def causal_attention(call: Attention, sliding_window: int | None = None) -> Tensor:
-    """Causal attention ``[B, H, T, Dv]`` of rows without padding, over all N keys of the call.
-
-    The group dimension is a stride-0 view of K and V, so nothing is repeated in memory.
-    """
+    """Causal attention ``[B, H, T, Dv]`` of rows without padding, over all N keys of the call."""
     q, k, v, scale, softcap, sinks = call
-    kv_heads, n = k.shape[1:3]
+    n = k.shape[2]
     bounded = sliding_window is not None and sliding_window < n
     if bounded or softcap is not None or sinks is not None:
         return _blocked_attention(call, n if sliding_window is None else sliding_window)
     dim = v.shape[3]
     q, k, v = (_widened(x, max(k.shape[3], dim)) for x in (q, k, v))  # torch's kernel takes equal head dims only
-    if kv_heads == q.shape[1]:
-        return _causal_sdpa(q, k, v, scale)[..., :dim]
-    group = q.shape[1] // kv_heads
-    rows = [
-        _causal_sdpa(
-            q_row.unflatten(0, (kv_heads, group)),
-            k_row.unsqueeze(1).expand(-1, group, -1, -1),
-            v_row.unsqueeze(1).expand(-1, group, -1, -1),
-            scale,
-        ).flatten(0, 1)
-        for q_row, k_row, v_row in zip(q, k, v, strict=True)
-    ]
-    return torch.stack(rows)[..., :dim]
+    return _causal_sdpa(q, k, v, scale)[..., :dim]
 
 
 def _widened(x: Tensor, dim: int) -> Tensor:
@@ -98,7 +83,7 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of the last T of N tokens; what they attend before them, and among themselves, is merged."""
     before = k.shape[2] - q.shape[2]
     if before == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     past = PartialAttention(*attend(q, k[:, :, :before], v[:, :, :before], scale=scale))
     own = PartialAttention(*attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale))
