@@ -48,13 +48,17 @@ def refine_scores(
     """Return the scores of a policy with uniform layers, permuted within each head; fp32 ``[B, K, M]``.
 
     With n entries of a head, window included, the best ``first_stage * n`` by score come first, then the others by
-    ``(score + epsilon) * norm``, norm being :attr:`Observation.projected_value_norm`.
+    ``(score + epsilon) * norm``, norm being :attr:`Observation.projected_value_norm`; ties: lower position. As a head's
+    scores stay the same but for the order (and equal ones, which get neighbouring numbers), how many entries it has
+    among the best of its layer does not change.
 
     Args:
         scores: attention, at least 0.
     """
     worth = (scores + epsilon) * obs.projected_value_norm[..., : obs.evictable]
-    return in_two_stages(scores, worth, _first(policy, obs, scores, first_stage))
+    place, first = places(scores), _first(policy, obs, scores, first_stage)
+    key = torch.where(place < first[..., None], place, obs.evictable + places(worth))
+    return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
 
 
 def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float) -> Tensor:
@@ -67,22 +71,6 @@ def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float)
         held = kept.sum(2)[:, obs.first_head : obs.first_head + obs.kv_heads]
     first = (((held + policy.window).double() * first_stage).long().clamp(min=1) - policy.window).clamp(min=0)
     return torch.maximum(first, heads.certain(entries)[:, None]) if isinstance(heads, SafeguardedHeads) else first
-
-
-def in_two_stages(scores: Tensor, worth: Tensor, first: Tensor) -> Tensor:
-    """Return the scores of each head, permuted, so that they fall in the order of two stages; fp32 ``[B, K, M]``.
-
-    The best ``first`` entries of a head by score come first, in that order, then the others by ``worth``; ties: lower
-    position. As a head's scores stay the same but for the order (and equal ones, which get neighbouring numbers), how
-    many entries it has among the best of its layer does not change.
-
-    Args:
-        first: int64 ``[B, K]``.
-    """
-    m = scores.shape[2]
-    place = places(scores)
-    key = torch.where(place < first[..., None], place, m + places(worth))
-    return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
 
 
 def _distinct(falling: Tensor) -> Tensor:
