@@ -23,7 +23,7 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
-from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
+from kvpass.cache.part import CachePart, Prompt, RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
@@ -166,12 +166,12 @@ class CompressedCache(Cache):
         if self.budget is not None and layout.pools:
             token_bytes = layout.token_bytes(self.entry_format) * self.ranks.size
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
+        prompt = Prompt(self.start, n, self._budgets, dtype, device, self.expected - n, self.reuse)
         stores = [FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools]
         for store, facts in zip(stores, pools, strict=True):
-            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.reuse, facts)
-        rows, reuse = len(lengths), self.reuse
-        rings = [SlidingWindowLayers.empty(group, rows, dtype, device, reuse) for group in layout.rings]
-        self.parts = [*stores, *rings, *(RecurrentState.empty(shape, rows, device, reuse) for shape in layout.states)]
+            store.begin_prefill(prompt, facts)
+        rings = [SlidingWindowLayers.empty(group, prompt) for group in layout.rings]
+        self.parts = [*stores, *rings, *(RecurrentState.empty(shape, prompt) for shape in layout.states)]
         self._device = device
         self.layout = layout
 
@@ -179,7 +179,7 @@ class CompressedCache(Cache):
         """Store the results of the prefill graph."""
         n = self._prompt_columns
         window = min(self.policy.window, n)
-        kept = [part.finish_prefill(self.reuse) for part in self.parts]
+        kept = [part.finish_prefill() for part in self.parts]
         stores = tuple(record for record in kept if record is not None)
         self._seen_columns = self.reuse.empty("seen", (), torch.int64, self._device).fill_(n)
         start = self.reuse.empty("start", self.start.shape, torch.int64, self._device)
@@ -192,7 +192,7 @@ class CompressedCache(Cache):
     def ensure_room(self, tokens: int) -> None:
         """Grow the tails to hold ``tokens`` more."""
         for part in self.parts:
-            part.ensure_room(tokens, self.expected - self.columns, self.reuse)
+            part.ensure_room(tokens, self.expected - self.columns)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the buffers of decode and extend graphs, which write tails and rings in place.
@@ -435,9 +435,15 @@ class CompressedCache(Cache):
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.parts = [part.clone(self.reuse) for part in self.parts]
+        twin.parts = [part.clone() for part in self.parts]
         twin._seen_columns = self.reuse.copy("seen", self._seen_columns)
         return twin
+
+    def take_memory_from(self, reuse: BufferReuse) -> None:
+        """Take the memory of growth and of copies from there."""
+        self.reuse = reuse
+        for part in self.parts:
+            part.reuse = reuse
 
     def repeated(self, repeats: int) -> CompressedCache:
         """Return a copy, not reusable, with every row ``repeats`` times, copies next to each other."""
