@@ -22,20 +22,19 @@ from kvpass.kernels.prefill_attention import (
     dot_rows,
     hold_rows,
     logits_base2,
-    precision,
 )
 from kvpass.operands import Attention
 
 
 @triton.jit
 def _attention_rows(  # type: ignore[no-untyped-def]
-    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, D: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Return probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for the queries at p_q, of rows o_r; zero outside m_r."""
     # [BLOCK_R]; without a query, exp(0 - inf) = 0
     b_lse = tl.load(p_lse, mask=m_r, other=float("inf"))
     # [BLOCK_K, BLOCK_R]
-    b_logits = logits_base2(dot_rows(b_k, p_q, m_r, D, PRECISION), scale, softcap)
+    b_logits = logits_base2(dot_rows(b_k, p_q, m_r, D), scale, softcap)
     b_probs = tl.exp2(b_logits - (b_lse * LOG2E)[None, :])
     if CAUSAL:
         b_probs = tl.where(o_k[:, None] <= o_r[None, :], b_probs, 0.0)
@@ -53,7 +52,7 @@ def _store_columns(p_out, b_column, o_k, m_out, pad, tokens):  # type: ignore[no
 def _window_kernel(  # type: ignore[no-untyped-def]
     q, k, lse, start, mean, variance, entropy, scale, softcap, tokens, queries, rows,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute window statistics of a block of keys, read once, for a KV head's query heads.
@@ -86,7 +85,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
             o_r = first + o_c % ROWS
             m_c = (o_g < GROUP) & (o_r < length)
             b_rows = _attention_rows(
-                b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, m_c, scale, softcap, D, True, PRECISION,
+                b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, m_c, scale, softcap, D, True,
             )  # fmt: skip
             # [BLOCK_K, HEADS, ROWS]
             b_probs = tl.reshape(b_rows, [BLOCK_K, HEADS, ROWS])
@@ -118,7 +117,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
 def _column_sum_kernel(  # type: ignore[no-untyped-def]
     q, k, lse, start, out, scale, softcap, tokens, queries, rows,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Sum the attention of later rows to a block of keys; blocks with most rows start first."""
@@ -141,14 +140,12 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
         o_r = row + tl.arange(0, BLOCK_R)
         b_probs = _attention_rows(
             b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, o_r < length, scale, softcap, D, True,
-            PRECISION,
         )  # fmt: skip
         b_sum += tl.sum(b_probs, 1)
     for row in range(inner, length, BLOCK_R):
         o_r = row + tl.arange(0, BLOCK_R)
         b_probs = _attention_rows(
             b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, o_r < length, scale, softcap, D, False,
-            PRECISION,
         )  # fmt: skip
         b_sum += tl.sum(b_probs, 1)
     at = (i_b * KV_HEADS * GROUP + i_h) * tokens
@@ -234,5 +231,5 @@ def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, A
         "tokens": n, "queries": given,
         **strides("bhn", q=queries, k=keys), **strides("bh", l=lse),
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
-        "D": d, "PRECISION": precision(keys.dtype),
+        "D": d,
     }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,7 +96,9 @@ class CompressedCache(Cache):
         entry_format: EntryFormat = "model",
     ) -> None:
         super().__init__(layers=_NoLayers())
-        self._identity = weakref.ref(owner) if isinstance(owner, ModelFingerprint) else None
+        self._identity: Callable[[], ModelFingerprint | None] = (
+            weakref.ref(owner) if isinstance(owner, ModelFingerprint) else lambda: None
+        )
         self._owner = reference(owner)
         self._filled_by = owner.state
         self.policy = policy
@@ -344,7 +346,7 @@ class CompressedCache(Cache):
 
     def recheck_fingerprint(self) -> None:
         """Like :meth:`check_fingerprint`, for a new capture, when modules of the model may have been replaced."""
-        identity = None if self._identity is None else self._identity()
+        identity = self._identity()
         if identity is not None:
             identity.look_again()
             self._check_state(identity)
@@ -604,7 +606,7 @@ class CompressedCache(Cache):
         layout = self._known_layout()
         if self.interrupted:
             raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
-        identity = None if self._identity is None else self._identity()
+        identity = self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
         tensors = {**self._named([part.saved for part in self.parts]), "start": self.start}

@@ -275,7 +275,11 @@ def cascade_step(
     keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
     source = assign_slots(keep, buffers.slots[OWNER])
     (move or move_winners)(source, rank.int().contiguous(), candidates, buffers, layer)
-    keep_window(buffers, candidates, layer, min(policy.window, keep.shape[2]))
+    window = min(policy.window, keep.shape[2])
+    newest = slice(keep.shape[2] - window, None)
+    buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, newest]
+    buffers.tail_v[layer, :, :, :window] = candidates.v[:, :, newest]
+    buffers.window_stats[:, :, layer, :, :window] = candidates.stats[..., newest]
 
 
 def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
@@ -352,14 +356,6 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, p
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)
     total = buffers.entries * (layers * scores.shape[1])
     return best_over_layers(both, of_both, total, layers, policy.least_score)
-
-
-def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:
-    """Copy the rows and stats of the last ``window`` columns into the first slots of the tail."""
-    first = candidates.k.shape[2] - window
-    buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, first:]
-    buffers.tail_v[layer, :, :, :window] = candidates.v[:, :, first:]
-    buffers.window_stats[:, :, layer, :, :window] = candidates.stats[..., first:]
 
 
 def pack(buffers: PrefillBuffers) -> None:
