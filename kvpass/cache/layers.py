@@ -6,6 +6,7 @@ Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -364,35 +365,29 @@ class FullAttentionLayers(CachePart):
     @classmethod
     def joined(cls, parts: Sequence[FullAttentionLayers], shifts: Sequence[int], order: Tensor) -> FullAttentionLayers:
         """Return a store of the rows of several, with the used slots of the fullest."""
-        used = max(part.used for part in parts)
-        tensors = {}
+        used, tensors = max(part.used for part in parts), dict[str, Tensor]()
+        # tails in the order of their tokens end where the fullest ends
+        behind = [0 if part.evicts else used - part.used for part in parts]
         for name in parts[0].saved_names:
             first: Tensor = getattr(parts[0], name)
             if all(part._serves_all(name) and getattr(part, name) is first for part in parts):
                 tensors[name] = first
                 continue
-            held = [part._moved(name, used - part.used) for part in parts]
-            rows = BUFFERS[name].row_dim
-            sizes = [max(sizes) for sizes in zip(*(x.shape for x in held), strict=True)]
-            fill = EMPTY if name in ("pool_positions", "slot_positions") else 0
-            extra = [[(0, n - m) for n, m in zip(sizes, x.shape, strict=True)] for x in held]
-            for each in extra:
-                each[rows] = (0, 0)
-            wide = [
-                pad(x, [n for pair in reversed(each) for n in pair], value=fill) if any(map(any, each)) else x
-                for x, each in zip(held, extra, strict=True)
-            ]
-            tensors[name] = torch.cat(wide, rows).index_select(rows, order)
+            buffer, row, begins = BUFFERS[name], 0, []
+            held = [part.of_rows(name) for part in parts]
+            if name == "tail_start":
+                held = [x + slots for x, slots in zip(held, behind, strict=True)]
+            for x, slots in zip(held, behind, strict=True):
+                begins.append([slots if size == "C" else 0 for size in buffer.sizes])
+                begins[-1][buffer.row_dim] = row
+                row += x.shape[buffer.row_dim]
+            ends = [list(map(operator.add, begin, x.shape)) for begin, x in zip(begins, held, strict=True)]
+            sizes = [max(of_dim) for of_dim in zip(*ends, strict=True)]
+            joined = first.new_full(sizes, EMPTY if name in ("pool_positions", "slot_positions") else 0)
+            for x, begin, end in zip(held, begins, ends, strict=True):
+                joined[tuple(map(slice, begin, end))] = x
+            tensors[name] = joined.index_select(buffer.row_dim, order)
         return parts[0].holding(tensors, replace(parts[0].facts, used=used))
-
-    def _moved(self, name: str, slots: int) -> Tensor:
-        """Return a saved buffer after the entries of the tail moved by that many slots, where slots are in order."""
-        tensor = self.of_rows(name)
-        if slots == 0 or self.evicts:
-            return tensor
-        if name == "tail_start":
-            return tensor + slots
-        return pad(tensor, (*(0, 0) * (tensor.ndim - 4), slots, 0)) if name in self.tail_names else tensor
 
     # -- files and devices ------------------------------------------------------------------------------------------
 

@@ -366,9 +366,11 @@ def pack(buffers: PrefillBuffers) -> None:
     slots, offsets = buffers.slots, buffers.offsets
     groups, rows = offsets.shape[1] - 1, torch.arange(len(offsets), device=offsets.device)[:, None]
     owner = torch.where(slots[OWNER] == EMPTY, groups, slots[OWNER]).long()
-    order = ((owner << 32) + slots[POSITION]).argsort(dim=1)
+    order = ((owner << 32) + slots[POSITION]).argsort(dim=1, stable=True)
     bounds = torch.arange(groups + 1, device=owner.device).expand(len(offsets), -1).contiguous()
     offsets.copy_(torch.searchsorted(owner.gather(1, order), bounds, out_int32=True))
+    if order.is_cpu and bool((order.diff(dim=1) == 1).all()):
+        return  # nothing moves, as where everything was kept
     for planes in (slots, buffers.slot_stats):
         planes.copy_(planes.gather(2, order.expand(len(planes), -1, -1)))
     for pool in (buffers.pool_k, buffers.pool_v):
