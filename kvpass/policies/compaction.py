@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpass.operands import Attention
+from kvpass.policies.observation import softcapped
 
 RIDGE = 1e-3
 """Pull towards what was there, in units of the mean diagonal of the normal equations."""
@@ -92,8 +93,7 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
 
 def logits_of(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return logits, fp32 ``[..., n, S]``."""
-    logits = (queries @ keys.float().T) * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return softcapped((queries @ keys.float().T) * scale, softcap)
 
 
 def fit_entries(
