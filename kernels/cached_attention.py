@@ -191,7 +191,7 @@ def absorb_entries(  # type: ignore[no-untyped-def]
             b_dot = tl.dot(b_q[0], tl.trans(b_k), input_precision="ieee") * b_k_scale[None, :]
             b_v = (levels_of(b_v_word, LEVEL, BITS) * b_v_scale[:, None]).to(b_q[0].dtype)
         else:
-            b_dot = dot_rows(b_q, p_k + o_row * k_stride, m_held, D, "ieee")
+            b_dot = dot_rows(b_q, p_k + o_row * k_stride, m_held, D)
             b_v = tl.load(
                 p_v + o_row[:, None] * v_stride + o_e[None, :], mask=m_held[:, None] & (o_e < DV)[None, :], other=0.0
             )

@@ -1,6 +1,4 @@
-"""Movement of KV entries on CUDA: from a prompt into pool slots, and within the pool.
-
-Nothing is read on the host: cumulative counts tell which selected entry goes into which slot.
+"""Movement of KV entries on CUDA, from a prompt into pool slots.
 
 Legend: B batch, N prompt columns, K KV heads, D head dim of keys, Dv of values, L layers, E pool slots. Tables of the
 pool: slots int32 ``[3, B, E]`` with planes owner (layer * K + head, -1 = empty), rank (order of entry) and position
@@ -20,12 +18,6 @@ from kvpass.kernels.prefill_attention import load_parts, store_parts, wide_case
 from kvpass.operands import Candidates, PrefillBuffers
 
 OWNER, RANK, POSITION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-EMPTY = -1
-"""Owner of a free slot; source of a slot that receives no entry."""
-SCRATCH_SHARE = 8
-"""``pack`` copies the pool in this many parts; its scratch is the size of one part."""
-SECTOR_BYTES = 32
-"""Bytes that one read of device memory fetches: the least width of a part."""
 
 
 @triton.jit(do_not_specialize=["layer", "rows", "entries", "columns"])
@@ -62,47 +54,6 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             tl.store(slot_stats + i_stat * plane + o_slot, b_stat, mask=m_e)
 
 
-@triton.jit(do_not_specialize=["entries"])
-def _permute_kernel(  # type: ignore[no-untyped-def]
-    pool, permutation, scratch, entries, first, width, D: tl.constexpr, BW: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """Store ``scratch[b, e] = pool[b, permutation[b, e], first : first + width]`` for a block of slots."""
-    i_b = tl.program_id(1)
-    o_e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    o_w = tl.arange(0, BW)
-    i_row = i_b.to(tl.int64) * entries
-    # [BLOCK_E]
-    b_from = tl.load(permutation + i_row + o_e, mask=o_e < entries, other=0)
-    m_block = (o_e < entries)[:, None] & (o_w < width)[None, :]
-    # [BLOCK_E, BW]
-    b_part = tl.load(pool + (i_row + b_from)[:, None] * D + first + o_w[None, :], mask=m_block, other=0.0)
-    tl.store(scratch + (i_row + o_e)[:, None] * width + o_w[None, :], b_part, mask=m_block)
-
-
-def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
-    """Assign the j-th selected entry, in (head, column) order, to the j-th free slot.
-
-    Args:
-        keep: bool ``[B, K, N]``, the entries of this layer to store in the pool.
-        owner: int32 ``[B, E]``, -1 for a free slot.
-
-    Returns:
-        int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
-
-    Raises:
-        RuntimeError: more selected entries than free slots; on CUDA a device-side assertion, noticed at the next
-            synchronisation.
-    """
-    winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
-    is_free = owner == EMPTY
-    turn = is_free.cumsum(1, dtype=torch.int32)
-    total = winners[:, -1:]
-    torch._assert_async((total <= turn[:, -1:]).all(), "more winners than free slots of the pool")
-    # the j-th selected entry is where the running count first reaches j
-    source = torch.searchsorted(winners, turn, out_int32=True)
-    return torch.where(is_free & (turn <= total), source, EMPTY)
-
-
 def gather_winners(
     source: Tensor,
     rank: Tensor,
@@ -114,8 +65,7 @@ def gather_winners(
     """Copy the entries that ``source`` names into the pool and record them in its tables; one launch.
 
     Args:
-        source: int32 ``[B, E]``, from :func:`assign_slots`: flat index ``head * N + column``, or -1. Slots with -1 stay
-            as they are.
+        source: int32 ``[B, E]``: flat index ``head * N + column``, or -1 for slots that stay as they are.
         rank: order of entry, int32 ``[B, K, N]``.
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.
@@ -147,52 +97,3 @@ def gather_winners(
         "STATS": planes,
     }  # fmt: skip
     launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather" + wide_case(dim, value_dim), config)
-
-
-def _part_width(pool_k: Tensor, pool_v: Tensor) -> int:
-    """Return the columns ``pack`` moves at a time: its share in whole sectors, at least one."""
-    sector = SECTOR_BYTES // pool_k.element_size()
-    entry = pool_k.shape[2] + pool_v.shape[2]
-    return max(entry // SCRATCH_SHARE // sector, 1) * sector
-
-
-def pack(buffers: PrefillBuffers, config: KernelConfig | None = None) -> None:
-    """Permute the pool once into (layer, head, position) order; empty slots go last.
-
-    A few columns of all rows move at a time, through a scratch of about an eighth of the pool. Writes pool, slots,
-    slot_stats and offsets.
-    """
-    pool_k, pool_v, slots, slot_stats = buffers[:4]
-    offsets = buffers.offsets
-    rows, entries, dim = pool_k.shape
-    groups = offsets.shape[1] - 1
-    sizes = {"B": rows, "E": entries, "D": dim, "V": pool_v.shape[2], "P": groups + 1, "F": len(slot_stats)}
-    held = {**dict(zip(PrefillBuffers._fields[:4], buffers, strict=False)), "offsets": offsets}
-    check_tensors(of_table(held, sizes, pool_k.dtype), pool_k.device)
-    owner = torch.where(slots[OWNER.value] == EMPTY, groups, slots[OWNER.value]).long()
-    permutation = ((owner << 32) + slots[POSITION.value]).argsort(dim=1)
-    ordered = owner.gather(1, permutation)
-    bounds = torch.arange(groups + 1, device=owner.device).expand(rows, -1).contiguous()
-    offsets.copy_(torch.searchsorted(ordered, bounds, out_int32=True))
-    for planes in (slots, slot_stats):
-        planes.copy_(planes.gather(2, permutation.expand(len(planes), -1, -1)))
-
-    width = _part_width(pool_k, pool_v)
-    scratch = torch.empty(rows * entries * width, dtype=pool_k.dtype, device=pool_k.device)
-    for pool in (pool_k, pool_v):
-        for first in range(0, pool.shape[2], width):
-            _permute_part(pool, permutation, scratch, first, min(width, pool.shape[2] - first), config)
-
-
-def _permute_part(
-    pool: Tensor, permutation: Tensor, scratch: Tensor, first: int, width: int, config: KernelConfig | None
-) -> None:
-    """Permute columns first .. first + width - 1 of every row of the pool."""
-    rows, entries, dim = pool.shape
-    arguments = {
-        "pool": pool, "permutation": permutation, "scratch": scratch, "entries": entries, "first": first,
-        "width": width, "D": dim, "BW": triton.next_power_of_2(width),
-    }  # fmt: skip
-    launch(_permute_kernel, blocks(entries, "BLOCK_E", rows), arguments, "permute" + wide_case(dim), config)
-    part = scratch[: rows * entries * width].view(rows, entries, width)
-    pool[:, :, first : first + width].copy_(part)

@@ -80,7 +80,7 @@ def hold_rows(p_rows, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def dot_rows(held, p_rows, m_rows, D: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def dot_rows(held, p_rows, m_rows, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the products ``[M, N]`` fp32 of M held rows and the rows p_rows, 0 where not m_rows (None: all)."""
     if D > PART and p_rows.dtype.element_ty == tl.float32:
         p_held, m_held = held
@@ -88,13 +88,13 @@ def dot_rows(held, p_rows, m_rows, D: tl.constexpr, PRECISION: tl.constexpr):  #
         for i in range(0, D, FLOATS):
             o_d = i + tl.arange(0, FLOATS)
             b_held = tl.load(p_held[:, None] + o_d[None, :], mask=m_held[:, None] & (o_d < D)[None, :], other=0.0)
-            b_dot = tl.dot(b_held, _transposed(p_rows, m_rows, o_d, D), b_dot, input_precision=PRECISION)
+            b_dot = tl.dot(b_held, _transposed(p_rows, m_rows, o_d, D), b_dot, input_precision="ieee")
     else:
         b_rows = as_floats(_transposed(p_rows, m_rows, tl.arange(0, part_block(D)), D), held[0].dtype)
-        b_dot = tl.dot(held[0], b_rows, input_precision=PRECISION)
+        b_dot = tl.dot(held[0], b_rows, input_precision="ieee")
         for i in tl.static_range(PART, D, PART):
             b_rows = _transposed(p_rows, m_rows, i + tl.arange(0, part_block(D - i)), D)
-            b_dot = tl.dot(held[i // PART], b_rows, b_dot, input_precision=PRECISION)
+            b_dot = tl.dot(held[i // PART], b_rows, b_dot, input_precision="ieee")
     return b_dot
 
 
@@ -123,7 +123,7 @@ def logits_base2(b_dot, scale, softcap):  # type: ignore[no-untyped-def]
 def _attend_keys(  # type: ignore[no-untyped-def]
     b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, length, scale, softcap, sliding_window,
     stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend keys ``first <= column < last`` by online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
     o_dv = tl.arange(0, BLOCK_DV)
@@ -134,7 +134,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]
         if MASKED:
             m_k = o_k < length
             m_kv &= m_k[:, None]
-        b_dot = dot_rows(b_q, p_k + o_k.to(tl.int64) * stride_kn, m_k, D, PRECISION)
+        b_dot = dot_rows(b_q, p_k + o_k.to(tl.int64) * stride_kn, m_k, D)
         # [BLOCK_Q, BLOCK_K]
         b_logits = logits_base2(b_dot, scale, softcap)
         if MASKED:
@@ -149,7 +149,7 @@ def _attend_keys(  # type: ignore[no-untyped-def]
         b_out = b_out * b_shrink[:, None]
         # [BLOCK_K, BLOCK_DV]
         b_v = tl.load(p_v + o_k[:, None].to(tl.int64) * stride_vn + o_dv[None, :], mask=m_kv, other=0.0)
-        b_out = tl.dot(b_probs.to(b_v.dtype), b_v, b_out, input_precision=PRECISION)
+        b_out = tl.dot(b_probs.to(b_v.dtype), b_v, b_out, input_precision="ieee")
         b_max = b_new_max
     return b_out, b_max, b_sum
 
@@ -159,7 +159,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, scale, softcap, sliding_window, tokens, queries,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Attend one block of queries of one head; blocks with the most keys start first."""
     i_q = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -185,27 +185,23 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         first = begin // BLOCK_K * BLOCK_K
         b_out, b_max, b_sum = _attend_keys(
             b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, tokens, scale, softcap, sliding_window,
-            stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, False, PRECISION,
+            stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, False,
         )  # fmt: skip
     b_out, b_max, b_sum = _attend_keys(
         b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, tokens, scale, softcap, sliding_window,
-        stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, True, PRECISION,
+        stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, True,
     )  # fmt: skip
     p_row = out + (i_b * queries * HEADS + i_h) * DV + o_r[:, None].to(tl.int64) * (HEADS * DV) + o_dv[None, :]
     tl.store(p_row, (b_out / b_sum[:, None]).to(out.dtype.element_ty), mask=m_q[:, None] & (o_dv < DV)[None, :])
     tl.store(lse + (i_b * HEADS + i_h) * queries + o_r, (b_max + tl.log2(b_sum)) * LN2, mask=m_q)
 
 
-def check_site(q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None, queries: int | None = None) -> None:
-    """Raise if the kernels of one attention op would read an argument wrongly.
-
-    Args:
-        queries: the fewest rows that q may have; None: exactly as many as k.
-    """
+def check_site(q: Tensor, k: Tensor, v: Tensor, queries: int, start: Tensor | None = None) -> None:
+    """Raise if the kernels of one attention op would read an argument wrongly; ``queries``: the fewest rows of q."""
     b, heads, rows, d = q.shape
     kv_heads, n = k.shape[1], k.shape[2]
-    if not (rows == n if queries is None else queries <= rows <= n):
-        raise ValueError(f"q has {rows} rows: must be {f'in {queries}..{n}' if queries is not None else n}")
+    if not queries <= rows <= n:
+        raise ValueError(f"q has {rows} rows: must be in {queries}..{n}")
     check_heads(heads, kv_heads)
     if q.dtype not in DTYPES:
         raise ValueError(f"q has dtype {q.dtype}: must be float32, float16 or bfloat16")
@@ -238,11 +234,6 @@ def in_parts(*dims: int) -> bool:
 def block_dim(dim: int) -> int:
     """Return the columns of a head-dim block: a power of two, at least a dot's minimum."""
     return max(16, triton.next_power_of_2(dim))
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Return the ``input_precision`` of a dot: exact for fp32, ignored for other dtypes."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def dims_case(dtype: torch.dtype, *dims: int) -> str:
@@ -284,7 +275,7 @@ def prefill_attention(
         "scale": scale, "softcap": softcap, "sliding_window": sliding_window, "tokens": n, "queries": t,
         **strides("bhn", q=q, k=k, v=v),
         "HEADS": heads, "GROUP": heads // k.shape[1], "D": d, "DV": dv,
-        "BLOCK_DV": block_dim(dv), "PRECISION": precision(q.dtype),
+        "BLOCK_DV": block_dim(dv),
     }  # fmt: skip
     unaligned = q.dtype != torch.float32 and not is_aligned(d, dv)
     case = f"prefill {dims_case(q.dtype, d, dv)}" + " unaligned" * unaligned

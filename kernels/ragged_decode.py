@@ -100,74 +100,6 @@ def _merge_head(  # type: ignore[no-untyped-def]
         tl.store(p_row[:, None] + o_e[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit
-def _attend_part(  # type: ignore[no-untyped-def]
-    q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
-    stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last, new, used,
-    first_piece, pieces, first_tail, tail_tiles, K: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, SV: tl.constexpr, BDV: tl.constexpr, TAIL_TILE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
-    MOST_BLOCKS: tl.constexpr, k_scale=None, v_scale=None, BITS: tl.constexpr = 8,
-):  # fmt: skip
-    """Attend entries first..last-1 of p_k and p_v and the first ``new`` new tokens, which are appended behind ``used``.
-
-    If k_scale and v_scale are given, entries are codes, and the new ones are there already.
-    Stores the partial result of this program; the last program of KV head i_h of row i_b with these query rows merges
-    them, which are numbered as in :func:`_merge_head`.
-    """
-    i_p = tl.program_id(0)
-    i_r = tl.program_id(1)
-    num_partials = tl.num_programs(0).to(tl.int64)
-    o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
-    o_t = o_r // G
-    o_e = channels(BDV, BITS)
-    m_r = o_r < G * tokens
-    p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
-    b_q = hold_queries(p_q + o_t.to(tl.int64) * stride_qt, m_r, D, BITS)
-    b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    b_l = tl.zeros([BLOCK_R], tl.float32)
-    b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_k_scale=k_scale, p_v_scale=v_scale, BITS=BITS,
-    )  # fmt: skip
-    p_tail_k = p_k + used.to(tl.int64) * (D * BITS // 8)
-    p_tail_v = p_v + used.to(tl.int64) * (SV * BITS // 8)
-    if k_scale is None:
-        p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
-        p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BDV,
-            BLOCK_T, True,
-        )  # fmt: skip
-        if i_r == 0:
-            append_entries(
-                p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV, BLOCK_T,
-            )  # fmt: skip
-    else:
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, new, o_t, scale, softcap, D, DV, BDV, BLOCK_T, True,
-            p_k_scale=k_scale + used, p_v_scale=v_scale + used, BITS=BITS,
-        )  # fmt: skip
-    o_partial = i_p * G * tokens.to(tl.int64) + o_r
-    tl.store(partial_ml + o_partial, b_m, mask=m_r)
-    tl.store(partial_ml + num_partials * G * tokens + o_partial, b_l, mask=m_r)
-    m_acc = m_r[:, None] & (o_e < DV)[None, :]
-    tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
-
-    p_arrivals = arrivals + (i_b * K + i_h) * MOST_BLOCKS + i_r
-    count = pieces + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
-    tl.debug_barrier()  # the stores of all threads, then the count
-    before = tl.atomic_add(p_arrivals, 1, sem="acq_rel")
-    if before == count - 1:
-        tl.store(p_arrivals, 0)
-        p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
-        _merge_head(
-            partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_piece, pieces, first_tail, count, K, G,
-            DV, BDV, BLOCK_R, BLOCK_P, BLOCK_M,
-        )  # fmt: skip
-
-
 @triton.jit(
     do_not_specialize=[
         "stride_p", "stride_tl", "stride_tb", "layer", "layers", "pool_rows", "slots", "tokens", "chunks", "tail_tiles",
@@ -188,7 +120,8 @@ def _attend_piece(  # type: ignore[no-untyped-def]
 
     Stores acc ``[P, G*T, Dv]`` not divided by l, and ``(m, l)`` ``[2, P, G*T]`` in base 2. Programs 0..num_pieces-1
     handle the pool, ``chunks + K`` for each row; after them come tail_tiles programs for each (row, head). The program
-    whose tail tile holds the slot tail_used also attends the new tokens and appends them.
+    whose tail tile holds the slot tail_used also attends the new tokens and appends them; if scales are given, entries
+    are codes, and the new ones are there already.
 
     The piece of chunk j that belongs to head h has number ``j + h`` of its row: from one piece to the next j or h
     grows, or both, so that no two have one number, and those of a head lie side by side.
@@ -240,12 +173,58 @@ def _attend_piece(  # type: ignore[no-untyped-def]
         pieces = tl.where(head_begin < head_end, (head_end - 1) // length - head_begin // length + 1, 0)
         first_piece = i_b * (chunks + K) + head_begin // length + i_h
         first_tail = num_pieces + (i_b * K + i_h) * tail_tiles - pieces
-        _attend_part(
-            q, k, v, p_k, p_v, arrivals, sinks, partial, partial_ml, out, stride_qb, stride_qh, stride_qt, stride_kb,
-            stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, scale, softcap, slots, tokens, i_b, i_h, first, last,
-            new, used, first_piece, pieces, first_tail, tail_tiles, K, G, D, DV, SV, BDV, TAIL_TILE, BLOCK_T, BLOCK_R,
-            BLOCK_S, BLOCK_P, BLOCK_M, MOST_BLOCKS, k_scale, v_scale, BITS,
+
+        i_r = tl.program_id(1)
+        num_partials = tl.num_programs(0).to(tl.int64)
+        o_r = i_r * BLOCK_R + tl.arange(0, BLOCK_R)
+        o_t = o_r // G
+        o_e = channels(BDV, BITS)
+        m_r = o_r < G * tokens
+        p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
+        b_q = hold_queries(p_q + o_t.to(tl.int64) * stride_qt, m_r, D, BITS)
+        b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+        b_l = tl.zeros([BLOCK_R], tl.float32)
+        b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+        b_m, b_l, b_acc = absorb_entries(
+            b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
+            p_k_scale=k_scale, p_v_scale=v_scale, BITS=BITS,
         )  # fmt: skip
+        p_tail_k = p_k + used.to(tl.int64) * (D * BITS // 8)
+        p_tail_v = p_v + used.to(tl.int64) * (SV * BITS // 8)
+        if k_scale is None:
+            p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
+            p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
+            b_m, b_l, b_acc = absorb_entries(
+                b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BDV,
+                BLOCK_T, True,
+            )  # fmt: skip
+            if i_r == 0:
+                append_entries(
+                    p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV,
+                    BLOCK_T,
+                )  # fmt: skip
+        else:
+            b_m, b_l, b_acc = absorb_entries(
+                b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, new, o_t, scale, softcap, D, DV, BDV, BLOCK_T, True,
+                p_k_scale=k_scale + used, p_v_scale=v_scale + used, BITS=BITS,
+            )  # fmt: skip
+        o_partial = i_p * G * tokens.to(tl.int64) + o_r
+        tl.store(partial_ml + o_partial, b_m, mask=m_r)
+        tl.store(partial_ml + num_partials * G * tokens + o_partial, b_l, mask=m_r)
+        m_acc = m_r[:, None] & (o_e < DV)[None, :]
+        tl.store(partial + o_partial[:, None] * DV + o_e[None, :], b_acc, mask=m_acc)
+
+        p_arrivals = arrivals + (i_b * K + i_h) * MOST_BLOCKS + i_r
+        count = pieces + tl.minimum(used // TAIL_TILE + 1, tail_tiles)
+        tl.debug_barrier()  # the stores of all threads, then the count
+        before = tl.atomic_add(p_arrivals, 1, sem="acq_rel")
+        if before == count - 1:
+            tl.store(p_arrivals, 0)
+            p_out = out + i_b.to(tl.int64) * tokens * K * G * DV
+            _merge_head(
+                partial, partial_ml, num_partials, sinks, p_out, i_h, tokens, first_piece, pieces, first_tail, count, K,
+                G, DV, BDV, BLOCK_R, BLOCK_P, BLOCK_M,
+            )  # fmt: skip
 
 
 def attend_ragged(

@@ -21,22 +21,20 @@ from kvpass.kernels.prefill_attention import (
     dims_case,
     dot_rows,
     hold_rows,
-    load_parts,
     logits_base2,
-    precision,
 )
 from kvpass.operands import Attention
 
 
 @triton.jit
 def _attention_rows(  # type: ignore[no-untyped-def]
-    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    b_k, p_q, p_lse, o_k, o_r, m_r, scale, softcap, D: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Return probabilities ``[BLOCK_K, BLOCK_R]`` of keys o_k for the queries at p_q, of rows o_r; zero outside m_r."""
     # [BLOCK_R]; without a query, exp(0 - inf) = 0
     b_lse = tl.load(p_lse, mask=m_r, other=float("inf"))
     # [BLOCK_K, BLOCK_R]
-    b_logits = logits_base2(dot_rows(b_k, p_q, m_r, D, PRECISION), scale, softcap)
+    b_logits = logits_base2(dot_rows(b_k, p_q, m_r, D), scale, softcap)
     b_probs = tl.exp2(b_logits - (b_lse * LOG2E)[None, :])
     if CAUSAL:
         b_probs = tl.where(o_k[:, None] <= o_r[None, :], b_probs, 0.0)
@@ -54,7 +52,7 @@ def _store_columns(p_out, b_column, o_k, m_out, pad, tokens):  # type: ignore[no
 def _window_kernel(  # type: ignore[no-untyped-def]
     q, k, lse, start, mean, variance, entropy, scale, softcap, tokens, queries, rows,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, WINDOW_BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Compute window statistics of a block of keys, read once, for a KV head's query heads.
@@ -87,7 +85,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
             o_r = first + o_c % ROWS
             m_c = (o_g < GROUP) & (o_r < length)
             b_rows = _attention_rows(
-                b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, m_c, scale, softcap, D, True, PRECISION,
+                b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, m_c, scale, softcap, D, True,
             )  # fmt: skip
             # [BLOCK_K, HEADS, ROWS]
             b_probs = tl.reshape(b_rows, [BLOCK_K, HEADS, ROWS])
@@ -119,7 +117,7 @@ def _window_kernel(  # type: ignore[no-untyped-def]
 def _column_sum_kernel(  # type: ignore[no-untyped-def]
     q, k, lse, start, out, scale, softcap, tokens, queries, rows,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_lb, stride_lh,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Sum the attention of later rows to a block of keys; blocks with most rows start first."""
@@ -142,35 +140,16 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
         o_r = row + tl.arange(0, BLOCK_R)
         b_probs = _attention_rows(
             b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, o_r < length, scale, softcap, D, True,
-            PRECISION,
         )  # fmt: skip
         b_sum += tl.sum(b_probs, 1)
     for row in range(inner, length, BLOCK_R):
         o_r = row + tl.arange(0, BLOCK_R)
         b_probs = _attention_rows(
             b_k, p_q + o_r.to(tl.int64) * stride_qn, p_lse + o_r, o_k, o_r, o_r < length, scale, softcap, D, False,
-            PRECISION,
         )  # fmt: skip
         b_sum += tl.sum(b_probs, 1)
     at = (i_b * KV_HEADS * GROUP + i_h) * tokens
     _store_columns(out + at, b_sum, o_k, o_k < tokens, pad, tokens)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _value_norm_kernel(  # type: ignore[no-untyped-def]
-    v, start, out, tokens, stride_vb, stride_vh, stride_vn,
-    KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Store the L1 norms of one block of value rows; zero in padding."""
-    i_b = (tl.program_id(1) // KV_HEADS).to(tl.int64)
-    i_kh = (tl.program_id(1) % KV_HEADS).to(tl.int64)
-    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    m_k = (o_k < tokens) & (o_k >= tl.load(start + i_b))
-    b_v = load_parts(v + i_b * stride_vb + i_kh * stride_vh + o_k.to(tl.int64) * stride_vn, m_k, DV)
-    b_norm = tl.sum(tl.abs(b_v[0].to(tl.float32)), 1)
-    for i in tl.static_range(1, len(b_v)):
-        b_norm += tl.sum(tl.abs(b_v[i].to(tl.float32)), 1)
-    tl.store(out + (i_b * KV_HEADS + i_kh) * tokens + o_k, b_norm, mask=o_k < tokens)
 
 
 def window_statistics(
@@ -234,32 +213,12 @@ def column_sums(
     return sums
 
 
-def value_norms(values: Tensor, start: Tensor, config: KernelConfig | None = None) -> Tensor:
-    """Return the L1 norm of each value row, fp32 ``[B, K, N]``, zero in padding.
-
-    Args:
-        values: ``[B, K, N, Dv]`` fp32, fp16 or bf16; any strides but a contiguous last dim. Dv up to 512.
-        start: first real column of each row, int32 or int64 ``[B]``.
-    """
-    check_site(values, values, values, start)
-    check_dims(1, values.shape[3])
-    b, kv_heads, n, dv = values.shape
-    norms = torch.empty(b, kv_heads, n, dtype=torch.float32, device=values.device)
-    arguments = {
-        "v": values, "start": start, "out": norms, "tokens": n,
-        **strides("bhn", v=values),
-        "KV_HEADS": kv_heads, "DV": dv,
-    }  # fmt: skip
-    launch(_value_norm_kernel, blocks(n, "BLOCK_K", b * kv_heads), arguments, "value norms", config)
-    return norms
-
-
 def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, Any]:
     """Check and return the arguments that the kernels over queries and keys share."""
     queries, keys = call.q, call.k
     b, heads, given, d = queries.shape
     n = keys.shape[2]
-    check_site(queries, keys, keys, start, queries=min(rows, n))
+    check_site(queries, keys, keys, min(rows, n), start)
     check_dims(d, 1)
     if lse.shape != (b, heads, given) or lse.dtype != torch.float32 or (given > 1 and lse.stride(2) != 1):
         raise ValueError(
@@ -272,5 +231,5 @@ def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, A
         "tokens": n, "queries": given,
         **strides("bhn", q=queries, k=keys), **strides("bh", l=lse),
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
-        "D": d, "PRECISION": precision(keys.dtype),
+        "D": d,
     }  # fmt: skip

@@ -206,5 +206,5 @@ def restore_cache(
         raise CacheFileError(path, f"holds no cache: {error}") from error
     runtime.check_cache(cache, rules)
     cache = cache.to(model.device if device is None else device)
-    cache.reuse = runtime.captures.compiler.memory(cache.device)  # of copies, where the cache is reusable
+    cache.take_memory_from(runtime.captures.compiler.memory(cache.device))
     return cache

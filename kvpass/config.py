@@ -132,11 +132,8 @@ class PoolFacts(NamedTuple):
     Plain: without soft-capping and sinks, so that what all keys of a head have in common changes no softmax.
     """
 
-    group: int = 1
-    plain: bool = False
-
-
-NO_FACTS = PoolFacts()
+    group: int
+    plain: bool
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,8 @@ BUFFERS = {
 class PrefillBuffers(NamedTuple):
     """Buffers that a prompt is compressed into.
 
-    slots: planes owner, order of entry, position of each slot; slot_stats, window_stats: planes attention mass, then
-    numbers of the decode rule; entries: evictable entries per KV head per layer of each row.
+    slots: planes owner, order of entry, position of each slot; slot_stats, window_stats: planes attention mass, numbers
+    of the decode rule, score where layers compete; entries: evictable entries per KV head per layer of each row.
     """
 
     pool_k: Tensor

@@ -24,6 +24,7 @@ import torch
 from kvpass.replace_file import replacing
 
 _LOG = logging.getLogger(__name__)
+_CODE = (".py", ".cpp", ".h", ".json")
 _MOST_FILES = 500
 _MOST_BYTES = 2**24
 _MOST_BYTES_IN_ALL = 2**26
@@ -122,7 +123,7 @@ def _surroundings() -> tuple[str, ...]:
     source = hashlib.sha256()
     root = Path(__file__).parent
     folders = os.walk(root, followlinks=True)  # of a checkout some are links
-    files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith((".py", ".cpp")))
+    files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_CODE))
     for file in sorted(files):
         source.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     processor = platform.processor()

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.config import EntryFormat, Geometry, LayerGroup
+from kvpass.cache.part import Prompt
+from kvpass.config import EntryFormat, Geometry, LayerGroup, PoolFacts
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
@@ -246,7 +247,7 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
 
     def compress() -> None:
         store = FullAttentionLayers(group, resolved)
-        store.begin_prefill([BUDGET], start, tokens, shape.dtype, shape.device)
+        store.begin_prefill(Prompt(start, tokens, [BUDGET], shape.dtype, shape.device), PoolFacts(1, plain=False))
         buffers = PrefillBuffers(*store.prefill_state.values())
         asked = PolicyInputs(entries=buffers.entries)
         for layer in range(shape.layers):

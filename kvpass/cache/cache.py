@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
-from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
+from kvpass.cache.part import CachePart, Prompt, RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
@@ -96,7 +96,9 @@ class CompressedCache(Cache):
         entry_format: EntryFormat = "model",
     ) -> None:
         super().__init__(layers=_NoLayers())
-        self._identity = weakref.ref(owner) if isinstance(owner, ModelFingerprint) else None
+        self._identity: Callable[[], ModelFingerprint | None] = (
+            weakref.ref(owner) if isinstance(owner, ModelFingerprint) else lambda: None
+        )
         self._owner = reference(owner)
         self._filled_by = owner.state
         self.policy = policy
@@ -166,12 +168,12 @@ class CompressedCache(Cache):
         if self.budget is not None and layout.pools:
             token_bytes = layout.token_bytes(self.entry_format) * self.ranks.size
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
+        prompt = Prompt(self.start, n, self._budgets, dtype, device, self.expected - n, self.reuse)
         stores = [FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools]
         for store, facts in zip(stores, pools, strict=True):
-            store.begin_prefill(self._budgets, self.start, n, dtype, device, self.expected - n, self.reuse, facts)
-        rows, reuse = len(lengths), self.reuse
-        rings = [SlidingWindowLayers.empty(group, rows, dtype, device, reuse) for group in layout.rings]
-        self.parts = [*stores, *rings, *(RecurrentState.empty(shape, rows, device, reuse) for shape in layout.states)]
+            store.begin_prefill(prompt, facts)
+        rings = [SlidingWindowLayers.empty(group, prompt) for group in layout.rings]
+        self.parts = [*stores, *rings, *(RecurrentState.empty(shape, prompt) for shape in layout.states)]
         self._device = device
         self.layout = layout
 
@@ -179,7 +181,7 @@ class CompressedCache(Cache):
         """Store the results of the prefill graph."""
         n = self._prompt_columns
         window = min(self.policy.window, n)
-        kept = [part.finish_prefill(self.reuse) for part in self.parts]
+        kept = [part.finish_prefill() for part in self.parts]
         stores = tuple(record for record in kept if record is not None)
         self._seen_columns = self.reuse.empty("seen", (), torch.int64, self._device).fill_(n)
         start = self.reuse.empty("start", self.start.shape, torch.int64, self._device)
@@ -192,7 +194,7 @@ class CompressedCache(Cache):
     def ensure_room(self, tokens: int) -> None:
         """Grow the tails to hold ``tokens`` more."""
         for part in self.parts:
-            part.ensure_room(tokens, self.expected - self.columns, self.reuse)
+            part.ensure_room(tokens, self.expected - self.columns)
 
     def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the buffers of decode and extend graphs, which write tails and rings in place.
@@ -344,7 +346,7 @@ class CompressedCache(Cache):
 
     def recheck_fingerprint(self) -> None:
         """Like :meth:`check_fingerprint`, for a new capture, when modules of the model may have been replaced."""
-        identity = None if self._identity is None else self._identity()
+        identity = self._identity()
         if identity is not None:
             identity.look_again()
             self._check_state(identity)
@@ -435,9 +437,15 @@ class CompressedCache(Cache):
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.parts = [part.clone(self.reuse) for part in self.parts]
+        twin.parts = [part.clone() for part in self.parts]
         twin._seen_columns = self.reuse.copy("seen", self._seen_columns)
         return twin
+
+    def take_memory_from(self, reuse: BufferReuse) -> None:
+        """Take the memory of growth and of copies from there."""
+        self.reuse = reuse
+        for part in self.parts:
+            part.reuse = reuse
 
     def repeated(self, repeats: int) -> CompressedCache:
         """Return a copy, not reusable, with every row ``repeats`` times, copies next to each other."""
@@ -458,7 +466,7 @@ class CompressedCache(Cache):
             setattr(twin, name, getattr(self, name).to(target))
         twin.ids = None if self.ids is None else self.ids.to(target)
         twin._padded = None if self._padded is None else self._padded.to(target)
-        twin._device = twin.start.device
+        twin._device, twin.full = twin.start.device, None
         return twin
 
     # -- what `generate` uses ----------------------------------------------------------------------------------------
@@ -598,7 +606,7 @@ class CompressedCache(Cache):
         layout = self._known_layout()
         if self.interrupted:
             raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
-        identity = None if self._identity is None else self._identity()
+        identity = self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
         tensors = {**self._named([part.saved for part in self.parts]), "start": self.start}

@@ -6,6 +6,7 @@ Legend: B batch, N prompt columns, L layers of this geometry, K KV heads, D head
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
+from kvpass.cache.buffer_reuse import NO_REUSE
 from kvpass.cache.metadata import LayersFacts, saved_names
-from kvpass.cache.part import CachePart
+from kvpass.cache.part import CachePart, Prompt
 from kvpass.cache.prompt_record import LayersRecord, entries_of
-from kvpass.config import NO_FACTS, EntryFormat, LayerGroup, PoolFacts
+from kvpass.config import EntryFormat, LayerGroup, PoolFacts
 from kvpass.operands import (
     BITS,
     BUFFERS,
@@ -136,35 +137,25 @@ class FullAttentionLayers(CachePart):
         heads = self.geometry.kv_heads * self.ranks.size  # all entries may be of this process
         return self.policy.capacity(entries, self.geometry.layers, heads)
 
-    def begin_prefill(
-        self,
-        budgets: Sequence[int],
-        start: Tensor,
-        columns: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        expected: int = 0,
-        reuse: BufferReuse = NO_REUSE,
-        facts: PoolFacts = NO_FACTS,
-    ) -> None:
-        """Allocate the buffers of a prompt.
-
-        Args:
-            budgets: entries per KV head per layer of each row, window included.
-            start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
-            expected: tokens that the tail is reserved for. facts: what the graph says of the layers.
-        """
-        self._plain = facts.plain
-        self._columns = columns
-        self._start = start
-        b, n, g, window = start.numel(), columns, self.geometry, self.policy.window
-        entries = [max(budget - window, 0) for budget in budgets]
+    def begin_prefill(self, prompt: Prompt, facts: PoolFacts) -> None:
+        """Allocate the buffers of a prompt; ``facts``: what the graph says of the layers."""
+        self._prompt, self._plain, self.reuse = prompt, facts.plain, prompt.reuse
+        n, g, window = prompt.columns, self.geometry, self.policy.window
+        entries = [max(budget - window, 0) for budget in prompt.budgets]
         bound = g.layers * g.kv_heads * max(n - window, 0) + g.layers
         slots = max(2, min(self.capacity(max(entries)), bound))
-        tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(expected, 1), MOST_SPARE))
+        tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(prompt.expected, 1), MOST_SPARE))
 
         sizes = {
-            **{"B": b, "E": slots, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail},
+            **{
+                "B": prompt.rows,
+                "E": slots,
+                "D": g.key_dim,
+                "V": g.stored_value_dim,
+                "L": g.layers,
+                "K": g.kv_heads,
+                "C": tail,
+            },
             **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group, "Q": self._rows_per_head},
             "F": self.policy.stat_planes,
         }
@@ -172,46 +163,45 @@ class FullAttentionLayers(CachePart):
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
             stays = name in self._cached and not (buffer.packed and self.entry_format != "model")
-            place = reuse if stays and not (buffer.of_pool and self._leaves_slots) else NO_REUSE
-            found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or dtype, device)
+            place = self.reuse if stays and not (buffer.of_pool and self._leaves_slots) else NO_REUSE
+            found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or prompt.dtype, prompt.device)
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
         self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
         self._prefill.entries.copy_(torch.tensor(entries, device="cpu"))
         if self._rows_per_head:
-            self.rule_rows = BUFFERS["rule_rows"].new(sizes, device)
-        self._output_errors = BUFFERS["output_errors"].new(sizes, device) if self.policy.compact else None
+            self.rule_rows = BUFFERS["rule_rows"].new(sizes, prompt.device)
+        self._output_errors = BUFFERS["output_errors"].new(sizes, prompt.device) if self.policy.compact else None
 
-    def finish_prefill(self, reuse: BufferReuse = NO_REUSE) -> LayersRecord:
+    def finish_prefill(self) -> LayersRecord:
         """Also drop tables that only the cascade needs."""
-        prompt, g, n = self._prefill, self.geometry, self._columns
-        assert prompt is not None
+        held, g, n, device = self._prefill, self.geometry, self._prompt.columns, self._prompt.device
+        assert held is not None
         self._prefill, errors, self._output_errors = None, self._output_errors, None
         window = min(self.policy.window, n)
-        device = prompt.pool_k.device
         if self._leaves_slots:
-            prompt = _without_spare_slots(prompt)
-        self.pool_k, self.pool_v, self.offsets = prompt.pool_k, prompt.pool_v, prompt.offsets
-        self.tail_k, self.tail_v = prompt.tail_k, prompt.tail_v
-        self.pool_positions = prompt.slots[POSITION].clone()
-        self.tail_start = (self._start - (n - window)).clamp(min=0).to(device)
+            held = _without_spare_slots(held)
+        self.pool_k, self.pool_v, self.offsets = held.pool_k, held.pool_v, held.offsets
+        self.tail_k, self.tail_v = held.tail_k, held.tail_v
+        self.pool_positions = held.slots[POSITION].clone()
+        self.tail_start = (self._prompt.start - (n - window)).clamp(min=0).to(device)
         self.tail_used = torch.tensor(window, dtype=torch.int64, device=device)
         self.used = window
-        owner = prompt.slots[OWNER].long()
+        owner = held.slots[OWNER].long()
         heads = g.layers * g.kv_heads
         mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
-        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), prompt.slot_stats[MASS])
-        window_mass, weights = prompt.window_stats[MASS].sum(-1), prompt.layer_weights
+        mass.scatter_add_(1, torch.where(owner < 0, heads, owner), held.slot_stats[MASS])
+        window_mass, weights = held.window_stats[MASS].sum(-1), held.layer_weights
         if self.evicts:
-            self._begin_evicting(prompt)
+            self._begin_evicting(held)
         if self.entry_format != "model":
-            del prompt
-            self._pack(reuse)
+            del held
+            self._pack()
         self._count_programs()
-        for name, held in self.cached_state.items():
+        for name, x in self.cached_state.items():
             if name not in PrefillBuffers._fields:
-                setattr(self, name, reuse.copy((self.group, name), held))
-        del self._start
+                setattr(self, name, self.reuse.copy((self.group, name), x))
+        del self._prompt
         return LayersRecord(
             group=self.group,
             mass=mass[:, :heads].view(-1, g.layers, g.kv_heads) + window_mass,
@@ -221,7 +211,7 @@ class FullAttentionLayers(CachePart):
             output_errors=errors,
         )
 
-    def _pack(self, reuse: BufferReuse) -> None:
+    def _pack(self) -> None:
         """Quantise the entries, one buffer after the other: then only one of them is held twice."""
         bits, dtype, g = BITS[self.entry_format], CODES[self.entry_format], self.geometry
         has_mean = "key_mean" in self.saved_names
@@ -235,7 +225,7 @@ class FullAttentionLayers(CachePart):
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             floats: Tensor = getattr(self, name)
             shape = (*floats.shape[:-1], floats.shape[-1] * bits // 8)
-            codes = reuse.empty((self.group, name, "packed"), shape, dtype, floats.device)
+            codes = self.reuse.empty((self.group, name, "packed"), shape, dtype, floats.device)
             if shape[-1]:  # else values are stored in keys
                 scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
                 used = slice(self.used if name in self.tail_names else None)
@@ -252,19 +242,16 @@ class FullAttentionLayers(CachePart):
             sizes = {"A": self.rows * self.geometry.kv_heads}
             self.arrivals = BUFFERS["arrivals"].new(sizes, self.offsets.device)
 
-    def _begin_evicting(self, prompt: PrefillBuffers) -> None:
+    def _begin_evicting(self, held: PrefillBuffers) -> None:
         """Make the tables for eviction while decoding: slots of entries, quota of each head."""
-        columns = self._columns
-        first = self._start.to(self.offsets.device)
+        columns, first = self._prompt.columns, self._prompt.start.to(self.offsets.device)
         rule = self.policy.decode_rule()
         assert rule is not None
         window = min(self.policy.window, columns)
-        self.slot_positions, self.decode_state = first_slots(prompt, first, columns, window, rule.numbers_per_entry)
-        if rule.starts_at_zero:
-            self.decode_state.zero_()  # there were the scores, if layers competed
+        self.slot_positions, self.decode_state = first_slots(held, first, columns, window, rule.numbers_per_entry)
         kept = self.pool_lengths.transpose(0, 1)
         available = (columns - first - self.policy.window).clamp(min=0)
-        self.quota = self.policy.decode_quota(kept, prompt.entries, available, self.ranks).contiguous()
+        self.quota = self.policy.decode_quota(kept, held.entries, available, self.ranks).contiguous()
         self.next_position = columns - first
         occupied = (self.slot_positions >= 0).sum(-1)
         needed = rule.slots_needed(self.quota, occupied) - kept
@@ -282,7 +269,7 @@ class FullAttentionLayers(CachePart):
     def _cached(self) -> tuple[str, ...]:
         return EvictBuffers._fields if self.evicts else AppendBuffers._fields
 
-    def ensure_room(self, tokens: int, expected: int = 0, reuse: BufferReuse = NO_REUSE) -> None:
+    def ensure_room(self, tokens: int, expected: int = 0) -> None:
         old_capacity = self.tail_k.shape[3]
         needed = min(self.used + tokens, self._tail_bound) if self.evicts else self.used + tokens
         if needed <= old_capacity:
@@ -294,11 +281,11 @@ class FullAttentionLayers(CachePart):
             capacity = min(capacity, self._tail_bound)
             extra = (0, capacity - old_capacity)
             for name, fill in (("slot_positions", EMPTY), ("decode_state", 0)):
-                grown[name] = reuse.copy((self.group, name, "grown"), pad(getattr(self, name), extra, value=fill))
+                grown[name] = self.reuse.copy((self.group, name, "grown"), pad(getattr(self, name), extra, value=fill))
         for name in self.tail_names:
             old: Tensor = getattr(self, name)
             shape = (*old.shape[:3], capacity, *old.shape[4:])
-            grown[name] = reuse.empty((self.group, name, "grown"), shape, old.dtype, old.device)
+            grown[name] = self.reuse.empty((self.group, name, "grown"), shape, old.dtype, old.device)
             grown[name][:, :, :, :old_capacity] = old
         vars(self).update(grown)  # all or none, since an allocation may fail
 
@@ -321,13 +308,13 @@ class FullAttentionLayers(CachePart):
             k = k - self.key_mean[:, :, :, None]
         entry_formats.store(k, v, tail, slice(self.used, self.used + tokens))
 
-    def clone(self, reuse: BufferReuse = NO_REUSE) -> FullAttentionLayers:
+    def clone(self) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
         written = written_in("evict" if self.evicts else "append")
         twin = copy.copy(self)
         for name, x in self.buffers.items():
             if name in written or BUFFERS[name].counter:
-                setattr(twin, name, reuse.copy((self.group, name), x))
+                setattr(twin, name, self.reuse.copy((self.group, name), x))
         return twin
 
     def to(self, device: torch.device) -> FullAttentionLayers:
@@ -378,35 +365,29 @@ class FullAttentionLayers(CachePart):
     @classmethod
     def joined(cls, parts: Sequence[FullAttentionLayers], shifts: Sequence[int], order: Tensor) -> FullAttentionLayers:
         """Return a store of the rows of several, with the used slots of the fullest."""
-        used = max(part.used for part in parts)
-        tensors = {}
+        used, tensors = max(part.used for part in parts), dict[str, Tensor]()
+        # tails in the order of their tokens end where the fullest ends
+        behind = [0 if part.evicts else used - part.used for part in parts]
         for name in parts[0].saved_names:
             first: Tensor = getattr(parts[0], name)
             if all(part._serves_all(name) and getattr(part, name) is first for part in parts):
                 tensors[name] = first
                 continue
-            held = [part._moved(name, used - part.used) for part in parts]
-            rows = BUFFERS[name].row_dim
-            sizes = [max(sizes) for sizes in zip(*(x.shape for x in held), strict=True)]
-            fill = EMPTY if name in ("pool_positions", "slot_positions") else 0
-            extra = [[(0, n - m) for n, m in zip(sizes, x.shape, strict=True)] for x in held]
-            for each in extra:
-                each[rows] = (0, 0)
-            wide = [
-                pad(x, [n for pair in reversed(each) for n in pair], value=fill) if any(map(any, each)) else x
-                for x, each in zip(held, extra, strict=True)
-            ]
-            tensors[name] = torch.cat(wide, rows).index_select(rows, order)
+            buffer, row, begins = BUFFERS[name], 0, []
+            held = [part.of_rows(name) for part in parts]
+            if name == "tail_start":
+                held = [x + slots for x, slots in zip(held, behind, strict=True)]
+            for x, slots in zip(held, behind, strict=True):
+                begins.append([slots if size == "C" else 0 for size in buffer.sizes])
+                begins[-1][buffer.row_dim] = row
+                row += x.shape[buffer.row_dim]
+            ends = [list(map(operator.add, begin, x.shape)) for begin, x in zip(begins, held, strict=True)]
+            sizes = [max(of_dim) for of_dim in zip(*ends, strict=True)]
+            joined = first.new_full(sizes, EMPTY if name in ("pool_positions", "slot_positions") else 0)
+            for x, begin, end in zip(held, begins, ends, strict=True):
+                joined[tuple(map(slice, begin, end))] = x
+            tensors[name] = joined.index_select(buffer.row_dim, order)
         return parts[0].holding(tensors, replace(parts[0].facts, used=used))
-
-    def _moved(self, name: str, slots: int) -> Tensor:
-        """Return a saved buffer after the entries of the tail moved by that many slots, where slots are in order."""
-        tensor = self.of_rows(name)
-        if slots == 0 or self.evicts:
-            return tensor
-        if name == "tail_start":
-            return tensor + slots
-        return pad(tensor, (*(0, 0) * (tensor.ndim - 4), slots, 0)) if name in self.tail_names else tensor
 
     # -- files and devices ------------------------------------------------------------------------------------------
 

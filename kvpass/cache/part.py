@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -18,15 +19,42 @@ from kvpass.config import LayerGroup, StateShape
 from kvpass.operands import BUFFERS, RingBuffers
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt that a cache is to hold.
+
+    Attributes:
+        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
+        budgets: entries per KV head per layer of each row, window included.
+        dtype, device: of keys and values. expected: further tokens that tails are reserved for.
+        reuse: where memory comes from.
+    """
+
+    start: Tensor
+    columns: int
+    budgets: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    expected: int = 0
+    reuse: BufferReuse = NO_REUSE
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.start.numel()
+
+
 class CachePart:
     """Buffers of some layers of a cache: attributes, named as in the table of :mod:`kvpass.operands`.
 
     Attributes:
         key: by which its memory is taken again. overwrites: whether a step overwrites entries.
+        reuse: where memory of copies and of growth comes from.
     """
 
     key: Hashable
     overwrites: bool = False
+    reuse: BufferReuse = NO_REUSE
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -38,7 +66,7 @@ class CachePart:
         """Buffers of the prefill graph."""
         return self.buffers
 
-    def finish_prefill(self, reuse: BufferReuse) -> LayersRecord | None:
+    def finish_prefill(self) -> LayersRecord | None:
         """Store the results of the prefill graph; return what was kept, of layers that share the budget."""
         return None
 
@@ -47,7 +75,7 @@ class CachePart:
         """Buffers of decode and extend graphs."""
         return self.buffers
 
-    def ensure_room(self, tokens: int, expected: int, reuse: BufferReuse) -> None:
+    def ensure_room(self, tokens: int, expected: int) -> None:
         """Grow, if needed, so that ``tokens`` more fit; ``expected`` in all, if known, are then reserved."""
 
     def advance(self, tokens: int) -> None:
@@ -67,9 +95,9 @@ class CachePart:
         vars(twin).update({name: change(name, x) for name, x in self.buffers.items()})
         return twin
 
-    def clone(self, reuse: BufferReuse = NO_REUSE) -> Self:
+    def clone(self) -> Self:
         """Return an independent copy."""
-        return self.mapped(lambda name, x: reuse.copy((self.key, name), x))
+        return self.mapped(lambda name, x: self.reuse.copy((self.key, name), x))
 
     def to(self, device: torch.device) -> Self:
         """Return a copy on another device."""
@@ -108,15 +136,16 @@ class SlidingWindowLayers(CachePart):
         self.ring_k, self.ring_v = ring_k, ring_v
 
     @classmethod
-    def empty(
-        cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, reuse: BufferReuse
-    ) -> SlidingWindowLayers:
-        """Return rings for ``rows`` rows of a batch."""
+    def empty(cls, group: LayerGroup, prompt: Prompt) -> SlidingWindowLayers:
+        """Return rings for the rows of a prompt."""
         g, window = group.geometry, group.sliding_window
         assert window is not None
-        sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
+        sizes = {"L": g.layers, "B": prompt.rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
         shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}
-        return cls(group, *(reuse.empty((group, name), shapes[name], dtype, device).zero_() for name in shapes))
+        made = (prompt.reuse.empty((group, name), shapes[name], prompt.dtype, prompt.device) for name in shapes)
+        rings = cls(group, *(ring.zero_() for ring in made))
+        rings.reuse = prompt.reuse
+        return rings
 
     @classmethod
     def joined(cls, parts: Sequence[SlidingWindowLayers], shifts: Sequence[int], order: Tensor) -> SlidingWindowLayers:
@@ -141,12 +170,15 @@ class RecurrentState(CachePart):
         self.held, self.made = held, torch.zeros_like(held) if made is None else made
 
     @classmethod
-    def empty(cls, shape: StateShape, rows: int, device: torch.device, reuse: BufferReuse) -> RecurrentState:
+    def empty(cls, shape: StateShape, prompt: Prompt) -> RecurrentState:
         """Return zeros: the state before a text."""
-        sizes, dtype = (rows, *shape.shape), getattr(torch, shape.dtype)
-        return cls(shape, *(reuse.empty((shape, name), sizes, dtype, device).zero_() for name in ("held", "made")))
+        sizes, dtype = (prompt.rows, *shape.shape), getattr(torch, shape.dtype)
+        pair = (prompt.reuse.empty((shape, name), sizes, dtype, prompt.device).zero_() for name in ("held", "made"))
+        state = cls(shape, *pair)
+        state.reuse = prompt.reuse
+        return state
 
-    def finish_prefill(self, reuse: BufferReuse) -> None:
+    def finish_prefill(self) -> None:
         self.advance(0)
 
     def advance(self, tokens: int) -> None:
@@ -158,4 +190,6 @@ class RecurrentState(CachePart):
 
     @classmethod
     def joined(cls, parts: Sequence[RecurrentState], shifts: Sequence[int], order: Tensor) -> RecurrentState:
-        return cls(parts[0].shape, torch.cat([part.held for part in parts]).index_select(0, order))
+        state = cls(parts[0].shape, torch.cat([part.held for part in parts]).index_select(0, order))
+        state.reuse = parts[0].reuse
+        return state

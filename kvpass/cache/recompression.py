@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 
 from kvpass.cache.layers import TAIL_STEP, FullAttentionLayers
 from kvpass.cache.prompt_record import LayersRecord
+from kvpass.cache.segments import pool_of, segments_of
 from kvpass.operands import BUFFERS, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
-from kvpass.ops.slots import EMPTY
 
 
 class Recompression:
@@ -67,44 +67,33 @@ class Recompression:
         )
 
     def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> FullAttentionLayers:
-        """Return a store of the kept entries; rows that are not due keep all.
+        """Return a store of the kept entries; rows that are not due keep their pool, and all of their tail.
 
         Args:
             stay: keep mask, bool ``[B, L, K, S]``. offsets: of the new pool.
             tails: tokens of each row that go into the new tail, int64 ``[B]``.
         """
         store, used = self.store, int(tails.max())
-        slots = max(2, int(offsets[:, -1].max()))
         tensors = {"offsets": offsets, "tail_start": used - tails}
-        for name in store.pool_names:
-            pool: Tensor = getattr(store, name)
-            tensors[name] = pool.new_empty(store.rows, slots, *pool.shape[2:])
-        tensors["pool_positions"].fill_(EMPTY)
         for name in store.tail_names:
             tail: Tensor = getattr(store, name)
             tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, *tail.shape[4:])
-        for row, (is_due, length) in enumerate(zip(due.tolist(), tails.tolist(), strict=True)):
-            for name in store.tail_names:
-                newest = getattr(store, name)[:, row, :, store.used - length : store.used]
-                tensors[name][:, row, :, used - length : used] = newest
-            self._move_row(tensors, row, stay[row].flatten(0, 1) if is_due else None, int(seen[row]))
+            for row, length in enumerate(tails.tolist()):
+                tensors[name][:, row, :, used - length : used] = tail[:, row, :, store.used - length : store.used]
+        for name in store.pool_names:
+            rows = segments_of(store.of_rows(name), store.offsets)
+            for row in due.nonzero().flatten().tolist():
+                appended = self._in_tail(name.replace("pool", "tail"), row, int(seen[row]))
+                every = [torch.cat(pair) for pair in zip(rows[row], appended, strict=True)]
+                rows[row] = [x[keep[: len(x)]] for x, keep in zip(every, stay[row].flatten(0, 1), strict=True)]
+            tensors[name] = pool_of(name, rows)
         return store.holding(tensors, replace(store.facts, used=used))
 
-    def _move_row(self, tensors: dict[str, Tensor], row: int, stay: Tensor | None, seen: int) -> None:
-        """Copy one row's pool to the new pool; with a keep mask ``stay`` (bool ``[L*K, S]``), also from the tail."""
-        store = self.store
-        first = int(store.tail_start[row])
-        appended = torch.arange(first, store.used, device=store.offsets.device) + (seen - store.used)
-        sources, targets = store.offsets[row].tolist(), tensors["offsets"][row].tolist()
-        for segment in range(len(sources) - 1):
-            source, target = slice(*sources[segment : segment + 2]), slice(*targets[segment : segment + 2])
-            layer, head = divmod(segment, store.geometry.kv_heads)
-            live = (layer, row, head, slice(first, store.used))
-            tails = {name.replace("tail", "pool"): getattr(store, name)[live] for name in store.tail_names}
-            rest = {"pool_positions": appended.int(), **tails}
-            for name in store.pool_names:
-                held = store.of_rows(name)[row, source]
-                if stay is not None:
-                    every = torch.cat([held, rest[name]])
-                    held = every[stay[segment, : every.shape[0]]]
-                tensors[name][row, target] = held
+    def _in_tail(self, name: str, row: int, seen: int) -> Tensor:
+        """What a buffer of the tails holds of one row, for each layer and head, ``[L * K, n, ...]``."""
+        store, first = self.store, int(self.store.tail_start[row])
+        if name == "tail_positions":  # they follow from the tokens seen
+            positions = torch.arange(first, store.used, dtype=torch.int32, device=store.offsets.device)
+            return (positions + (seen - store.used)).expand(store.geometry.layers * store.geometry.kv_heads, -1)
+        held: Tensor = getattr(store, name)
+        return held[:, row, :, first : store.used].flatten(0, 1)

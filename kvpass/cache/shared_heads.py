@@ -5,7 +5,6 @@ Buffers are named as in files: ``store0_pool_k``, ``ring0_ring_k``, ``start``.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from torch.nn.functional import pad
 
 from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
+from kvpass.cache.segments import pool_of, segments_of
 from kvpass.config import LayerGroup, Layout
 from kvpass.operands import BUFFERS
 from kvpass.ops.slots import ABSENT, EMPTY
@@ -50,8 +50,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
             counts = torch.cat([entries_of(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
             for name in _POOL & buffers.keys():
-                pools = [held[name] for held in own]
-                buffers[name] = _moved(name, pools, bounds, _of_all(group, len(own)), buffers["offsets"])
+                buffers[name] = _all_heads(name, [held[name] for held in own], bounds, group)
         found |= {f"{part}_{name}": x for name, x in buffers.items()}
     return found
 
@@ -76,12 +75,11 @@ def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> P
         offsets = _offsets(torch.cat([entries_of(other, layers.group) for other in bounds], 2))
         slots = max(2, *(int(other[:, -1].max()) for other in bounds))
         parts = gathered(pad(layers.positions, (0, slots - layers.positions.shape[1]), value=EMPTY))
-        positions = _moved("pool_positions", parts, bounds, _of_all(layers.group, ranks.size), offsets)
         return LayersRecord(
             group=_group_of_all(layers.group, ranks.size),
             mass=torch.cat(gathered(layers.mass), 2),
             weights=layers.weights.cpu(),
-            positions=positions,
+            positions=_all_heads("pool_positions", parts, bounds, layers.group),
             offsets=offsets,
             output_errors=None if layers.output_errors is None else torch.cat(gathered(layers.output_errors), 3),
         )
@@ -111,9 +109,10 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
         if "offsets" in whole:
             own["offsets"] = _offsets(ranks.local_shard(entries_of(whole["offsets"], group), 2))
             numbers = torch.arange(whole["offsets"].shape[1] - 1, device="cpu").view(group.geometry.layers, -1)
-            places = [(0, number) for number in ranks.local_shard(numbers, 1).flatten().tolist()]
+            mine = ranks.local_shard(numbers, 1).flatten().tolist()
             for name in _POOL & whole.keys():
-                own[name] = _moved(name, [whole[name]], [whole["offsets"]], places, own["offsets"])
+                rows = segments_of(whole[name], whole["offsets"])
+                own[name] = pool_of(name, [[row[number] for number in mine] for row in rows])
         found |= {f"{part}_{name}": x for name, x in own.items()}
     return found, _with_heads(layout, lambda group: _of_heads(group, group.geometry.kv_heads // ranks.size))
 
@@ -170,31 +169,10 @@ def _offsets(counts: Tensor) -> Tensor:
     return pad(counts.flatten(1).cumsum(1), (1, 0)).int()
 
 
-def _of_all(group: LayerGroup, size: int) -> list[tuple[int, int]]:
-    """For each segment of all heads: the process that has it, and its number there.
-
-    Args:
-        group: of one process. size: their number.
-    """
+def _all_heads(name: str, pools: Sequence[Tensor], bounds: Sequence[Tensor], group: LayerGroup) -> Tensor:
+    """A buffer of the pool of all heads, from those of each process and their offsets; ``group``: of one process."""
     g = group.geometry
-    each = itertools.product(range(g.layers), range(size), range(g.kv_heads))
-    return [(rank, layer * g.kv_heads + head) for layer, rank, head in each]
-
-
-def _moved(
-    name: str, parts: Sequence[Tensor], bounds: Sequence[Tensor], places: Sequence[tuple[int, int]], offsets: Tensor
-) -> Tensor:
-    """A buffer of a pool whose segments are those of other pools.
-
-    Args:
-        parts, bounds: this buffer and the offsets of the others. places: for each segment the pool that it is in, and
-            its number there. offsets: of the pool.
-    """
-    slots = max(2, int(offsets[:, -1].max()))
-    shape = (len(offsets), slots, *parts[0].shape[2:])
-    pool = parts[0].new_full(shape, EMPTY if name == "pool_positions" else 0)
-    for row, ends in enumerate(offsets.tolist()):
-        for segment, (part, number) in enumerate(places):
-            first, count, other = ends[segment], ends[segment + 1] - ends[segment], int(bounds[part][row, number])
-            pool[row, first : first + count] = parts[part][row, other : other + count]
-    return pool
+    held = [segments_of(pool, offsets) for pool, offsets in zip(pools, bounds, strict=True)]
+    layers = [slice(layer * g.kv_heads, (layer + 1) * g.kv_heads) for layer in range(g.layers)]
+    rows = [[x for layer in layers for part in parts for x in part[layer]] for parts in zip(*held, strict=True)]
+    return pool_of(name, rows)

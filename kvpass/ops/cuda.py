@@ -69,21 +69,13 @@ def cascade_step(
     buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
 ) -> None:
     """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
-    from kvpass.kernels.gather import assign_slots, gather_winners
+    from kvpass.kernels.gather import gather_winners
 
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
-    candidates = candidates._replace(k=k, v=v)
-    keep, rank = reference.reallocate_budgets(buffers, candidates, layer, policy, ranks)
-    source = assign_slots(keep, buffers.slots[reference.OWNER])
-    gather_winners(source, rank.int().contiguous(), candidates, buffers, layer)
-    reference.keep_window(buffers, candidates, layer, min(policy.window, k.shape[2]))
+    reference.cascade_step(buffers, candidates._replace(k=k, v=v), layer, policy, ranks, gather_winners)
 
 
-def pack(buffers: PrefillBuffers) -> None:
-    """See :func:`kvpass.ops.reference.pack`."""
-    from kvpass.kernels import gather
-
-    gather.pack(buffers)
+pack = reference.pack
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
@@ -140,32 +132,10 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 def attend_prompt(
     call: Attention, start: Tensor, sliding_window: int | None = None, chunked: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding.
-
-    Rows that begin at the same column are one call without their padding, so that no kernel must know of it.
-    """
+    """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding."""
     from kvpass.kernels.prompt_attention import attend
 
-    def attended(part: Attention) -> tuple[Tensor, Tensor]:
-        if not chunked:
-            return attend(part, sliding_window)
-        assert sliding_window is not None
-        outs, lses = zip(*map(attend, part.chunks(sliding_window)), strict=True)
-        return torch.cat(outs, 2), torch.cat(lses, 2)
-
-    call = readable(call)
-    b, h, t, _ = call.q.shape
-    before = call.k.shape[2] - t
-    groups = list(reference.row_groups(start))
-    if groups == [(slice(0, b), 0)]:
-        return attended(call)
-    out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
-    lse = call.q.new_full((b, h, t), float("-inf"), dtype=torch.float32)
-    for rows, column in groups:
-        if column < before + t:
-            live = (rows, slice(None), slice(max(column - before, 0), t))
-            out[live], lse[live] = attended(call.from_column(rows, column))
-    return out, lse
+    return reference.attend_rows(readable(call), start, sliding_window, chunked, attend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,12 +174,6 @@ class SiteStatistics:
             return self.mean
         return self._over(window=0)[0]
 
-    @cached_property
-    def value_norm(self) -> Tensor:
-        from kvpass.kernels.window_statistics import value_norms
-
-        return value_norms(self.call.v, self.first)
-
     def recent_sum(self, rows: int) -> Tensor:
         from kvpass.kernels.window_statistics import column_sums
 
@@ -235,8 +199,11 @@ class KernelObservation(Observation):
     variance = _sliced(lambda site: site.spread[1])
     entropy = _sliced(lambda site: site.spread[2])
     last_row = _sliced(lambda site: site.last_row)
-    value_norm = _sliced(lambda site: site.value_norm)
     column_sum = _sliced(lambda site: site.recent_sum(site.call.k.shape[2]))
 
     def recent_sum(self, rows: int) -> Tensor:
         return self.site.recent_sum(rows)[self.rows, :, self.column :]
+
+    @cached_property
+    def value_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self.values, 1, -1, dtype=torch.float32)  # without a copy in fp32

@@ -7,6 +7,7 @@ statistic mixes rows, and a padded row computes exactly what it computes alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +43,13 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
     "score_layer",
 ]
 
+L = TypeVar("L", Tensor, None)
+
 _ROW_BLOCK = 512
 OWNER, RANK, POSITION = 0, 1, 2
 """Planes of the slot table, int32 ``[3, B, E]``: ``layer * K + head`` (-1 = empty), order of entry, true position."""
-MASS, NUMBERS = 0, 1
-"""Planes of the stats, fp32: attention mass, then the numbers of the decode rule; where layers compete, the score in
-place of the first."""
+MASS, NUMBERS, SCORE = 0, 1, -1
+"""Planes of the stats, fp32: attention mass, the numbers of the decode rule; where layers compete, last the score."""
 
 
 def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
@@ -61,30 +63,15 @@ def row_groups(start: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def causal_attention(call: Attention, sliding_window: int | None = None) -> Tensor:
-    """Causal attention ``[B, H, T, Dv]`` of rows without padding, over all N keys of the call.
-
-    The group dimension is a stride-0 view of K and V, so nothing is repeated in memory.
-    """
+    """Causal attention ``[B, H, T, Dv]`` of rows without padding, over all N keys of the call."""
     q, k, v, scale, softcap, sinks = call
-    kv_heads, n = k.shape[1:3]
+    n = k.shape[2]
     bounded = sliding_window is not None and sliding_window < n
     if bounded or softcap is not None or sinks is not None:
         return _blocked_attention(call, n if sliding_window is None else sliding_window)
     dim = v.shape[3]
     q, k, v = (_widened(x, max(k.shape[3], dim)) for x in (q, k, v))  # torch's kernel takes equal head dims only
-    if kv_heads == q.shape[1]:
-        return _causal_sdpa(q, k, v, scale)[..., :dim]
-    group = q.shape[1] // kv_heads
-    rows = [
-        _causal_sdpa(
-            q_row.unflatten(0, (kv_heads, group)),
-            k_row.unsqueeze(1).expand(-1, group, -1, -1),
-            v_row.unsqueeze(1).expand(-1, group, -1, -1),
-            scale,
-        ).flatten(0, 1)
-        for q_row, k_row, v_row in zip(q, k, v, strict=True)
-    ]
-    return torch.stack(rows)[..., :dim]
+    return _causal_sdpa(q, k, v, scale)[..., :dim]
 
 
 def _widened(x: Tensor, dim: int) -> Tensor:
@@ -96,7 +83,7 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of the last T of N tokens; what they attend before them, and among themselves, is merged."""
     before = k.shape[2] - q.shape[2]
     if before == 0:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     past = PartialAttention(*attend(q, k[:, :, :before], v[:, :, :before], scale=scale))
     own = PartialAttention(*attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale))
@@ -134,22 +121,50 @@ def attend_prompt(
         start: first real column of each row, int64 ``[B]``, on the CPU. chunked: ``sliding_window`` is the size of
             chunks, each of which attends to itself alone.
     Returns:
-        output ``[B, H, T, Dv]`` in the dtype of q, zeros in padding; and what
+        output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``, zeros in padding; and what
             :func:`score_layer` needs of it, here nothing.
+    """
+
+    def attend(part: Attention, window: int | None) -> tuple[Tensor, None]:
+        return causal_attention(part, window).transpose(1, 2).contiguous().transpose(1, 2), None
+
+    return attend_rows(call, start, sliding_window, chunked, attend)[0], None
+
+
+def attend_rows(
+    call: Attention,
+    start: Tensor,
+    sliding_window: int | None,
+    chunked: bool,
+    attend: Callable[[Attention, int | None], tuple[Tensor, L]],
+) -> tuple[Tensor, Tensor | L]:
+    """As :func:`attend_prompt`: rows that begin at the same column are one call without their padding.
+
+    Args:
+        attend: takes a call without padding and its sliding window; returns output, stored as ``[B, T, H, Dv]``, and
+            log-sum-exp fp32 ``[B, H, T]``, or None.
+    Returns:
+        the same of the prompt; the log-sum-exp is ``-inf`` in padding.
     """
     b, h, t, _ = call.q.shape
     before = call.k.shape[2] - t
+    groups = list(row_groups(start))
+    if groups == [(slice(0, b), 0)] and not chunked:
+        return attend(call, sliding_window)
     out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
-    for rows, column in row_groups(start):
-        if column < before + t:
-            part = call.from_column(rows, column)
-            if chunked:
-                assert sliding_window is not None
-                real = torch.cat([causal_attention(chunk) for chunk in part.chunks(sliding_window)], 2)
-            else:
-                real = causal_attention(part, sliding_window)
-            out[rows, :, max(column - before, 0) :] = real
-    return out, None
+    lse = call.q.new_full((b, h, t), float("-inf"), dtype=torch.float32)
+    for rows, column in groups:
+        end = max(column - before, 0)
+        if end >= t:
+            continue
+        part = call.from_column(rows, column)
+        for piece in part.chunks(sliding_window) if chunked and sliding_window else [part]:
+            first, end = end, end + piece.q.shape[2]
+            live = (rows, slice(None), slice(first, end))
+            out[live], found = attend(piece, None if chunked else sliding_window)
+            if found is not None:
+                lse[live] = found
+    return out, lse
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:
@@ -191,8 +206,7 @@ def score_layer(
         observed: returns what the policy is given for some rows, from their first column on.
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
-        fp32 ``[F, B, K, N]``: the attention mass (mean over window rows and group) and the first decode state; weight
-        fp64 ``[B]``.
+        fp32 ``[F, B, K, N]``: the attention mass is a mean over window rows and group; weight fp64 ``[B]``.
     """
     b, kv_heads, n, _ = call.k.shape
     scored: list[Tensor] = []
@@ -215,7 +229,7 @@ def score_layer(
             scores = F.pad(own, (0, window), value=float("-inf"))
             stats[NUMBERS : NUMBERS + numbers, rows, :, column:] = rule.start(obs, scores)
         if policy.compares_layers:
-            stats[NUMBERS, rows, :, column : n - window] = own
+            stats[SCORE, rows, :, column : n - window] = own
         layer_weight = policy.checked_weight(obs, every)
         if layer_weight is not None:
             weight[rows] = layer_weight
@@ -242,35 +256,70 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
 
 
 def cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
+    buffers: PrefillBuffers,
+    candidates: Candidates,
+    layer: int,
+    policy: Policy,
+    ranks: Ranks = ONE_PROCESS,
+    move: Callable[[Tensor, Tensor, Candidates, PrefillBuffers, int], None] | None = None,
 ) -> None:
     """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
     With ``ranks`` the scores are those of all heads, everything else is of the heads of this process. Writes all
     buffers but offsets and entries; the window's rows go into the first slots of the tail. A kept entry never moves.
     Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
-    """
-    k, v, start = candidates.k, candidates.v, candidates.start
-    kv_heads, n = k.shape[1:3]
-    keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
-    owner, order, position = buffers.slots
-    true_position = torch.arange(n, device=k.device) - start[:, None]
-    for row in range(k.shape[0]):
-        head, column = keep[row].nonzero(as_tuple=True)
-        free = (owner[row] == EMPTY).nonzero(as_tuple=True)[0]
-        if head.numel() > free.numel():
-            raise RuntimeError(
-                f"pool of {owner.shape[1]} slots is full at layer {layer}: {head.numel()} winners, {free.numel()} free"
-            )
-        slot = free[: head.numel()]
-        buffers.pool_k[row, slot] = k[row, head, column]
-        buffers.pool_v[row, slot] = v[row, head, column]
-        owner[row, slot] = (layer * kv_heads + head).int()
-        order[row, slot] = rank[row, head, column]
-        position[row, slot] = true_position[row, column].int()
-        buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
-    keep_window(buffers, candidates, layer, min(policy.window, n))
+    Args:
+        move: what takes the place of :func:`move_winners`.
+    """
+    keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
+    source = assign_slots(keep, buffers.slots[OWNER])
+    (move or move_winners)(source, rank.int().contiguous(), candidates, buffers, layer)
+    window = min(policy.window, keep.shape[2])
+    newest = slice(keep.shape[2] - window, None)
+    buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, newest]
+    buffers.tail_v[layer, :, :, :window] = candidates.v[:, :, newest]
+    buffers.window_stats[:, :, layer, :, :window] = candidates.stats[..., newest]
+
+
+def assign_slots(keep: Tensor, owner: Tensor) -> Tensor:
+    """Assign the j-th selected entry, in (head, column) order, to the j-th free slot.
+
+    Args:
+        keep: bool ``[B, K, N]``, the entries of a layer to store in the pool. owner: int32 ``[B, E]``.
+
+    Returns:
+        int32 ``[B, E]``: for each slot the flat index ``head * N + column`` of the entry that moves in, or -1.
+
+    Raises:
+        RuntimeError: more selected entries than free slots; on CUDA a device-side assertion, noticed at the next
+            synchronisation.
+    """
+    winners = keep.flatten(1).cumsum(1, dtype=torch.int32)
+    is_free = owner == EMPTY
+    turn = is_free.cumsum(1, dtype=torch.int32)
+    total = winners[:, -1:]
+    enough = (total <= turn[:, -1:]).all()
+    torch._assert_async(enough, f"pool of {owner.shape[1]} slots is full: more winners than free slots")
+    # the j-th selected entry is where the running count first reaches j
+    source = torch.searchsorted(winners, turn, out_int32=True)
+    return torch.where(is_free & (turn <= total), source, EMPTY)
+
+
+def move_winners(source: Tensor, rank: Tensor, candidates: Candidates, buffers: PrefillBuffers, layer: int) -> None:
+    """Copy entries into the pool and record them in its tables.
+
+    Args:
+        source: from :func:`assign_slots`. rank: order of entry, int32 ``[B, K, N]``. layer: of the entries.
+    """
+    kv_heads, n = rank.shape[1:]
+    row, slot = (source >= 0).nonzero(as_tuple=True)
+    head, column = source[row, slot].long() // n, source[row, slot].long() % n
+    buffers.pool_k[row, slot] = candidates.k[row, head, column]
+    buffers.pool_v[row, slot] = candidates.v[row, head, column]
+    tables = layer * kv_heads + head, rank[row, head, column], column - candidates.start[row]
+    buffers.slots[:, row, slot] = torch.stack(tables).int()
+    buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
 
 def reallocate_budgets(
@@ -301,7 +350,7 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, p
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
     slots, scores = buffers.slots, candidates.scores
     layers = buffers.layer_weights.shape[1]
-    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[NUMBERS]), 1)
+    held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[SCORE]), 1)
     of_layer = ranks.gather(slots[OWNER].clamp(min=0) // candidates.k.shape[1], 1)
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)
@@ -309,37 +358,24 @@ def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, p
     return best_over_layers(both, of_both, total, layers, policy.least_score)
 
 
-def keep_window(buffers: PrefillBuffers, candidates: Candidates, layer: int, window: int) -> None:
-    """Copy the rows and stats of the last ``window`` columns into the first slots of the tail."""
-    first = candidates.k.shape[2] - window
-    buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, first:]
-    buffers.tail_v[layer, :, :, :window] = candidates.v[:, :, first:]
-    buffers.window_stats[:, :, layer, :, :window] = candidates.stats[..., first:]
-
-
 def pack(buffers: PrefillBuffers) -> None:
     """Permute the pool once into (layer, head, position) order, empty slots last; write the offsets.
 
-    A few columns move at a time, so the copy never takes more memory than one layer's keys.
+    An eighth of the columns of a row moves at a time, so the copy takes little memory.
     """
     slots, offsets = buffers.slots, buffers.offsets
-    owner, position = slots[OWNER].long(), slots[POSITION].long()
-    groups = offsets.shape[1] - 1
-    key = torch.where(owner < 0, groups, owner) * (1 << 32) + position
-    permutation = key.argsort(dim=1)
-    counts = torch.zeros(owner.shape[0], groups + 1, dtype=torch.int64, device=owner.device)
-    counts.scatter_add_(1, torch.where(owner < 0, groups, owner), torch.ones_like(owner))
-    offsets[:, 0] = 0
-    offsets[:, 1:] = counts[:, :groups].cumsum(1)
-    for row, order in enumerate(permutation):
-        if torch.equal(order, torch.arange(order.numel(), device=order.device)):
-            continue
-        slots[:, row] = slots[:, row, order]
-        buffers.slot_stats[:, row] = buffers.slot_stats[:, row, order]
-        for pool in (buffers.pool_k, buffers.pool_v):
-            columns = max(1, pool.shape[2] // groups)
-            for block in pool[row].split(columns, dim=1):
-                block.copy_(block[order])
+    groups, rows = offsets.shape[1] - 1, torch.arange(len(offsets), device=offsets.device)[:, None]
+    owner = torch.where(slots[OWNER] == EMPTY, groups, slots[OWNER]).long()
+    order = ((owner << 32) + slots[POSITION]).argsort(dim=1, stable=True)
+    bounds = torch.arange(groups + 1, device=owner.device).expand(len(offsets), -1).contiguous()
+    offsets.copy_(torch.searchsorted(owner.gather(1, order), bounds, out_int32=True))
+    if order.is_cpu and bool((order.diff(dim=1) == 1).all()):
+        return  # nothing moves, as where everything was kept
+    for planes in (slots, buffers.slot_stats):
+        planes.copy_(planes.gather(2, order.expand(len(planes), -1, -1)))
+    for pool in (buffers.pool_k, buffers.pool_v):
+        for columns in pool.split(-(-max(pool.shape[2], 1) // 8), dim=2):
+            columns.copy_(columns[rows, order])
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:

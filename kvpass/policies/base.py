@@ -80,15 +80,9 @@ class Policy(ABC):
         if self.compact and (not self.needs_budget or self.decode_rule() is not None):
             does = "evicts while decoding" if self.needs_budget else "drops nothing"
             raise ValueError(f"compact=True with policy {self.name!r}: it {does}; take one that drops entries once")
-        if self.compares_layers:  # layers() raises where an option of a split is missing
-            rule = self.decode_rule()
-            if rule is not None and not rule.starts_at_scores:
-                raise ValueError(
-                    f"policy {self.name!r}: with GlobalLayers() decoding can only append, decode_rule() is None, or "
-                    "the rule starts at the scores of the prompt"
-                )
-            if self.heads() != AdaptiveHeads(0.0):
-                raise ValueError(f"policy {self.name!r}: GlobalLayers() needs heads() to be AdaptiveHeads(0.0)")
+        # layers() raises where an option of a split is missing
+        if self.compares_layers and self.heads() != AdaptiveHeads(0.0):
+            raise ValueError(f"policy {self.name!r}: GlobalLayers() needs heads() to be AdaptiveHeads(0.0)")
 
     @classmethod
     def read(cls, options: Mapping[str, object]) -> Mapping[str, object]:
@@ -138,9 +132,12 @@ class Policy(ABC):
 
     @property
     def stat_planes(self) -> int:
-        """Numbers that a prompt holds for each entry: attention mass, then those of the decode rule, or the score."""
+        """Numbers that a prompt holds for each entry: attention mass, those of the decode rule, the score last.
+
+        The score only where those of all layers compete.
+        """
         rule = self.decode_rule()
-        return 1 + max(0 if rule is None else rule.numbers_per_entry, self.compares_layers)
+        return 1 + (0 if rule is None else rule.numbers_per_entry) + self.compares_layers
 
     @property
     def least_score(self) -> float:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, check_int, option
-from kvpass.policies.scheduler import invert
+from kvpass.policies.scheduler import places
 from kvpass.policies.scores import Pool
 from kvpass.policies.snapkv import WindowAttention
 
@@ -56,20 +56,15 @@ class ChunkKV(WindowAttention):
         chunks = pad(s, (0, -m % self.chunk), value=-1.0).unflatten(1, (-(-m // self.chunk), self.chunk))
         inside, held = chunks.clamp(min=0), (chunks >= 0).sum(2)
         worth = inside.sum(2) / held
-        within = _place(chunks)
-        place = _place(worth)[..., None] * self.chunk + within
+        within = places(chunks)
+        place = places(worth)[..., None] * self.chunk + within
         if self.spikes and m:
             p = inside / (inside.sum(2, keepdim=True) + _TINY)
             entropy = (-(p * (p + _TINY).log()).sum(2) / held.clamp(min=2).log()).clamp(0, 1)
             spiky = (worth >= _median(worth)) & (entropy < _median(entropy))
-            later = place[0].numel() + _place(chunks.flatten(1)).view_as(place)
+            later = place[0].numel() + places(chunks.flatten(1)).view_as(place)
             place = torch.where(spiky[..., None] & (within >= self.spikes), later, place)
         return -place.flatten(1)[:, :m].float().unflatten(0, (len(obs.keys), -1)).expand(-1, obs.kv_heads, -1)
-
-
-def _place(x: Tensor) -> Tensor:
-    """Place of each number along the last dimension, the largest first; ties: the first."""
-    return invert(x.argsort(dim=-1, descending=True, stable=True))
 
 
 def _median(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass.operands import Attention
+from kvpass.policies.observation import softcapped
 
 STEPS, QUERIES = 200, 256
 """Steps of the descent, and queries that are drawn for each."""
@@ -94,8 +95,7 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
 
 def _logits(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return logits, fp32 ``[..., n, S]``."""
-    logits = (queries @ keys.float().T) * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return softcapped((queries @ keys.float().T) * scale, softcap)
 
 
 def fit_entries(

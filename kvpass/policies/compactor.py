@@ -12,7 +12,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads
 from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.options import check_float, check_int, option
-from kvpass.policies.scores import pool_scores
+from kvpass.policies.scores import above_all, pool_scores
 
 _RIDGE = 0.01
 
@@ -58,7 +58,7 @@ class Compactor(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         positions = obs.positions[..., : obs.evictable].expand(*obs.keys.shape[:2], -1)
-        first = torch.finfo(torch.float32).max / (positions[..., : self.sinks] + 2)
+        first = above_all(positions[..., : self.sinks])
         if obs.evictable <= self.sinks:
             return first
         leverage, attention = (_standardised(obs, x) for x in (self._leverage(obs), self._attention(obs)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.observation import Observation
-from kvpass.policies.scheduler import invert
+from kvpass.policies.scheduler import invert, places
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 
@@ -27,8 +27,7 @@ _BEHIND = 1 << 30
 def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
     """Rank each head's slots, best score first, ties to the lower ``storage_order``; int64 ``[B, K, C]``."""
     order = storage_order.argsort(dim=2, stable=True)
-    order = order.gather(2, scores.gather(2, order).argsort(dim=2, descending=True, stable=True))
-    return invert(order)
+    return places(scores.gather(2, order)).gather(2, invert(order))
 
 
 def evictable_slots(position: Tensor, window: int) -> Tensor:
@@ -139,16 +138,9 @@ class DecodeRule:
     """Whether :attr:`Slots.token_scores` are read, of a policy that says ``scores_tokens``."""
     reads_all_heads: ClassVar[bool] = False
     """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
-    starts_at_scores: ClassVar[bool] = False
-    """Whether :meth:`start` gives the policy's scores, so that layers can compete by them (``GlobalLayers``)."""
 
     window: int = 0
     every: int = 1
-
-    @property
-    def starts_at_zero(self) -> bool:
-        """Whether every entry of a prompt starts at 0, so that what layers compete by can be in its place before."""
-        return self.numbers_per_entry == 0 or type(self).start is DecodeRule.start
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.
@@ -247,8 +239,7 @@ class StoredByScore(DecodeRule):
             return super().start(obs, scores)
         scored = scores > float("-inf")
         stored = scored & ~self.is_spared(scored.sum(2), obs.entries_per_head[:, None])[:, :, None]
-        rank = invert(scores.argsort(dim=2, descending=True, stable=True))
-        return torch.where(stored, rank + 1, 0).float()[None]
+        return torch.where(stored, places(scores) + 1, 0).float()[None]
 
     def storage_order(self, slots: Slots) -> Tensor:
         """Return numbers that ascend in storage order, as :attr:`Slots.position`."""

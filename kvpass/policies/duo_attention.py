@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,8 @@ from kvpass.policies.calibrated import contents_of
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import LayerSplit, zero_unseen_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_int, check_literal, option
-from kvpass.policies.scheduler import invert
+from kvpass.policies.options import check_int, check_literal, check_text, option
+from kvpass.policies.scheduler import invert, places
 
 HeadMap: TypeAlias = Sequence[Sequence[float]]
 """A number for each KV head of each layer; heads of higher ones are full first."""
@@ -45,12 +44,6 @@ def check_head_map(name: str, value: object) -> None:
         for number in row:
             if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
                 raise ValueError(f"{name}: {number!r} must be a finite number")
-
-
-def check_digest(name: str, value: object) -> None:
-    """Raise unless the value is a text or None."""
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{name}={value!r}: must be the digest of a model's weights, a str, or None")
 
 
 def read_head_map(folder: str) -> tuple[Rows, int, int]:
@@ -92,16 +85,6 @@ def fitted_head_map(path: str, rule: object) -> tuple[HeadMap, str | None]:
     return found.tensors[name].tolist(), found.model
 
 
-@functools.lru_cache(maxsize=8)
-def places(head_map: Rows) -> list[int]:
-    """Return the place of each head, layer by layer, when they are ordered by falling numbers."""
-    numbers = [number for row in head_map for number in row]
-    places = [0] * len(numbers)
-    for place, head in enumerate(sorted(range(len(numbers)), key=lambda head: -numbers[head])):
-        places[head] = place
-    return places
-
-
 @dataclass(frozen=True)
 class HeadMapLayers(LayerSplit):
     """What the heads of a layer keep: the first tokens, and all for which their places in the map are early enough."""
@@ -121,7 +104,8 @@ class HeadMapLayers(LayerSplit):
                 f"head_map is of {rows} layers of {width} KV heads, but the model has {layers} layers of {kv_heads} "
                 "KV heads under the budget"
             )
-        return torch.tensor(places(self.head_map), device=device).view(layers, kv_heads)
+        numbers = torch.tensor(self.head_map, dtype=torch.float64, device="cpu")
+        return places(numbers.flatten()).view(layers, kv_heads).to(device)
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layers = weights.shape[1]
@@ -176,7 +160,7 @@ class DuoAttention(Policy):
     head_map: str | HeadMap = option((), check_head_map)
     sinks: int = option(128, check_int, 0)
     rule: Rule = option("maxima", check_literal, Rule)
-    of_model: str | None = option(None, check_digest)
+    of_model: str | None = option(None, check_text, "the digest of a model's weights")
 
     def __post_init__(self) -> None:
         super().__post_init__()

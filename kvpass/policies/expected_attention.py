@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.policies.calibrated import COVARIANCE, MEAN, layer_statistics, statistics_of
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_path, option
+from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_text, option
 from kvpass.policies.refinement import Refinable
 
 _READ = (MEAN, COVARIANCE)
@@ -62,7 +62,7 @@ class ExpectedAttention(Refinable):
     value_norm: bool = option(True, check_bool)
     head_split: Literal["uniform", "adaptive"] = option("uniform", check_choice, ("uniform", "adaptive"))
     alpha: float = option(0.2, check_float, 0.0, 1.0)
-    statistics: str | None = option(None, check_path)
+    statistics: str | None = option(None, check_text)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvpass.policies.options import Parity
 from kvpass.policies.released import rank_safeguarded
-from kvpass.policies.scheduler import invert, rank_by_score, rank_entries
+from kvpass.policies.scheduler import places, rank_by_score, rank_entries
+from kvpass.policies.scores import above_all
 
 
 class HeadSplit(ABC):
@@ -86,19 +87,9 @@ class SafeguardedHeads(HeadSplit):
         return (part - self.window).clamp(min=0)
 
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
-        return rank_by_score(
-            with_certain_entries(scores, self.certain(entries)[:, None].expand(-1, scores.shape[1]))
-        ).int()
-
-
-def with_certain_entries(scores: Tensor, certain: Tensor) -> Tensor:
-    """Return scores ``[B, K, N]`` in which the best ``certain`` int64 ``[B, K]`` of each head are above all others.
-
-    They fall in their order, as far as fp32 tells it. ``-inf`` stays.
-    """
-    place = invert(scores.argsort(dim=2, descending=True, stable=True))
-    above = (place < certain[..., None]) & (scores > float("-inf"))
-    return torch.where(above, torch.finfo(torch.float32).max / (place + 2), scores)
+        place = places(scores)
+        above = (place < self.certain(entries)[:, None, None]) & (scores > float("-inf"))
+        return rank_by_score(torch.where(above, above_all(place), scores)).int()
 
 
 def normalized(scores: Tensor, entries: Tensor) -> Tensor:

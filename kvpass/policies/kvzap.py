@@ -18,8 +18,9 @@ from kvpass.policies.decode_rules import DecodeRule, Slots, evictable_slots
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_path, option
-from kvpass.policies.scheduler import invert
+from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_text, option
+from kvpass.policies.scheduler import places
+from kvpass.policies.scores import sinks_first
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 _LEAST_SHARE = 1e-6
@@ -92,7 +93,7 @@ class KVzap(Policy):
     scores_tokens: ClassVar[bool] = True
 
     window: int = 128
-    weights: str | None = option(None, check_path)
+    weights: str | None = option(None, check_text)
     sinks: int = option(4, check_int, 0)
     split: Literal["layers", "heads", "none", "file"] = option(
         "layers", check_choice, ("layers", "heads", "none", "file")
@@ -114,7 +115,7 @@ class KVzap(Policy):
 
     def _surrogate(self, device: torch.device) -> Surrogate:
         assert self.weights is not None
-        found = surrogate_of(self.weights, device)
+        found = _surrogate(contents_of("weights", self.weights, ("module_list.", SHARES), device))
         if self.split == "file" and found.head_shares is None:
             raise ValueError(f"weights={self.weights!r}: holds no head shares for split='file'; take another split")
         return found
@@ -145,8 +146,7 @@ class KVzap(Policy):
         found.check(str(self.weights), obs.num_layers, obs.kv_heads * obs.ranks.size)
         assert found.head_shares is not None
         share = obs.ranks.local_shard(found.head_shares[obs.layer], 0).clamp(min=_LEAST_SHARE)
-        place = invert(scores.argsort(dim=2, descending=True, stable=True))
-        return share[:, None] / (place + 0.5)
+        return share[:, None] / (places(scores) + 0.5)
 
     def heads(self) -> HeadSplit:
         return UniformHeads() if self.split == "none" else AdaptiveHeads(0.0)
@@ -174,7 +174,6 @@ class OwnScores(DecodeRule):
     """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
     reads_tokens: ClassVar[bool] = True
-    starts_at_scores: ClassVar[bool] = True
 
     options: KVzap
 
@@ -206,23 +205,9 @@ def prompt_scores(obs: Observation, sinks: int) -> Tensor:
     return sinks_first(obs.token_scores, obs.positions, sinks)
 
 
-def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
-    """Return scores with those of the first tokens above all others, the lowest position highest."""
-    highest = torch.finfo(torch.float32).max / (positions + 2).clamp(min=1)
-    return torch.where(positions < sinks, highest, scores)
-
-
-def surrogate_of(path: str, device: torch.device) -> Surrogate:
-    """Return the maps in a file, or in ``model.safetensors`` in a folder, on a device.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
-    return _surrogate(contents_of("weights", path, ("module_list.", SHARES), device))
-
-
 @functools.cache
 def _surrogate(found: Contents) -> Surrogate:
+    """Return the maps in a file; ValueError: it holds something else."""
     tensors = dict(found.tensors)
     shares = tensors.pop(SHARES, None)
     parts = [""] if "module_list.0.weight" in tensors else ["0.", "2."]

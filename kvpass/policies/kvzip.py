@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
@@ -15,6 +14,7 @@ from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_ids, check_int, option
 from kvpass.policies.replay import Replay, repetitions
+from kvpass.policies.scores import above_all, sinks_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,9 @@ class KVzip(Policy):
         return repetitions(ids, self.sinks, self.chunk, self.overlap, *asked)
 
     def score(self, obs: Observation) -> Tensor:
-        highest = torch.finfo(torch.float32).max / (obs.positions + 2)
         if obs.length <= max(self.sinks, 1):  # nothing is replayed
-            return highest[..., : obs.evictable].expand(*obs.keys.shape[:2], -1)
-        scores = torch.where(obs.positions < self.sinks, highest, obs.replayed_attention)
-        return scores[..., : obs.evictable]
+            return above_all(obs.positions)[..., : obs.evictable].expand(*obs.keys.shape[:2], -1)
+        return sinks_first(obs.replayed_attention, obs.positions, self.sinks)[..., : obs.evictable]
 
     def heads(self) -> HeadSplit:
         return UniformHeads() if self.split == "none" else AdaptiveHeads(0.0)

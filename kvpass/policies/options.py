@@ -70,10 +70,10 @@ def check_ids(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r}: must be a list of token ids, ints >= 0")
 
 
-def check_path(name: str, value: object) -> None:
-    """Raise unless the value is None or the path of a file, as text."""
+def check_text(name: str, value: object, what: str = "the path of a file") -> None:
+    """Raise unless the value is None or a text that is not empty."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise ValueError(f"{name}={value!r}: must be the path of a file, a str, or None")
+        raise ValueError(f"{name}={value!r}: must be {what}, a str, or None")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

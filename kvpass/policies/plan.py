@@ -235,7 +235,7 @@ def decode_layer(
     """
     steps, length = queries.shape[0], obs.length
     live = pad(keep, (0, steps))
-    every = _positions_of(live)
+    every = torch.arange(live.shape[2], device=live.device).expand(live.shape)
     if rule is None or decode_state is None:
         return torch.stack([live | ((every >= length) & (every <= length + s)) for s in range(steps)])
     k = torch.cat([obs.keys.float(), keys.float().permute(1, 2, 0, 3)], 2)
@@ -267,10 +267,6 @@ def decode_layer(
         live = keep_mask(worth, position, rule.quota_now(quota, due, worth, position), rule.window)
         masks.append(live)
     return torch.stack(masks)
-
-
-def _positions_of(mask: Tensor) -> Tensor:
-    return torch.arange(mask.shape[2], device=mask.device).expand(mask.shape)
 
 
 def _positions(keep: Tensor) -> list[list[list[list[int]]]]:

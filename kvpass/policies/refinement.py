@@ -12,7 +12,7 @@ from kvpass.policies.head_splits import SafeguardedHeads, UniformHeads
 from kvpass.policies.layer_splits import UniformLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_bool, option
-from kvpass.policies.scheduler import invert
+from kvpass.policies.scheduler import invert, ordered_bits, places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,17 @@ def refine_scores(
     """Return the scores of a policy with uniform layers, permuted within each head; fp32 ``[B, K, M]``.
 
     With n entries of a head, window included, the best ``first_stage * n`` by score come first, then the others by
-    ``(score + epsilon) * norm``, norm being :attr:`Observation.projected_value_norm`.
+    ``(score + epsilon) * norm``, norm being :attr:`Observation.projected_value_norm`; ties: lower position. As a head's
+    scores stay the same but for the order (and equal ones, which get neighbouring numbers), how many entries it has
+    among the best of its layer does not change.
 
     Args:
         scores: attention, at least 0.
     """
     worth = (scores + epsilon) * obs.projected_value_norm[..., : obs.evictable]
-    return in_two_stages(scores, worth, _first(policy, obs, scores, first_stage))
+    place, first = places(scores), _first(policy, obs, scores, first_stage)
+    key = torch.where(place < first[..., None], place, obs.evictable + places(worth))
+    return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
 
 
 def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float) -> Tensor:
@@ -69,27 +73,9 @@ def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float)
     return torch.maximum(first, heads.certain(entries)[:, None]) if isinstance(heads, SafeguardedHeads) else first
 
 
-def in_two_stages(scores: Tensor, worth: Tensor, first: Tensor) -> Tensor:
-    """Return the scores of each head, permuted, so that they fall in the order of two stages; fp32 ``[B, K, M]``.
-
-    The best ``first`` entries of a head by score come first, in that order, then the others by ``worth``; ties: lower
-    position. As a head's scores stay the same but for the order (and equal ones, which get neighbouring numbers), how
-    many entries it has among the best of its layer does not change.
-
-    Args:
-        first: int64 ``[B, K]``.
-    """
-    m = scores.shape[2]
-    place = invert(scores.argsort(dim=2, descending=True, stable=True))
-    later = invert(worth.argsort(dim=2, descending=True, stable=True))
-    key = torch.where(place < first[..., None], place, m + later)
-    return _distinct(scores.sort(dim=2, descending=True).values).gather(2, invert(key.argsort(dim=2, stable=True)))
-
-
 def _distinct(falling: Tensor) -> Tensor:
     """Return numbers fp32 ``[..., M]`` in falling order, equal ones replaced by the next lower numbers."""
-    bits = (falling + 0.0).view(torch.int32)
-    whole = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    whole = ordered_bits((falling + 0.0).view(torch.int32)).long()
     index = torch.arange(falling.shape[-1], device=falling.device)
     apart = ((whole + index).cummin(-1).values - index).int()
-    return (apart ^ ((apart >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return ordered_bits(apart).view(torch.float32)

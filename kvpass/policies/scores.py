@@ -34,6 +34,16 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
             return grouped.sum(2)
 
 
+def above_all(place: Tensor) -> Tensor:
+    """Return scores fp32 that are above all others, the lowest place (an int) highest."""
+    return torch.finfo(torch.float32).max / (place + 2).clamp(min=1)
+
+
+def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
+    """Return scores with those of the first tokens above all others, the lowest position highest."""
+    return torch.where(positions < sinks, above_all(positions), scores)
+
+
 def hashed(seed: int, *numbers: Tensor) -> Tensor:
     """Return numbers in [0, 1), fp32: the top 24 bits of a multiply-xorshift hash of the low 32 bits of all arguments.
 

@@ -13,7 +13,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.calibrated import layer_statistics, statistics_of
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_int, check_literal, check_path, option
+from kvpass.policies.options import check_int, check_literal, check_text, option
 from kvpass.policies.scores import Group, reduce_group
 
 Aggregate = Literal["mean", "max"]
@@ -56,7 +56,7 @@ class TriAttention(Policy):
     needs_question: ClassVar[bool] = False
 
     window: int = 0
-    statistics: str | None = option(None, check_path)
+    statistics: str | None = option(None, check_text)
     longest: int = option(1 << 16, check_int, 1)
     aggregate: Aggregate = option("mean", check_literal, Aggregate)
     group: Group = option("max", check_literal, Group)

@@ -69,11 +69,6 @@ class TwoPolicies(Policy):
             return f"{decode.name!r} keeps one set of entries in all heads of a layer, which the prompt's need not be"
         if prompt.scores_tokens and decode.scores_tokens:
             return "both score tokens by what enters attention: give evict_during_decode=True to the first"
-        if prompt.compares_layers and not rule.starts_at_zero:
-            return (
-                f"{decode.name!r} goes on with a number of each entry of the prompt, in whose place {prompt.name!r} "
-                "holds the scores by which it compares all layers"
-            )
         return None
 
     @property

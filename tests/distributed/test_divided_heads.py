@@ -14,10 +14,11 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.layers import FullAttentionLayers
+from kvpass.cache.part import Prompt
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, joined_facts, record_of_all
-from kvpass.config import Budget, Geometry, LayerGroup, Layout
+from kvpass.config import Budget, Geometry, LayerGroup, Layout, PoolFacts
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs
 from kvpass.ops import evict, recompress, reference
 from kvpass.policies import resolve
@@ -87,7 +88,8 @@ def recorded(
     heads = k.shape[2]
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
     store = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(layers)), policy, ranks)
-    store.begin_prefill([BUDGET if policy.needs_budget else TOKENS] * ROWS, start, TOKENS, q.dtype, q.device)
+    budgets = [BUDGET if policy.needs_budget else TOKENS] * ROWS
+    store.begin_prefill(Prompt(start, TOKENS, budgets, q.dtype, q.device), PoolFacts(1, plain=False))
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)

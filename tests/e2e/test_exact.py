@@ -99,6 +99,7 @@ def test_the_compressed_cache_has_the_exact_entries_of_the_answer(entries):
 def test_documents_and_conversations_keep_their_full_cache():
     model, fast = fast_model()
     document = fast.compress(PROMPT, keep_full=True)
+    assert document.to("meta").full is None and document.full is not None
     assert document.nbytes < document.full.nbytes
     whole = torch.cat([PROMPT, QUESTION], 1)
     expected = greedy(model, whole)[:, whole.shape[1] :]

@@ -123,7 +123,6 @@ def call_everything(
     for window in WINDOWS:
         window_statistics.window_statistics(call, start, lse, window, spread=options)
     window_statistics.column_sums(call, start, lse, tokens)
-    window_statistics.value_norms(call.v, start)
 
     stored = (dims[0], 0 if dims == LATENT else dims[1])
     pool = [torch.zeros(rows, entries, dim, dtype=dtype) for dim in stored]
@@ -136,7 +135,6 @@ def call_everything(
     buffers = PrefillBuffers(*pool, *tables, unread, unread, *tail, offsets, unread)
     candidates = Candidates(call.k, call.v, unread, stats, unread, start).stored_in(buffers)
     gather.gather_winners(source, rank, candidates, buffers, 1)
-    gather.pack(buffers)
 
     used = torch.zeros((), dtype=torch.int64)
     arrivals = torch.zeros(rows * kv_heads, 64, dtype=torch.int32)

@@ -1,55 +1,18 @@
-"""Gather and pack, in Triton's interpreter, against loops over rows and the eager reference."""
+"""Gather, in Triton's interpreter, against loops over rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.kernels import gather
-from kvpass.kernels.gather import assign_slots
 from kvpass.operands import Candidates, PrefillBuffers
-from kvpass.ops import reference
 from kvpass.ops.reference import OWNER, POSITION, RANK
-
-EMPTY = -1
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
-@settings(max_examples=200)
-@given(st.data())
-def test_the_jth_winner_takes_the_jth_free_slot(data: st.DataObject) -> None:
-    rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))
-    entries = data.draw(st.integers(1, 20))
-    keep = torch.zeros(rows, kv_heads, columns, dtype=torch.bool)
-    owner = torch.full((rows, entries), 7, dtype=torch.int32)
-    expected = torch.full((rows, entries), -1)
-    for row in range(rows):
-        free = data.draw(st.lists(st.integers(0, entries - 1), unique=True))
-        owner[row, free] = EMPTY
-        most = min(len(free), kv_heads * columns)
-        winners = data.draw(st.lists(st.integers(0, kv_heads * columns - 1), unique=True, max_size=most))
-        keep[row].view(-1)[winners] = True
-        for slot, winner in zip(sorted(free), sorted(winners), strict=False):
-            expected[row, slot] = winner
-    source = assign_slots(keep, owner)
-    assert source.dtype == torch.int32
-    assert torch.equal(source.long(), expected)
-
-
-def test_winners_that_do_not_fit() -> None:
-    keep = torch.ones(2, 2, 3, dtype=torch.bool)
-    owner = torch.full((2, 8), EMPTY, dtype=torch.int32)
-    owner[1, 3:6] = 0
-    with pytest.raises(RuntimeError, match="more winners than free slots of the pool"):
-        assign_slots(keep, owner)
-    keep[1, 0, 0] = False
-    assert assign_slots(keep, owner)[1].tolist() == [1, 2, 3, -1, -1, -1, 4, 5]
 
 
 def make_pool(rows: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype, planes: int = 2) -> list[Tensor]:
@@ -148,67 +111,3 @@ def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         gather_winners(pool=[given.pop(name) for name in names], layer=0, **given)
     assert all(same_bits(found, wanted) for found, wanted in zip(pool.values(), before, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("rows", "layers", "kv_heads", "entries", "dim", "value_dim", "dtype"),
-    [
-        (1, 2, 2, 2, 16, 16, torch.float32),
-        (2, 3, 2, 150, 80, 80, torch.float16),
-        (1, 4, 1, 129, 100, 64, torch.bfloat16),
-        (3, 2, 2, 40, 192, 128, torch.float32),
-    ],
-)
-def test_pack(
-    rows: int, layers: int, kv_heads: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype
-) -> None:
-    given = make_pool(rows, entries, dim, value_dim, dtype)
-    slots = given[2]
-    groups = layers * kv_heads
-    for row in range(rows):
-        slots[OWNER, row] = torch.randint(-1, groups, (entries,))
-        slots[OWNER, row][slots[OWNER, row] == groups - 1] = 0  # one segment is empty
-        slots[POSITION, row] = torch.randperm(entries * 10)[:entries]
-    slots[:, -1, entries // 2 :] = EMPTY  # as the cache allocates them
-    given[0][-1, entries // 2 :] = torch.nan
-    expected = [tensor.clone() for tensor in given]
-    offsets, expected_offsets = torch.full((2, rows, groups + 1), -7, dtype=torch.int32)
-    reference.pack(buffers(expected, expected_offsets))
-    gather.pack(buffers(given, offsets))
-    assert torch.equal(offsets, expected_offsets)
-    for row in range(rows):
-        used = int(offsets[row, -1])
-        assert (slots[OWNER, row, used:] == EMPTY).all() and (slots[OWNER, row, :used] != EMPTY).all()
-        for found, wanted in zip(given[:2], expected[:2], strict=True):
-            assert same_bits(found[row, :used], wanted[row, :used])
-        for found, wanted in zip(given[2:], expected[2:], strict=True):
-            assert same_bits(found[:, row, :used], wanted[:, row, :used])
-
-
-def test_packing_twice_changes_nothing() -> None:
-    given = make_pool(1, 60, 16, 16, torch.float32)
-    given[2][OWNER] = torch.randint(0, 4, (1, 60))
-    given[2][POSITION] = torch.randperm(60)
-    offsets = torch.zeros(1, 5, dtype=torch.int32)
-    gather.pack(buffers(given, offsets))
-    before = [tensor.clone() for tensor in (*given, offsets)]
-    gather.pack(buffers(given, offsets))
-    assert all(same_bits(found, wanted) for found, wanted in zip((*given, offsets), before, strict=True))
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16), (80, torch.float32)])
-def test_scratch_of_pack(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only memory that grows with the pool's rows beside its tables: an eighth of it, or a sector a row."""
-    given = make_pool(1, 64, dim, dim, dtype)
-    sizes: list[int] = []
-    empty = torch.empty
-
-    def recording(*size: int, **options: torch.dtype) -> Tensor:
-        found = empty(*size, **options)
-        sizes.append(found.untyped_storage().nbytes())
-        return found
-
-    monkeypatch.setattr(torch, "empty", recording)
-    gather.pack(buffers(given, torch.zeros(1, 5, dtype=torch.int32)))
-    pool_bytes = given[0].nbytes + given[1].nbytes
-    assert sizes and sum(sizes) <= pool_bytes // 8

@@ -96,7 +96,7 @@ def test_a_prefill_up_to_its_packed_pool(
     buffers = prefill_buffers(policy, entries, *shape, dtype=dtype, device="meta")
     device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, first), 1, policy)
     device.pack(buffers)
-    assert {"_gather_kernel", "_permute_kernel"} <= set(launched)
+    assert "_gather_kernel" in launched
 
 
 def cached(dtype: torch.dtype) -> list[Tensor]:

@@ -161,8 +161,10 @@ def test_any_strides_and_the_layout_of_the_output() -> None:
     expected_out, expected_lse = attended(Attention(q, k, v, 0.125), start)
     assert torch.equal(out, expected_out)
     assert torch.equal(lse, expected_lse)
-    assert out.transpose(1, 2).is_contiguous()
-    assert lse.is_contiguous()
+    in_chunks = attend_prompt(Attention(q, k, v, 0.125), torch.zeros(2, dtype=torch.int64), 16, chunked=True)
+    for found, of_queries in ((out, lse), in_chunks):
+        assert found.transpose(1, 2).is_contiguous()
+        assert of_queries.is_contiguous()
 
 
 def broken(**changed: object) -> dict[str, object]:

@@ -14,9 +14,9 @@ from pairwise import quick
 pytest.importorskip("triton")
 
 from kvpass.kernels.launch import KernelConfig
-from kvpass.kernels.window_statistics import column_sums, value_norms, window_statistics
+from kvpass.kernels.window_statistics import column_sums, window_statistics
 from kvpass.operands import Attention
-from kvpass.ops.cuda import attend_prompt
+from kvpass.ops.cuda import KernelObservation, attend_prompt
 from kvpass.policies.observation import Observation
 from numeric_checks import EPS, Exact, PromptCase, assert_rounded, exact_attention, strided
 
@@ -66,7 +66,7 @@ def everything(q, k, v, start, lse, scale, window, *, rows=0, softcap=None, conf
     call = Attention(q, k, v, scale, softcap)
     found = dict(zip(SPREAD, window_statistics(call, start, lse, window, spread=True, config=config), strict=True))
     sums = column_sums(call, start, lse, rows, config=config) if rows else None
-    return SimpleNamespace(**found, column_sum=sums, value_norm=value_norms(v, start))
+    return SimpleNamespace(**found, column_sum=sums)
 
 
 def true_lse(q: Tensor, k: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None) -> Tensor:
@@ -133,8 +133,12 @@ def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, ca
         live = (slice(row, row + 1), slice(None), slice(first, None))
         window = min(case.window, case.n - first)
         obs = Observation(q[live], k[live], v[live], case.d**-0.5, window, 0, 1, case.softcap, sinks)
-        for name, expected in exact_statistics(q[live], k[live], v[live], case, sinks).items():
-            found = getattr(statistics, name)[row]
+        exact = exact_statistics(q[live], k[live], v[live], case, sinks)
+        of_kernels = KernelObservation(**vars(obs), site=None, rows=slice(1), column=0)  # type: ignore[arg-type]
+        for each in (obs, of_kernels):
+            assert_rounded("value_norm", each.value_norm[0], exact["value_norm"])
+        for name in exact.keys() - {"value_norm"}:
+            expected, found = exact[name], getattr(statistics, name)[row]
             assert found.dtype == torch.float32
             assert not found[..., :first].any(), name
             assert_rounded(name, found[..., first:], expected)
@@ -186,7 +190,7 @@ def test_contract_4_padding_changes_no_bit() -> None:
     for row, first in enumerate(case.starts):
         live = (slice(row, row + 1), slice(None), slice(first, None))
         alone = everything(q[live], k[live], v[live], zero, lse[live], 0.2, 24, rows=99, config=SMALL)
-        for name in ("mean", "variance", "entropy", "column_sum", "value_norm"):
+        for name in ("mean", "variance", "entropy", "column_sum"):
             assert torch.equal(getattr(both, name)[row, :, first:], getattr(alone, name)[0]), name
 
 
@@ -205,7 +209,7 @@ def test_any_strides() -> None:
     wide_lse = torch.randn(2, 6, 50, device=DEVICE)[:, 1:5, 7:44].copy_(lse)
     found = everything(*views, start.int(), wide_lse, 0.1, 8, rows=37)
     expected = everything(q, k, v, start, lse, 0.1, 8, rows=37)
-    for name in ("mean", "variance", "entropy", "column_sum", "value_norm"):
+    for name in ("mean", "variance", "entropy", "column_sum"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 

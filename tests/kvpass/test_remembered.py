@@ -55,13 +55,14 @@ def test_other_code_or_another_processor_makes_the_check_anew(folder, monkeypatc
     assert made_anew("a")
 
 
-def test_surroundings_name_every_source_file():
-    """A changed policy source is another kvpass."""
+@pytest.mark.parametrize("name", ["lava.py", "decode_cpu.cpp", "cpu_block.h", "configs.json"])
+def test_surroundings_name_every_source_file(name):
+    """A changed policy or kernel is another kvpass."""
     source, *_ = module._surroundings()
     module._surroundings.cache_clear()
     read = Path.read_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_bytes", lambda file: read(file) + b" " * (file.name == "lava.py"))
+        patch.setattr(Path, "read_bytes", lambda file: read(file) + b" " * (file.name == name))
         changed, *_ = module._surroundings()
     module._surroundings.cache_clear()
     assert changed != source

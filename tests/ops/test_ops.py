@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass.ops.schemas  # noqa: F401
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, RecompressBuffers, RingBuffers
@@ -242,6 +243,96 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
             kept = state.slots[reference.POSITION, row, segment].long() + start[row]
             assert torch.equal(kept, columns)
             assert torch.equal(state.pool_k[row, segment], keys[layer][row, kv_head, columns]), "rows moved wrongly"
+
+
+@pytest.mark.parametrize(
+    ("entries", "dim", "value_dim", "dtype"),
+    [
+        (2, 16, 16, torch.float32),
+        (150, 80, 80, torch.float16),
+        (129, 100, 64, torch.bfloat16),
+        (40, 72, 0, torch.float32),
+    ],
+)
+def test_pack_orders_entries_by_layer_head_and_position(entries, dim, value_dim, dtype):
+    policy, rows, groups = resolve("lava", window=2), 3, 4
+    state = prefill_state(rows, 2, 2, dim, value_dim, 20, torch.zeros(rows).long(), policy, slots=entries)
+    state = state._replace(pool_k=state.pool_k.to(dtype), pool_v=state.pool_v.to(dtype))
+    for pool in (state.pool_k, state.pool_v):
+        pool.copy_(torch.randn(pool.shape))
+    state.slot_stats.copy_(torch.rand(state.slot_stats.shape))
+    for row in range(rows):
+        state.slots[reference.OWNER, row] = torch.randint(-1, groups - 1, (entries,))  # one segment is empty
+        state.slots[reference.POSITION, row] = torch.randperm(entries * 10)[:entries]
+    state.slots[:, -1, entries // 2 :] = -1  # as the cache allocates them
+    state.pool_k[-1, entries // 2 :] = float("nan")
+    before = type(state)(*(x.clone() for x in state))
+    for _ in range(2):  # the second time nothing moves
+        reference.pack(state)
+        for row in range(rows):
+            owner, _, position = before.slots[:, row].tolist()
+            order = [e for _, _, e in sorted(zip(owner, position, range(entries), strict=True)) if owner[e] >= 0]
+            bounds = [sum(0 <= owner[e] < group for e in order) for group in range(groups + 1)]
+            assert state.offsets[row].tolist() == bounds
+            used = len(order)
+            assert (state.slots[reference.OWNER, row, used:] == -1).all()
+            for name in ("pool_k", "pool_v"):
+                assert torch.equal(getattr(state, name)[row, :used], getattr(before, name)[row, order])
+            for name in ("slots", "slot_stats"):
+                assert torch.equal(getattr(state, name)[:, row, :used], getattr(before, name)[:, row, order])
+
+
+def test_pack_copies_an_eighth_of_the_pool_at_a_time():
+    state = prefill_state(1, 2, 2, 128, 128, 20, torch.zeros(1).long(), resolve("lava", window=2), slots=64)
+    state.slots[reference.POSITION, 0] = torch.arange(64).flip(0)
+    state.slots[reference.OWNER] = 1
+    copies = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.index.Tensor:
+                copies.append(found.nbytes)
+            return found
+
+    with Record():
+        reference.pack(state)
+    assert len(copies) == 16 and max(copies) == state.pool_k.nbytes // 8
+    copies.clear()
+    with Record():
+        reference.pack(state)
+    assert not copies, "a pool in order stays as it is"
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_the_jth_winner_takes_the_jth_free_slot(data):
+    rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))
+    entries = data.draw(st.integers(1, 20))
+    keep = torch.zeros(rows, kv_heads, columns, dtype=torch.bool)
+    owner = torch.full((rows, entries), 7, dtype=torch.int32)
+    expected = torch.full((rows, entries), -1)
+    for row in range(rows):
+        free = data.draw(st.lists(st.integers(0, entries - 1), unique=True))
+        owner[row, free] = slots.EMPTY
+        most = min(len(free), kv_heads * columns)
+        winners = data.draw(st.lists(st.integers(0, kv_heads * columns - 1), unique=True, max_size=most))
+        keep[row].view(-1)[winners] = True
+        for slot, winner in zip(sorted(free), sorted(winners), strict=False):
+            expected[row, slot] = winner
+    source = reference.assign_slots(keep, owner)
+    assert source.dtype == torch.int32
+    assert torch.equal(source.long(), expected)
+
+
+def test_winners_that_do_not_fit():
+    keep = torch.ones(2, 2, 3, dtype=torch.bool)
+    owner = torch.full((2, 8), slots.EMPTY, dtype=torch.int32)
+    owner[1, 3:6] = 0
+    with pytest.raises(RuntimeError, match="more winners than free slots"):
+        reference.assign_slots(keep, owner)
+    keep[1, 0, 0] = False
+    assert reference.assign_slots(keep, owner)[1].tolist() == [1, 2, 3, -1, -1, -1, 4, 5]
 
 
 def test_a_full_pool_raises_instead_of_dropping_entries():

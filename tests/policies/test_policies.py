@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvpass.operands import PolicyInputs
 from kvpass.policies import Policy, resolve
-from kvpass.policies.decode_rules import RollingWindow
 from kvpass.policies.head_splits import UniformHeads
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import plan
@@ -61,21 +60,14 @@ def assert_score(policy: Policy, obs: Observation, want: list[list[float]]) -> N
     torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-9)
 
 
-def test_layers_that_compete_go_with_heads_that_do_and_with_appending():
+def test_layers_that_compete_go_with_heads_that_do():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Uniform(resolve("layer_defensivekv").__class__):
         def heads(self):
             return UniformHeads()
 
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Evicting(resolve("layer_defensivekv").__class__):
-        def decode_rule(self):
-            return RollingWindow(window=self.window, sinks=0)
-
     with pytest.raises(ValueError, match=r"needs heads\(\) to be AdaptiveHeads\(0.0\)"):
         Uniform()
-    with pytest.raises(ValueError, match="decoding can only append"):
-        Evicting()
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

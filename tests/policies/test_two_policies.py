@@ -30,6 +30,7 @@ PAIRS = {
     "lava+triattention": {"policy": "lava", "window": 8, "decode_policy": "triattention", "decode_buffer": 5},
     "keydiff+r_kv": {"policy": "keydiff", "window": 8, "decode_policy": RKV(window=6, buffer=5)},
     "kvzap+r_kv": {"policy": "kvzap", "window": 8, **KVZAP, "decode_policy": "r_kv", "decode_buffer": 5},
+    "kvzap+h2o": {"policy": "kvzap", "window": 8, **KVZAP, "decode_policy": "h2o", "decode_window": 6},
     "kvzap+streaming_llm": {"policy": "kvzap", "window": 8, **KVZAP, "decode_policy": "streaming_llm"},
     "snapkv+kvzap": {
         **{"policy": "snapkv", "window": 8, "decode_policy": "kvzap", "decode_window": 6},
@@ -177,7 +178,6 @@ def test_options_change_the_policy_that_they_are_of():
         ("lava", {"decode_policy": "tova"}, "'tova' keeps one set of entries in all heads"),
         ("lava", {"decode_policy": "r_kv", "decode_parity": "code"}, "give decode_parity='paper'"),
         ("lava", {"decode_policy": "r_kv", "window": 4}, "decode_window=8 must be at most the window of 'lava', 4"),
-        ("kvzip", {"decode_policy": "h2o", "window": 32}, "in whose place 'kvzip' holds the scores"),
         (
             "kvzap",
             {**KVZAP, "decode_policy": "kvzap", "decode_evict_during_decode": True, "decode_weights": "x"},
