@@ -18,7 +18,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass.graphs.canonical import Site
-from kvpass.graphs.fx_utils import DataFlow, is_integral, is_module_tensor, is_scalar, made_of, recorded, shape_of
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    is_input,
+    is_integral,
+    is_module_tensor,
+    is_scalar,
+    made_of,
+    recorded,
+    shape_of,
+)
 from kvpass.graphs.verify.examples import EvaluationError, concrete, evaluate, example_sizes
 
 _POSITIONS = (0, 1, 5, 40, 1000, 30000, 1000000)
@@ -61,13 +70,13 @@ def _found(q: Node) -> Node | None:
     layers = {node for node in of_matrices if len(shape_of(node) or (0,) * 4) != 4}  # no queries yet
     sources = flow.sources([q], stop=layers)
     given = layers & {*sources}
-    inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and not is_scalar(node)]
+    inputs = [node for node in sources if is_input(node) and not is_scalar(node)]
     weights = [node for node in inputs if is_module_tensor(node) and not is_integral(node)]
     counted = [node for node in inputs if is_integral(node) and (shape_of(node) or ())[-1:] == (tokens,)]
     found = [node for node in weights if shape_of(node) == (dim // 2,)]
     if not given or len(found) != 1 or len(weights) + len(counted) < len(inputs) or any(map(is_module_tensor, counted)):
         return None
-    sizes = example_sizes([batch], [tokens], len(_POSITIONS))
+    sizes = example_sizes(batch, tokens, len(_POSITIONS))
     count = concrete(tokens, sizes)
 
     def feed(node: Node, positions: Sequence[int]) -> Tensor:
@@ -83,7 +92,7 @@ def _found(q: Node) -> Node | None:
     def queries(positions: Sequence[int]) -> Tensor:
         feeds = {node: feed(node, positions) for node in (*inputs, *given)}
         calls = [node for node in sources if node not in feeds and not is_scalar(node)]
-        result: Tensor = evaluate(gm, q, calls, feeds, sizes)
+        result: Tensor = evaluate(q, calls, feeds, sizes)
         return result
 
     positions = _POSITIONS[-count:] if counted else tuple(range(count))

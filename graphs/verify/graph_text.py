@@ -15,7 +15,16 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from kvpass.graphs.canonical import batch_and_tokens
-from kvpass.graphs.fx_utils import dim_of, is_module_tensor, module_tensor, recorded, source_of, storage_of, symbols_of
+from kvpass.graphs.fx_utils import (
+    dim_of,
+    is_input,
+    is_module_tensor,
+    module_tensor,
+    recorded,
+    source_of,
+    storage_of,
+    symbols_of,
+)
 from kvpass.graphs.verify.examples import hinted_sizes
 
 _SAMPLES = 256
@@ -40,7 +49,7 @@ def graph_text(gm: GraphModule) -> list[str]:
         if node.op.startswith("call_"):
             target_text(node)
         map_aggregate((node.args, node.kwargs), _check_plain)
-    inputs = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    inputs = list(filter(is_input, gm.graph.nodes))
     shared = {storage_of(node): place for place, node in reversed([*enumerate(inputs)])}  # by the first that holds it
     settings = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.version.cuda
     given = symbols_of(batch_and_tokens(gm))
@@ -50,7 +59,7 @@ def graph_text(gm: GraphModule) -> list[str]:
         str(sizes),
         transformers.__version__,
         gm.graph.python_code("self").src,
-        *(f"{shared[storage_of(node)]} {_input_text(gm, node)}" for node in inputs),
+        *(f"{shared[storage_of(node)]} {_input_text(node)}" for node in inputs),
     ]
 
 
@@ -61,12 +70,12 @@ def _check_plain(value: Any) -> Any:
     return value
 
 
-def _input_text(gm: GraphModule, node: Node) -> str:
+def _input_text(node: Node) -> str:
     value, source = recorded(node), getattr(source_of(node), "name", "")
     if not isinstance(value, Tensor):
         return f"{value} {source}"
     form = value.dtype, value.device, value.requires_grad, *map(dim_of, (*value.shape, *value.stride()))
-    return f"{form} {source} {content_text(module_tensor(gm, node)) if is_module_tensor(node) else ''}"
+    return f"{form} {source} {content_text(module_tensor(node)) if is_module_tensor(node) else ''}"
 
 
 def target_text(node: Node) -> str:

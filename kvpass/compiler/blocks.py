@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.config import Block, Layout
-from kvpass.graphs.bind_state import input_named, placeholders, size_reader
+from kvpass.graphs.bind_state import ids_and_positions, placeholders, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, rooms_of
@@ -121,7 +121,7 @@ class SplitDecoder:
     ) -> None:
         self.split, self.functions, self.allowed, self.lookups = split, functions, allowed, lookups
         self.inputs = [node for node in placeholders(gm) if node not in split.added]
-        self.given = input_named(gm, "input_ids"), input_named(gm, "position_ids")
+        self.given = ids_and_positions(gm)
         self.constants = {
             node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"
         }

@@ -138,7 +138,7 @@ _CAPTURES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _first_weight(gm: GraphModule) -> Tensor:
-    tensors = (module_tensor(gm, node) for node in gm.graph.nodes if is_module_tensor(node))
+    tensors = (module_tensor(node) for node in gm.graph.nodes if is_module_tensor(node))
     return next((tensor for tensor in tensors if tensor is not None), torch.empty(0, device="cpu"))
 
 
