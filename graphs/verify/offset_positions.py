@@ -146,7 +146,7 @@ def _shifted_slice(node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]
     rows.meta = {"nn_module_stack": node.meta.get("nn_module_stack")}
     rows = _with(rows, torch.add, (rows, seen))
     picked = _with(node, torch.index_select, (copies.get(table, table), axis, rows))
-    return node.graph.call_function(operator.getitem, (picked, rest))
+    return _with(node, operator.getitem, (picked, rest))
 
 
 def _rows_of_tokens(node: Node, tokens: Dim) -> tuple[int, tuple[Any, Any], Any] | None:
