@@ -7,7 +7,7 @@ their sizes are known by name; all others must be tensors of the model, known by
 from __future__ import annotations
 
 import operator
-import sys
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -145,13 +145,8 @@ def _input(node: Node, paths: Mapping[int, str]) -> list[Any]:
 
 def _function(name: str) -> Callable[..., Any]:
     """The function that :func:`target_text` names."""
-    parts = name.split(".")
-    if parts[0] in NAMESPACES:
-        found: Callable[..., Any] = operator.attrgetter(name)(torch.ops)
-        return found
-    homes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-    home = next(home for home in homes if home in sys.modules)
-    found = operator.attrgetter(name[len(home) + 1 :])(sys.modules[home])
+    is_operator = name.split(".")[0] in NAMESPACES
+    found: Callable[..., Any] = operator.attrgetter(name)(torch.ops) if is_operator else pkgutil.resolve_name(name)
     return found
 
 
