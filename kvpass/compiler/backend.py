@@ -38,9 +38,11 @@ from kvpass.graphs.bind_state import (
     size_reader,
 )
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of
+from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, one_token_inputs, one_token_pass, several_tokens
-from kvpass.graphs.passes import GraphPass, PassRecord, capture_passes, dump_graph, phase_passes, run_passes
+from kvpass.graphs.passes import GraphPass, PassRecord, capture_passes, dump_graph, run_passes
+from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_at_attention, split_layers
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
@@ -258,7 +260,7 @@ class PhaseCompiler:
 
     def _rewritten(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
-        phase, cache, cpp = call.phase, call.cache, self.compiler == "inductor"
+        phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
         state = cache.cached_state(layout, dtype)
@@ -266,7 +268,12 @@ class PhaseCompiler:
         dynamic = dynamic_dims(state, cache.batch_size, chosen=cache.selects_rows)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
         inputs, one_token = self._one_token(captured, call, fakes)
-        passes = phase_passes(phase, nodes, layout, cache.policy, one_token, cpp=cpp, ranks=cache.ranks)
+        passes: list[GraphPass] = [
+            partial(offset_positions_pass, seen=nodes["seen"]),
+            *one_token,
+            partial(rewrite_cached_pass, state=nodes, layout=layout, policy=cache.policy, impl=impl, ranks=cache.ranks),
+            *([decompose_linear_pass] if phase == "decode" and impl == "cpp" else []),
+        ]
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = len(find_sites(captured.gm))
         pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
