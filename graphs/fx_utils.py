@@ -117,11 +117,6 @@ def recorded(node: Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def is_input(node: Node) -> bool:
-    """Return whether the node is an input of the graph, or a tensor that the graph holds."""
-    return node.op in ("placeholder", "get_attr")
-
-
 def is_scalar(node: Node) -> bool:
     """Return whether the node holds only sizes: a number, a symbol or a tuple of them."""
     value = recorded(node)
@@ -388,7 +383,7 @@ def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
     used, and keeps item assignments to unused tensors.
     """
     flow = DataFlow(gm)
-    inputs = {storage_of(node) for node in flow.nodes if is_input(node)}
+    inputs = {storage_of(node) for node in flow.nodes if node.op in ("placeholder", "get_attr")}
     candidates = set(among)
     roots = []
     for node in flow.nodes:

@@ -23,16 +23,7 @@ from torch.fx.node import map_arg
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import ABSORBED_QUERY, EXPANDED_OUTPUT
-from kvpass.graphs.fx_utils import (
-    dim_of,
-    is_input,
-    is_scalar,
-    mutated_inputs,
-    recorded,
-    storage_of,
-    symbols_in,
-    symbols_of,
-)
+from kvpass.graphs.fx_utils import dim_of, is_scalar, mutated_inputs, recorded, storage_of, symbols_in, symbols_of
 from kvpass.graphs.host_weights import host_weights, storages_of_copies
 from kvpass.host_weights import next_copies
 
@@ -122,7 +113,7 @@ def join(
     """
     graph, copies = Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
-        if is_input(node):
+        if node.op in ("placeholder", "get_attr"):
             copies[node] = graph.node_copy(node)
     groups = groups_of(pieces)
     host = graph.placeholder("kvpass_copies") if any(groups) else None

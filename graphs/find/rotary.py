@@ -18,16 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass.graphs.canonical import Site
-from kvpass.graphs.fx_utils import (
-    DataFlow,
-    is_input,
-    is_integral,
-    is_module_tensor,
-    is_scalar,
-    made_of,
-    recorded,
-    shape_of,
-)
+from kvpass.graphs.fx_utils import DataFlow, is_integral, is_module_tensor, is_scalar, made_of, recorded, shape_of
 from kvpass.graphs.verify.examples import EvaluationError, concrete, evaluate, example_sizes
 
 _POSITIONS = (0, 1, 5, 40, 1000, 30000, 1000000)
@@ -70,7 +61,7 @@ def _found(q: Node) -> Node | None:
     layers = {node for node in of_matrices if len(shape_of(node) or (0,) * 4) != 4}  # no queries yet
     sources = flow.sources([q], stop=layers)
     given = layers & {*sources}
-    inputs = [node for node in sources if is_input(node) and not is_scalar(node)]
+    inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and not is_scalar(node)]
     weights = [node for node in inputs if is_module_tensor(node) and not is_integral(node)]
     counted = [node for node in inputs if is_integral(node) and (shape_of(node) or ())[-1:] == (tokens,)]
     found = [node for node in weights if shape_of(node) == (dim // 2,)]

@@ -22,7 +22,6 @@ from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
     dim_of,
-    is_input,
     is_module_tensor,
     is_scalar,
     made_of,
@@ -109,7 +108,7 @@ class MaskPart:
         sources = flow.sources([result, *writes], before=before, stop=given)
         self.gm, self.result, self.name = flow.gm, result, result.name
         self.batch, self.tokens = batch, tokens
-        self.inputs = [node for node in sources if is_input(node) and node not in given]
+        self.inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and node not in given]
         self.calls = [node for node in sources if node not in self.inputs and node not in given]
         if not self.calls and not given:
             raise NotCausalError(f"its mask is the input {self.name}, whose content is unknown. {_LEAVE_OUT}")

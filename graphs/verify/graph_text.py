@@ -15,16 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from kvpass.graphs.canonical import batch_and_tokens
-from kvpass.graphs.fx_utils import (
-    dim_of,
-    is_input,
-    is_module_tensor,
-    module_tensor,
-    recorded,
-    source_of,
-    storage_of,
-    symbols_of,
-)
+from kvpass.graphs.fx_utils import dim_of, is_module_tensor, module_tensor, recorded, source_of, storage_of, symbols_of
 from kvpass.graphs.verify.examples import hinted_sizes
 
 _SAMPLES = 256
@@ -49,7 +40,7 @@ def graph_text(gm: GraphModule) -> list[str]:
         if node.op.startswith("call_"):
             target_text(node)
         map_aggregate((node.args, node.kwargs), _check_plain)
-    inputs = list(filter(is_input, gm.graph.nodes))
+    inputs = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
     shared = {storage_of(node): place for place, node in reversed([*enumerate(inputs)])}  # by the first that holds it
     settings = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.version.cuda
     given = symbols_of(batch_and_tokens(gm))

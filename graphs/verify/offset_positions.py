@@ -26,17 +26,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.canonical import batch_and_tokens
-from kvpass.graphs.fx_utils import (
-    DataFlow,
-    Dim,
-    dim_of,
-    is_input,
-    mutated_inputs,
-    recorded,
-    shape_of,
-    storage_of,
-    target_name,
-)
+from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, recorded, shape_of, storage_of, target_name
 
 MARK = "kvpass_positions"
 """Note of a node whose operands are positions; copies carry none."""
@@ -77,13 +67,13 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
 
 def shift(sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:
     """Copies of ``sources``, ahead of ``user``, that count from ``seen``; none if they write into a kept tensor."""
-    inputs = {storage_of(node) for node in sources if is_input(node)}
+    inputs = {storage_of(node) for node in sources if node.op in ("placeholder", "get_attr")}
     if any(storage_of(target) in inputs for node in sources for target in mutated_inputs(node)):
         return {}
     copies: dict[Node, Node] = {}
     with user.graph.inserting_before(user):
         for node in sources:
-            if is_input(node):
+            if node.op in ("placeholder", "get_attr"):
                 continue
             copies[node] = _shifted_slice(node, seen, tokens, copies) or _copy(node, copies)
             if _is_counter(node, tokens):

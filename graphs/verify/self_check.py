@@ -37,7 +37,6 @@ from kvpass.graphs.canonical import (
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
-    is_input,
     is_integral,
     is_module_tensor,
     is_scalar,
@@ -261,13 +260,13 @@ class _Offsets:
 
     def _may_count(self, operand: Node) -> bool:
         """Whether an operand is made by token, and not of the inputs of the decoder."""
-        if operand in self.input_dependent or is_input(operand):
+        if operand in self.input_dependent or operand.op in ("placeholder", "get_attr"):
             return False
         return bool(symbols_of(shape_of(operand) or ()) & symbols_of([self.tokens]))
 
     def _is_given_number(self, operand: Node) -> bool:
         """Whether an operand is made of nothing but given whole numbers that are the same for all tokens."""
-        leaves = filter(is_input, self.flow.sources([operand]))
+        leaves = [node for node in self.flow.sources([operand]) if node.op in ("placeholder", "get_attr")]
         tokens = symbols_of([self.tokens])
         return operand in self.input_dependent and all(
             is_integral(node) and not is_module_tensor(node) and symbols_of(shape_of(node) or ()).isdisjoint(tokens)

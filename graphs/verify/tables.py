@@ -23,7 +23,6 @@ from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import (
     DataFlow,
     argument_of,
-    is_input,
     is_integral,
     is_scalar,
     module_path_of,
@@ -146,7 +145,7 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
 def _end_with(flow: DataFlow, node: Node, numbering: Collection[Node], known: int | None) -> int | None:
     """The known end, or that of a lookup where it is smaller."""
     sources, given = flow.sources([node]), batch_and_tokens(flow.gm)
-    inputs = [source for source in sources if is_input(source) and not is_scalar(source)]
+    inputs = [source for source in sources if source.op in ("placeholder", "get_attr") and not is_scalar(source)]
 
     def is_found(length: int) -> bool:
         sizes = example_sizes(*given, length)
