@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from kvpass.graphs.fx_utils import Dim, dim_of, is_module_tensor, recorded, shape_of, source_of
+from kvpass.graphs.fx_utils import Dim, argument_of, dim_of, is_module_tensor, recorded, source_of
 from kvpass.graphs.host_weights import is_host_weight
 from kvpass.torch_compat import FakeTensorMode, LazyGraphModule, LocalSource, TracingContext
 
@@ -42,13 +42,10 @@ def held_by_module(gm: GraphModule) -> list[int]:
     return [place for place, node in enumerate(placeholders(gm)) if is_module_tensor(node)]
 
 
-def input_named(gm: GraphModule, name: str) -> int | None:
-    """Return the index of the input that is the argument of that name; None where the graph does not use it."""
-    for place, node in enumerate(placeholders(gm)):
-        source = source_of(node)
-        if isinstance(source, LocalSource) and source.local_name == name:
-            return place
-    return None
+def ids_and_positions(gm: GraphModule) -> tuple[int | None, ...]:
+    """Return the indices of the inputs that are ids and positions; None where the graph does not use them."""
+    names = list(map(argument_of, placeholders(gm)))
+    return tuple(names.index(name) if name in names else None for name in ("input_ids", "position_ids"))
 
 
 def backend_mode() -> FakeTensorMode:
@@ -122,9 +119,7 @@ def size_reader(gm: GraphModule, size: Dim) -> Callable[[Sequence[Any]], int]:
     if isinstance(size, int):
         return lambda inputs: size
     for index, node in enumerate(placeholders(gm)):
-        value, shape = recorded(node), shape_of(node) or ()
+        value = recorded(node)
         if isinstance(value, torch.SymInt) and dim_of(value) == size:
             return lambda inputs: int(inputs[index])
-        if size in shape:
-            return lambda inputs: int(inputs[index].shape[shape.index(size)])
     raise ValueError(f"no input of the graph has the size {size}")

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.config import Geometry, LayerGroup, Layout, PoolFacts, StateShape
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.fx_utils import Dim, dim_of, module_path_of, recorded, refuse
+from kvpass.graphs.fx_utils import Dim, arguments_of, dim_of, module_path_of, recorded, refuse
 from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection
 from kvpass.operands import Attention
 
@@ -43,19 +43,13 @@ class Site:
     v: Node
     scale: float
     layer: int
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: Node | None = None
-    refusal: str | None = None
-    chunked: bool = False
-    up: Node | None = None
-    nope: int = 0
-
-    @classmethod
-    def of(cls, node: Node, layer: int) -> Site:
-        names = ["q", "k", "v", "scale", "sliding_window", "softcap", "sinks", "refusal", "chunked", "up", "nope"]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        return cls(node=node, layer=layer, **given)  # type: ignore[arg-type]
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Node | None
+    refusal: str | None
+    chunked: bool
+    up: Node | None
+    nope: int
 
     @property
     def call(self) -> Attention:
@@ -107,7 +101,7 @@ class Site:
 def find_sites(gm: GraphModule) -> list[Site]:
     """Return the attention ops in execution order; layers are numbered in that order."""
     nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is SITE]
-    return [Site.of(node, layer) for layer, node in enumerate(nodes)]
+    return [Site(node=node, layer=layer, **arguments_of(node)) for layer, node in enumerate(nodes)]
 
 
 def state_of(node: Node) -> tuple[int, str]:
@@ -161,8 +155,6 @@ def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
         )
     first = recorded(sites[0].k)
     for site in sites:
-        if site.node.meta.get(SLOPES) is not None:
-            raise refuse(site.node, "its logits grow with the position of the key, and nothing has folded that")
         q, k, v = (recorded(node) for node in (site.q, site.k, site.v))
         if not q.dtype == k.dtype == v.dtype:
             raise refuse(site.node, f"queries of {q.dtype} beside keys of {k.dtype} and values of {v.dtype}")

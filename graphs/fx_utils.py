@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate, map_arg
@@ -25,6 +25,7 @@ from torch.fx.operator_schemas import normalize_function
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.torch_compat import (
     FakeTensor,
+    LocalSource,
     TensorProperty,
     TensorPropertySource,
     get_unwrapped,
@@ -51,8 +52,8 @@ _FILLED = {"full": 1, "new_full": 2, "full_like": 1}
 MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 """Names of products of two tensors."""
 
-SOFTMAX = {"softmax", "_softmax", "_safe_softmax", "Softmax"}
-"""Names of softmax as function, method, operator and module."""
+SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
+"""Names of softmax as function, method and operator."""
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -177,6 +178,12 @@ def source_of(node: Node) -> Any:
     return getattr(node, "_dynamo_source", None)
 
 
+def argument_of(node: Node) -> str:
+    """Return the name of the argument of the captured call that an input is; "" for any other input."""
+    source = source_of(node)
+    return source.local_name if isinstance(source, LocalSource) else ""
+
+
 def is_module_tensor(node: Node) -> bool:
     """Return whether the node is a parameter, buffer or tensor attribute of a module."""
     if node.op == "get_attr":
@@ -188,10 +195,10 @@ def is_module_tensor(node: Node) -> bool:
     return guard.is_specialized_nn_module() or guard.is_unspecialized_nn_module()
 
 
-def module_tensor(gm: GraphModule, node: Node) -> Tensor | None:
+def module_tensor(node: Node) -> Tensor | None:
     """Return the real tensor of :func:`is_module_tensor` while Dynamo holds it; None if not available."""
     if node.op == "get_attr":
-        value = operator.attrgetter(str(node.target))(gm)
+        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
     else:
         graph_arg = node.meta.get("grapharg")
         value = None if graph_arg is None else graph_arg.example
@@ -256,6 +263,7 @@ class DataFlow:
     """
 
     def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
         self.nodes: list[Node] = list(gm.graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.writers: dict[object, list[Node]] = defaultdict(list)
@@ -404,11 +412,3 @@ def _is_length(node: Node) -> bool:
     """Return whether an input is the token size of a tensor, which may be no input."""
     source = source_of(node)
     return isinstance(source, TensorPropertySource) and (source.prop, source.idx) == (TensorProperty.SIZE, 1)
-
-
-def submodule_of(gm: GraphModule, node: Node) -> nn.Module | None:
-    """Return the module of a ``call_module``, or of a ``get_attr`` that names one."""
-    if node.op not in ("call_module", "get_attr"):
-        return None
-    value = operator.attrgetter(str(node.target))(gm)
-    return value if isinstance(value, nn.Module) else None

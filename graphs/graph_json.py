@@ -7,7 +7,7 @@ their sizes are known by name; all others must be tensors of the model, known by
 from __future__ import annotations
 
 import operator
-import sys
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from kvpass.graphs.bind_state import placeholders
-from kvpass.graphs.canonical import SLOPES
 from kvpass.graphs.fx_utils import is_module_tensor, line_of, module_path_of, source_of
 from kvpass.graphs.verify.graph_text import NAMESPACES, NoTextError, target_text
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK
@@ -33,7 +32,6 @@ from kvpass.torch_compat import (
 
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
-_MARKS = {MARK, COUNTED}
 
 
 def graph_to_json(gm: GraphModule, paths: Mapping[int, str]) -> dict[str, Any]:
@@ -48,9 +46,7 @@ def graph_to_json(gm: GraphModule, paths: Mapping[int, str]) -> dict[str, Any]:
     lines: dict[str, int] = {}
     nodes = []
     for node in place:
-        marks = {name: value for name, value in node.meta.items() if name.startswith("kvpass_") and name != SLOPES}
-        if marks.keys() - _MARKS:
-            raise NoTextError(f"{node} has {sorted(marks)}")
+        marks = {name: node.meta[name] for name in (MARK, COUNTED) if name in node.meta}
         target = [node.target, *_input(node, paths)] if node.op == "placeholder" else target_text(node)
         where = module_path_of(node), lines.setdefault(line_of(node), len(lines))
         nodes.append([node.op, node.name, target, _plain(node.args, place), _plain(node.kwargs, place), *where, marks])
@@ -149,13 +145,8 @@ def _input(node: Node, paths: Mapping[int, str]) -> list[Any]:
 
 def _function(name: str) -> Callable[..., Any]:
     """The function that :func:`target_text` names."""
-    parts = name.split(".")
-    if parts[0] in NAMESPACES:
-        found: Callable[..., Any] = operator.attrgetter(name)(torch.ops)
-        return found
-    homes = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-    home = next(home for home in homes if home in sys.modules)
-    found = operator.attrgetter(name[len(home) + 1 :])(sys.modules[home])
+    is_operator = name.split(".")[0] in NAMESPACES
+    found: Callable[..., Any] = operator.attrgetter(name)(torch.ops) if is_operator else pkgutil.resolve_name(name)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from kvpass.graphs.canonical import SITE, SLOPES
@@ -13,27 +13,27 @@ from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.verify.causal_mask import Band
 
 
-def insert_method(gm: GraphModule, name: str, operand: Node, *args: Any) -> Node:
+def insert_method(operand: Node, name: str, *args: Any) -> Node:
     """Insert a tensor method call at the graph's insertion point, with its recorded result."""
-    node = gm.graph.call_method(name, (operand, *args))
+    node = operand.graph.call_method(name, (operand, *args))
     node.meta = {**operand.meta, "example_value": getattr(recorded(operand), name)(*args)}
     return node
 
 
-def insert_function(gm: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+def insert_function(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a function call at the graph's insertion point, with its recorded result.
 
     Args:
         like: node whose module path and stack trace are copied.
         args, kwargs: if they include sizes, the graph's fake mode must be active.
     """
-    node = gm.graph.call_function(target, args, kwargs)
+    node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: like.meta.get(name) for name in ("nn_module_stack", "stack_trace")}
     node.meta["example_value"] = target(*map_arg(args, recorded), **map_arg(kwargs, recorded))
     return node
 
 
-def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
+def replace_output(node: Node, out: Node) -> None:
     """Replace a call by ``out``. The call returns its output, or a tuple with it first and the rest unused."""
     picks = [user for user in node.users if user.target is operator.getitem]
     if len(picks) != len(node.users):
@@ -43,19 +43,17 @@ def replace_output(gm: GraphModule, node: Node, out: Node) -> None:
             user.replace_all_uses_with(out)
         elif user.users:
             raise refuse(node, f"{user.name} reads more of its result than the output")
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
 
 
-def emit_site(
-    gm: GraphModule, call: Node, q: Node, k: Node, v: Node, scale: float, band: Band, softcap: float | None = None
-) -> Node:
+def emit_site(call: Node, q: Node, k: Node, v: Node, scale: float, band: Band, softcap: float | None = None) -> Node:
     """Insert an attention op for ``call`` at the graph's insertion point.
 
     Args:
         q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``. band: what the mask does.
     """
-    site = gm.graph.call_function(SITE, (q, k, v, scale, band.window, softcap))
+    site = call.graph.call_function(SITE, (q, k, v, scale, band.window, softcap))
     b, h, t, _ = recorded(q).shape
     example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)
     site.meta = {"example_value": example, SLOPES: band.slopes}

@@ -36,14 +36,13 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from kvpass.config import Layout
 from kvpass.graphs.canonical import check_sites_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find.alibi import fold_alibi_pass
@@ -59,8 +58,6 @@ from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.self_check import self_check_pass
-from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
 from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
@@ -83,6 +80,9 @@ CANONICAL_PASSES = (
 )
 """After these passes every attention call is a ``kvpass::site``."""
 
+PHASE_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass)
+"""Passes over a copy for a phase, of which :mod:`kvpass.compiler.backend` runs those that it needs."""
+
 
 def capture_passes(layers: int | None) -> list[GraphPass]:
     """Return the passes over a Dynamo capture.
@@ -91,28 +91,6 @@ def capture_passes(layers: int | None) -> list[GraphPass]:
         layers: attention layers the model is known to have; None when unknown.
     """
     return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers), take_host_weights_pass]
-
-
-def phase_passes(
-    phase: str,
-    state: Mapping[str, Node],
-    layout: Layout,
-    policy: Policy,
-    one_token: Sequence[GraphPass],
-    *,
-    cpp: bool,
-    ranks: Ranks,
-) -> list[GraphPass]:
-    """Return the passes that rewrite a capture to continue a cache, "extend" or "decode", under a policy.
-
-    Args:
-        state: tensors of the cache, inputs of the graph, by name. one_token: ``one_token_pass``, for a call of one
-            token. cpp: operators on a CPU may run in C++. ranks: processes that share the heads.
-    """
-    offset = partial(offset_positions_pass, seen=state["seen"])
-    impl = "cpp" if cpp else "eager"
-    rewrite = partial(rewrite_cached_pass, state=state, layout=layout, policy=policy, impl=impl, ranks=ranks)
-    return [offset, *one_token, rewrite, *([decompose_linear_pass] if phase == "decode" and cpp else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +147,7 @@ def _disabled() -> set[str]:
         ValueError: there is no such pass.
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    phases = (offset_positions_pass, one_token_pass, decompose_linear_pass, rewrite_cached_pass)
-    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, take_host_weights_pass, *phases)}
+    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, take_host_weights_pass, *PHASE_PASSES)}
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
     if names:

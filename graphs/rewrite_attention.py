@@ -19,7 +19,7 @@ are defined in :mod:`kvpass.operands`. ``read_state`` becomes an input, ``write_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -27,15 +27,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvpass.config import Layout
-from kvpass.graphs.canonical import (
-    READ_STATE,
-    WRITE_STATE,
-    Site,
-    SiteLocation,
-    find_sites,
-    site_locations,
-    state_of,
-)
+from kvpass.graphs.canonical import READ_STATE, WRITE_STATE, find_sites, site_locations, state_of
 from kvpass.graphs.fx_utils import recorded
 from kvpass.operands import AppendBuffers, EvictBuffers, RecompressBuffers, RingBuffers
 from kvpass.policies.base import Policy
@@ -54,46 +46,37 @@ def rewrite_cached_pass(
             implementation on a CPU. ranks: processes that share the heads.
     """
     call, rule, columns = partial(_call, gm), policy.decode_rule(), dict[str, Node]()
-    _bind_states(gm, state, layout)
-
-    def attend_ring(site: Site, location: SiteLocation) -> Node:
-        ring, seen, first = location.buffers(RingBuffers, state), state["seen"], state["first"]
-        if location.prefix not in columns:
-            slots = recorded(ring.ring_k).shape[3]
-            columns[location.prefix] = call("columns_held", seen, first, slots, site.chunked)
-        where = (columns[location.prefix], seen, location.layer, first if site.chunked else None)
-        return call("attend_ring", *site.call, *ring, *where, impl)
-
-    def attend(site: Site, location: SiteLocation) -> Node:
-        if location.ring:
-            return attend_ring(site, location)
-        if rule is not None:
-            held = location.buffers(EvictBuffers, state)
-            entering = site.attention_input if rule.reads_tokens else None
-            return call("attend_evict", *site.call, *held, location.layer, policy.spec, impl, ranks.spec, entering)
-        held, layer = location.buffers(AppendBuffers, state), location.layer
-        output = call("attend_cache", *site.call, *held, layer, impl)
-        found = location.buffers(RecompressBuffers, state)
-        if None not in found:
-            call("observe_held", *site.call, *held, *found, layer, location.layers, policy.spec, ranks.spec)
-        return output
-
-    return _replace_sites(gm, layout, attend)
-
-
-def _call(gm: GraphModule, name: str, *operands: Any) -> Node:
-    return gm.graph.call_function(getattr(torch.ops.kvpass, name).default, operands)
-
-
-def _replace_sites(gm: GraphModule, layout: Layout, rewrite: Callable[[Site, SiteLocation], Node]) -> int:
     sites, locations = find_sites(gm), site_locations(layout)
+    _bind_states(gm, state, layout)
     for site in sites:
+        location = locations[site.layer]
+        layer = location.layer
         with gm.graph.inserting_before(site.node):
-            output = rewrite(site, locations[site.layer])
+            if location.ring:
+                ring, seen, first = location.buffers(RingBuffers, state), state["seen"], state["first"]
+                if location.prefix not in columns:
+                    slots = recorded(ring.ring_k).shape[3]
+                    columns[location.prefix] = call("columns_held", seen, first, slots, site.chunked)
+                where = (columns[location.prefix], seen, layer, first if site.chunked else None)
+                output = call("attend_ring", *site.call, *ring, *where, impl)
+            elif rule is not None:
+                held = location.buffers(EvictBuffers, state)
+                entering = site.attention_input if rule.reads_tokens else None
+                output = call("attend_evict", *site.call, *held, layer, policy.spec, impl, ranks.spec, entering)
+            else:
+                held = location.buffers(AppendBuffers, state)
+                output = call("attend_cache", *site.call, *held, layer, impl)
+                found = location.buffers(RecompressBuffers, state)
+                if None not in found:
+                    call("observe_held", *site.call, *held, *found, layer, location.layers, policy.spec, ranks.spec)
         output.meta = site.node.meta
         site.node.replace_all_uses_with(output)
         gm.graph.erase_node(site.node)
     return len(sites)
+
+
+def _call(gm: GraphModule, name: str, *operands: Any) -> Node:
+    return gm.graph.call_function(getattr(torch.ops.kvpass, name).default, operands)
 
 
 def _bind_states(gm: GraphModule, state: Mapping[str, Node], layout: Layout) -> None:

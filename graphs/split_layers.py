@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.bind_state import append_input, input_named, placeholders
+from kvpass.graphs.bind_state import append_input, placeholders
 from kvpass.graphs.canonical import (
     ABSORBED_QUERY,
     READ_STATE,
@@ -47,6 +47,7 @@ from kvpass.graphs.canonical import (
 )
 from kvpass.graphs.fx_utils import (
     Dim,
+    argument_of,
     dim_of,
     is_module_tensor,
     is_scalar,
@@ -138,16 +139,15 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     result = _logits(gm)
     states, real = _take_states(gm), _take_real_tokens(gm)
     _attend_expanded(gm)
-    given = [
+    given = {
         node for node in placeholders(gm) if not is_module_tensor(node) and not is_scalar(node) and node is not seen
-    ]
+    }
     _read_length_from_input(gm, tokens)
-    place = input_named(gm, "position_ids")
-    position_ids = [] if place is None else [placeholders(gm)[place]]
+    position_ids = {node for node in given if argument_of(node) == "position_ids"}
     sites = find_sites(gm)
     calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_scalar(node)]
     layer_of = dict.fromkeys(calls, -1)
-    hidden = _dependent(calls, set(given) - set(position_ids))
+    hidden = _dependent(calls, given - position_ids)
     positional = _dependent(calls, {*position_ids, seen}) - hidden
     once = reached(positional, lambda node: [made for made in node.all_input_nodes if made in layer_of])
     order = [node for node in calls if node not in once]
@@ -263,7 +263,7 @@ def _attend_expanded(gm: GraphModule) -> None:
         (expanded,) = site.node.users
         q, up, nope = site.q.args
         with gm.graph.inserting_before(site.node):
-            whole = insert_function(gm, site.node, SITE, q, *site.node.args[1:], up=up, nope=nope, **site.node.kwargs)
+            whole = insert_function(site.node, SITE, q, *site.node.args[1:], up=up, nope=nope, **site.node.kwargs)
         _replace(gm, expanded, whole)
         gm.graph.erase_node(site.node)
         gm.graph.erase_node(site.q)

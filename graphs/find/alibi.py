@@ -46,17 +46,17 @@ def fold_alibi_pass(gm: GraphModule) -> int:
             raise refuse(site.node, "a bias that grows with the position (ALiBi) beside soft-capping cannot be folded")
         key = recorded(site.k)
         with gm.graph.inserting_before(site.node), key.fake_mode:
-            insert = partial(insert_function, gm, site.node)
-            order = insert(torch.arange, insert_method(gm, "size", site.k, 2), device=key.device)
+            insert = partial(insert_function, site.node)
+            order = insert(torch.arange, insert_method(site.k, "size", 2), device=key.device)
             low = insert(torch.remainder, order, _STEP)
             high = insert(torch.sub, order, low)
             for part in (low, high):
                 part.meta[MARK] = (0,)
             ramp = insert(torch.tensor, [slope / site.scale for slope in slopes], dtype=key.dtype, device=key.device)
-            of_queries = insert_method(gm, "view", ramp, -1, 1, 1)
-            of_keys = insert_method(gm, "to", insert(torch.stack, [high, low], -1), key.dtype)
+            of_queries = insert_method(ramp, "view", -1, 1, 1)
+            of_keys = insert_method(insert(torch.stack, [high, low], -1), "to", key.dtype)
             for place, rows, columns in ((0, site.q, of_queries), (1, site.k, of_keys)):
-                zeros = insert(torch.zeros_like, insert_method(gm, "narrow", rows, -1, 0, 2))  # columns are broadcast
+                zeros = insert(torch.zeros_like, insert_method(rows, "narrow", -1, 0, 2))  # columns are broadcast
                 site.node.update_arg(place, insert(torch.cat, [rows, insert(torch.add, zeros, columns)], -1))
         changed += 1
     return changed

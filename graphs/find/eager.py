@@ -17,6 +17,7 @@ A walk of the graph finds the products before and after a softmax. What lies bet
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
-from kvpass.graphs.insert_nodes import emit_site
+from kvpass.graphs.insert_nodes import emit_site, insert_function
 from kvpass.graphs.verify.causal_mask import MaskPart
 from kvpass.graphs.verify.examples import NotCausalError
 from kvpass.graphs.verify.logits import LogitRule, prove_logits, snap
@@ -73,12 +74,12 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
             if match is None:
                 continue
             with gm.graph.inserting_before(match.out.node):
-                heads = insert_heads(gm, flow, match.scores, match.out)
+                heads = insert_heads(flow, match.scores, match.out)
             check_heads(softmax, *heads, enable_gqa=True)
-            rule = _prove(gm, flow, match, int(recorded(heads[0]).shape[1]), proofs)
+            rule = _prove(flow, match, int(recorded(heads[0]).shape[1]), proofs)
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
-        _replace(gm, flow, match, heads, rule)
+        _replace(flow, match, heads, rule)
         found += 1
     return found
 
@@ -88,14 +89,10 @@ def split_baddbmm(gm: GraphModule) -> None:
     for node in [node for node in gm.graph.nodes if target_name(node) == "baddbmm"]:
         names = ("input", "batch1", "batch2")
         given: dict[str, Any] = {"beta": 1, "alpha": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        insert = partial(insert_function, node)
         with gm.graph.inserting_before(node):
-            product = gm.graph.call_function(torch.bmm, (given["batch1"], given["batch2"]))
-            scaled = gm.graph.call_function(torch.mul, (product, given["alpha"]))
-            bias = gm.graph.call_function(torch.mul, (given["input"], given["beta"]))
-            total = gm.graph.call_function(torch.add, (bias, scaled))
-        for part in (product, scaled, total):
-            part.meta = dict(node.meta)
-        bias.meta = {**given["input"].meta, "example_value": recorded(given["input"]) * 1}
+            scaled = insert(torch.mul, insert(torch.bmm, given["batch1"], given["batch2"]), given["alpha"])
+            total = insert(torch.add, insert(torch.mul, given["input"], given["beta"]), scaled)
         node.replace_all_uses_with(total)
         gm.graph.erase_node(node)
 
@@ -145,7 +142,7 @@ def _product_after(softmax: Node) -> tuple[Node, Node] | None:
     return products[0] if len(products) == 1 else None
 
 
-def _prove(gm: GraphModule, flow: DataFlow, match: _Match, heads: int, proofs: dict[str, LogitRule]) -> LogitRule:
+def _prove(flow: DataFlow, match: _Match, heads: int, proofs: dict[str, LogitRule]) -> LogitRule:
     """Return the proved rule from products to logits.
 
     Args:
@@ -155,7 +152,7 @@ def _prove(gm: GraphModule, flow: DataFlow, match: _Match, heads: int, proofs: d
     assert shape is not None
 
     def part_of(result: Node, before: Node) -> MaskPart:
-        return MaskPart(gm, flow, result, before=before, batch=shape[0], tokens=shape[-1], given=[scores])
+        return MaskPart(flow, result, before=before, batch=shape[0], tokens=shape[-1], given=[scores])
 
     part, weights = part_of(match.logits, match.softmax), part_of(match.out.left.node, match.out.node)
     key = _text(weights, scores)
@@ -179,12 +176,12 @@ def _text(part: MaskPart, scores: Node) -> str:
     return "\n".join([f"{shape} {recorded(scores).dtype}", *lines])
 
 
-def _replace(gm: GraphModule, flow: DataFlow, match: _Match, heads: tuple[Node, Node, Node], rule: LogitRule) -> None:
+def _replace(flow: DataFlow, match: _Match, heads: tuple[Node, Node, Node], rule: LogitRule) -> None:
     out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
     between = flow.needed([match.out.left.node])
-    with gm.graph.inserting_before(out):
-        site = emit_site(gm, out, *heads, scale, rule.band, rule.softcap)
-        result = insert_result(gm, site, match.out)
+    with out.graph.inserting_before(out):
+        site = emit_site(out, *heads, scale, rule.band, rule.softcap)
+        result = insert_result(site, match.out)
     out.replace_all_uses_with(result)
-    gm.graph.erase_node(out)
-    erase_dead_nodes(gm, between)
+    out.graph.erase_node(out)
+    erase_dead_nodes(flow.gm, between)

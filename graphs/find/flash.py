@@ -48,7 +48,7 @@ def find_flash_attention_pass(gm: GraphModule) -> int:
             reason = f"{name} attends over packed sequences, whose bounds are data; give it a batch of equal lengths"
             raise refuse(node, reason)
         if _OPERATOR.fullmatch(name) or name == "flash_attn_func":
-            _replace(gm, node, arguments_of(node))
+            _replace(node, arguments_of(node))
             found += 1
     return found
 
@@ -67,7 +67,7 @@ def _called(node: Node) -> str:
     return str(getattr(target, "__name__", "")) if known else ""
 
 
-def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
+def _replace(node: Node, call: dict[str, Any]) -> None:
     operands = [call.pop(name) for name in ("q", "k", "v")]
     for name, value in call.items():
         if name not in _KNOWN and value is not None and value is not False:
@@ -80,12 +80,12 @@ def _replace(gm: GraphModule, node: Node, call: dict[str, Any]) -> None:
         raise refuse(node, f"dropout_p={dropout}; only 0.0 is possible in a compressed cache")
     if not (scale is None or isinstance(scale, int | float)) or not isinstance(softcap, int | float):
         raise refuse(node, "softmax_scale or softcap is computed in the graph, not a number")
-    with gm.graph.inserting_before(node):
-        q, k, v = (insert_method(gm, "transpose", operand, 1, 2) for operand in operands)
+    with node.graph.inserting_before(node):
+        q, k, v = (insert_method(operand, "transpose", 1, 2) for operand in operands)
         shape = check_heads(node, q, k, v, True)
         if call.get("causal") is not True and shape[2] != 1:
             raise refuse(node, "it is not causal")
         scale = int(shape[3]) ** -0.5 if scale is None else float(scale)
-        site = emit_site(gm, node, q, k, v, scale, Band(None if left < 0 else left + 1), float(softcap) or None)
-        out = insert_method(gm, "transpose", site, 1, 2)
-    replace_output(gm, node, out)
+        site = emit_site(node, q, k, v, scale, Band(None if left < 0 else left + 1), float(softcap) or None)
+        out = insert_method(site, "transpose", 1, 2)
+    replace_output(node, out)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from kvpass.graphs.fx_utils import DataFlow, Dim, recorded, shape_of, target_name, token_sizes, value_inputs
 from kvpass.graphs.insert_nodes import insert_method
@@ -47,14 +47,14 @@ class Operand:
         """Return a tensor for the node in that layout, without missing axes."""
         return tensor.permute([axis for axis in self.axes if axis is not None])
 
-    def emit(self, gm: GraphModule) -> Node:
+    def emit(self) -> Node:
         """Insert the node in that layout; missing axes have size 1."""
         node, own = self.node, [axis for axis in self.axes if axis is not None]
         if own != sorted(own):
-            node = insert_method(gm, "permute", node, *own)
+            node = insert_method(node, "permute", *own)
         for position, axis in enumerate(self.axes):
             if axis is None:
-                node = insert_method(gm, "unsqueeze", node, position)
+                node = insert_method(node, "unsqueeze", position)
         return node
 
 
@@ -137,35 +137,35 @@ def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]],
     return ((first, a), (second, b), result) if rests[0] == rests[1] and [len(a), len(b)] == ndims else None
 
 
-def insert_heads(gm: GraphModule, flow: DataFlow, scores: Product, out: Product) -> tuple[Node, Node, Node]:
+def insert_heads(flow: DataFlow, scores: Product, out: Product) -> tuple[Node, Node, Node]:
     """Insert queries, keys and values ``[B, heads, T, D]`` of the two products around a softmax.
 
     Raises:
         NotCausalError: batch and heads cannot be told apart, or the three are of several dtypes.
     """
     dtype = recorded(out.right.node).dtype
-    q = _in_dtype(gm, flow, scores.left, _rows(gm, flow, scores.left), dtype)
-    k = _in_dtype(gm, flow, scores.right, _rows(gm, flow, scores.right, scores.left), dtype)
-    v = _rows(gm, flow, out.right, out.left)
+    q = _in_dtype(flow, scores.left, _rows(flow, scores.left), dtype)
+    k = _in_dtype(flow, scores.right, _rows(flow, scores.right, scores.left), dtype)
+    v = _rows(flow, out.right, out.left)
     return q, k, v
 
 
-def insert_result(gm: GraphModule, site: Node, out: Product) -> Node:
+def insert_result(site: Node, out: Product) -> Node:
     """Insert calls that give the output ``[B, H, T, Dv]`` of an attention op the layout of the original product."""
     node, lead = site, out.left.shape[:-2]
     if len(lead) == 3:
-        node = insert_method(gm, "unflatten", node, 1, lead[1:])
+        node = insert_method(node, "unflatten", 1, lead[1:])
     elif len(lead) == 1:
         single = recorded(site).shape[1] == 1
-        node = insert_method(gm, "squeeze", node, 1) if single else insert_method(gm, "flatten", node, 0, 1)
+        node = insert_method(node, "squeeze", 1) if single else insert_method(node, "flatten", 0, 1)
     if out.result != tuple(range(len(out.result))):
-        node = insert_method(gm, "permute", node, *out.result)
+        node = insert_method(node, "permute", *out.result)
     if node is site and not all(target_name(user) in ("transpose", "permute") for user in out.node.users):
-        node = insert_method(gm, "contiguous", node)
+        node = insert_method(node, "contiguous")
     return node
 
 
-def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | None = None) -> Node:
+def _rows(flow: DataFlow, operand: Operand, queries: Operand | None = None) -> Node:
     """Insert the operand as ``[B, heads, T, D]``.
 
     Args:
@@ -176,30 +176,30 @@ def _rows(gm: GraphModule, flow: DataFlow, operand: Operand, queries: Operand | 
     if lead[0] != full[0]:
         raise NotCausalError(f"its products have leading axes {full} and {lead}")
     if len(lead) == 2 and lead[1] in (full[1], 1):
-        return operand.emit(gm)
+        return operand.emit()
     if len(lead) == 3 and lead[1:] == full[1:]:
-        return insert_method(gm, "flatten", operand.emit(gm), 1, 2)
+        return insert_method(operand.emit(), "flatten", 1, 2)
     if len(lead) == 3 and lead[2] == 1 and lead[1] in (full[1], 1):
-        return insert_method(gm, "squeeze", operand.emit(gm), 2)
+        return insert_method(operand.emit(), "squeeze", 2)
     if len(lead) == 1:
-        split = _split_heads(gm, flow, operand)
+        split = _split_heads(flow, operand)
         if split is not None:
-            return split.emit(gm)
-        if lead[0] in _batch_sizes(gm):
-            return insert_method(gm, "unsqueeze", operand.emit(gm), 1)
+            return split.emit()
+        if lead[0] in _batch_sizes(flow):
+            return insert_method(operand.emit(), "unsqueeze", 1)
     raise NotCausalError(f"its products have leading axes {full} and {lead}, which are not batch and heads")
 
 
-def _in_dtype(gm: GraphModule, flow: DataFlow, operand: Operand, rows: Node, dtype: torch.dtype) -> Node:
+def _in_dtype(flow: DataFlow, operand: Operand, rows: Node, dtype: torch.dtype) -> Node:
     """Insert queries or keys in the dtype of the values, without the product's upcast."""
     if recorded(rows).dtype == dtype:
         return rows
-    sizes = example_sizes(operand.shape[:1], operand.shape[-2:-1], EXAMPLE_LENGTHS[0])
+    sizes = example_sizes(operand.shape[0], operand.shape[-2], EXAMPLE_LENGTHS[0])
     for base, chain in chains_to(flow, operand.node):
-        if recorded(base).dtype == dtype and (example := run_chain(gm, base, chain, sizes)) is not None:
+        if recorded(base).dtype == dtype and (example := run_chain(base, chain, sizes)) is not None:
             given, got = example
             if torch.equal(got.flatten().sort().values, given.to(got.dtype).flatten().sort().values):  # moved and cast
-                return insert_method(gm, "to", rows, dtype)
+                return insert_method(rows, "to", dtype)
     raise NotCausalError(f"{operand.node.name} has dtype {recorded(operand.node).dtype} beside values of {dtype}")
 
 
@@ -218,44 +218,50 @@ def chains_to(flow: DataFlow, node: Node) -> Iterator[tuple[Node, list[Node]]]:
         chain = [base, *chain]
 
 
-def run_chain(gm: GraphModule, base: Node, chain: Sequence[Node], sizes: SizeMap) -> tuple[Tensor, Tensor] | None:
+def run_chain(base: Node, chain: Sequence[Node], sizes: SizeMap) -> tuple[Tensor, Tensor] | None:
     """Return random numbers for ``base``, and what ``chain`` makes of them; None when it cannot be run."""
     try:
         example = random_like(recorded(base), sizes)
-        return example, evaluate(gm, chain[-1], chain, {base: example}, sizes)
+        return example, evaluate(chain[-1], chain, {base: example}, sizes)
     except EvaluationError:
         return None
 
 
-def holds_for_examples(
-    gm: GraphModule, base: Operand, chain: Sequence[Node], is_right: Callable[[Tensor, Tensor], bool]
-) -> bool:
+def holds_for_examples(base: Operand, chain: Sequence[Node], is_right: Callable[[Tensor, Tensor], bool]) -> bool:
     """Whether a statement is true of random ``base`` ``[B, heads, T, D]`` and of what ``chain`` makes of it."""
     batch, _, tokens, _ = base.shape
-    sizes = (example_sizes([batch], [tokens], length) for length in EXAMPLE_LENGTHS)
-    examples = (run_chain(gm, base.node, chain, size) for size in sizes)
+    sizes = (example_sizes(batch, tokens, length) for length in EXAMPLE_LENGTHS)
+    examples = (run_chain(base.node, chain, size) for size in sizes)
     return all(example is not None and is_right(base.read(example[0]), example[1]) for example in examples)
 
 
-def _batch_sizes(gm: GraphModule) -> set[Dim]:
+def _batch_sizes(flow: DataFlow) -> set[Dim]:
     """Return the first sizes of inputs whose second axis is the tokens."""
-    tokens = token_sizes(gm.graph.nodes)
-    shapes = [shape for node in gm.graph.nodes if node.op == "placeholder" and (shape := shape_of(node))]
+    tokens = token_sizes(flow.nodes)
+    shapes = [shape for node in flow.nodes if node.op == "placeholder" and (shape := shape_of(node))]
     return {shape[0] for shape in shapes if len(shape) > 1 and shape[1] in tokens}
 
 
-def _split_heads(gm: GraphModule, flow: DataFlow, operand: Operand) -> Operand | None:
-    """Return the nearest 4-D tensor of which ``operand``, ``[B * heads, T, D]``, is a reshape."""
-    for node, chain in chains_to(flow, operand.node):
-        for axes in itertools.permutations(range(4)) if len(shape_of(node) or ()) == 4 else ():
-            if _is_flat(gm, Operand(node, axes), operand, chain):
+def base_of(
+    flow: DataFlow, made: Node, orders: Sequence[Axes], is_base: Callable[[Operand, Sequence[Node]], bool]
+) -> Operand | None:
+    """Return the nearest 4-D tensor, its axes in one of these orders, that is one with the calls that make a tensor."""
+    for node, chain in chains_to(flow, made):
+        for axes in orders if len(shape_of(node) or ()) == 4 else ():
+            if is_base(Operand(node, axes), chain):
                 return Operand(node, axes)
     return None
 
 
-def _is_flat(gm: GraphModule, split: Operand, operand: Operand, chain: Sequence[Node]) -> bool:
-    """Check on random examples that ``chain`` only flattens batch and heads of ``split``."""
-    batch, heads, tokens, dim = split.shape
-    if not isinstance(heads, int) or operand.shape != (batch * heads, tokens, dim):
-        return False
-    return holds_for_examples(gm, split, chain, lambda rows, made: torch.equal(operand.read(made), rows.flatten(0, 1)))
+def _split_heads(flow: DataFlow, operand: Operand) -> Operand | None:
+    """Return the tensor ``[B, heads, T, D]`` of which ``operand``, ``[B * heads, T, D]``, is a reshape."""
+
+    def is_flattened(rows: Tensor, made: Tensor) -> bool:
+        return torch.equal(operand.read(made), rows.flatten(0, 1))
+
+    def is_split(base: Operand, chain: Sequence[Node]) -> bool:
+        batch, heads, tokens, dim = base.shape
+        fits = isinstance(heads, int) and operand.shape == (batch * heads, tokens, dim)
+        return fits and holds_for_examples(base, chain, is_flattened)
+
+    return base_of(flow, operand.node, [*itertools.permutations(range(4))], is_split)

@@ -16,12 +16,14 @@ that cannot be evaluated, stays: the result is correct, but the cache then has H
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.canonical import Site, find_sites
-from kvpass.graphs.find.operands import Operand, chains_to, holds_for_examples
+from kvpass.graphs.find.operands import Operand, base_of, holds_for_examples
 from kvpass.graphs.fx_utils import DataFlow, erase_dead_nodes, shape_of
 
 
@@ -30,38 +32,32 @@ def strip_repeat_kv_pass(gm: GraphModule) -> int:
     flow = DataFlow(gm)
     found: list[tuple[Site, Operand, Operand]] = []
     for site in find_sites(gm):
-        k, v = _find_base(gm, flow, site.k), _find_base(gm, flow, site.v)
+        k, v = _find_base(flow, site.k), _find_base(flow, site.v)
         if k is not None and v is not None and k.shape[1] == v.shape[1]:
             found.append((site, k, v))
     replaced = flow.needed([node for site, _, _ in found for node in (site.k, site.v)])
     for site, k, v in found:
         with gm.graph.inserting_before(site.node):
-            site.node.update_arg(1, k.emit(gm))
-            site.node.update_arg(2, v.emit(gm))
+            site.node.update_arg(1, k.emit())
+            site.node.update_arg(2, v.emit())
     erase_dead_nodes(gm, replaced)
     return len(found)
 
 
-def _find_base(gm: GraphModule, flow: DataFlow, repeated: Node) -> Operand | None:
+def _find_base(flow: DataFlow, repeated: Node) -> Operand | None:
     """Return the nearest tensor, ``[B, K, T, D]`` or ``[B, T, K, D]``, that ``repeated`` is a head repeat of."""
-    for node, chain in chains_to(flow, repeated):
-        for axes in ((0, 1, 2, 3), (0, 2, 1, 3)) if len(shape_of(node) or ()) == 4 else ():
-            base = Operand(node, axes)
-            if _is_repeat(gm, base, repeated, chain):
-                return base
-    return None
 
+    def repeats(base: Operand, chain: Sequence[Node]) -> bool:
+        (batch, kv_heads, tokens, dim), (_, heads, *_) = base.shape, shape_of(repeated) or ()
+        if shape_of(repeated) != (batch, heads, tokens, dim):
+            return False
+        if not (isinstance(heads, int) and isinstance(kv_heads, int)) or kv_heads >= heads or heads % kv_heads:
+            return False
 
-def _is_repeat(gm: GraphModule, base: Operand, repeated: Node, chain: list[Node]) -> bool:
-    """Check on random examples that ``chain`` repeats each head of ``base`` in order."""
-    (batch, kv_heads, tokens, _), (_, heads, *_) = base.shape, shape_of(repeated) or ()
-    if shape_of(repeated) != (batch, heads, tokens, base.shape[3]):
-        return False
-    if not (isinstance(heads, int) and isinstance(kv_heads, int)) or kv_heads >= heads or heads % kv_heads:
-        return False
+        def is_repeat(rows: Tensor, got: Tensor) -> bool:
+            expected = rows.repeat_interleave(heads // kv_heads, dim=1)
+            return got.dtype == expected.dtype and torch.equal(got, expected)
 
-    def is_repeat(rows: Tensor, got: Tensor) -> bool:
-        expected = rows.repeat_interleave(heads // kv_heads, dim=1)
-        return got.dtype == expected.dtype and torch.equal(got, expected)
+        return holds_for_examples(base, chain, is_repeat)
 
-    return holds_for_examples(gm, base, chain, is_repeat)
+    return base_of(flow, repeated, [(0, 1, 2, 3), (0, 2, 1, 3)], repeats)

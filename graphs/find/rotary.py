@@ -67,7 +67,7 @@ def _found(q: Node) -> Node | None:
     found = [node for node in weights if shape_of(node) == (dim // 2,)]
     if not given or len(found) != 1 or len(weights) + len(counted) < len(inputs) or any(map(is_module_tensor, counted)):
         return None
-    sizes = example_sizes([batch], [tokens], len(_POSITIONS))
+    sizes = example_sizes(batch, tokens, len(_POSITIONS))
     count = concrete(tokens, sizes)
 
     def feed(node: Node, positions: Sequence[int]) -> Tensor:
@@ -83,7 +83,7 @@ def _found(q: Node) -> Node | None:
     def queries(positions: Sequence[int]) -> Tensor:
         feeds = {node: feed(node, positions) for node in (*inputs, *given)}
         calls = [node for node in sources if node not in feeds and not is_scalar(node)]
-        result: Tensor = evaluate(gm, q, calls, feeds, sizes)
+        result: Tensor = evaluate(q, calls, feeds, sizes)
         return result
 
     positions = _POSITIONS[-count:] if counted else tuple(range(count))

@@ -46,16 +46,22 @@ def find_attention_pass(gm: GraphModule) -> int:
         raise refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
     flow = DataFlow(gm)
     proofs: dict[tuple[Any, ...], Band] = {}
-    bands = [_check(gm, flow, node, proofs) for node in raw]
+    bands = [_check(flow, node, proofs) for node in raw]
     masks = [mask for mask in (arguments_of(node)["attn_mask"] for node in raw) if mask is not None]
     mask_nodes = flow.needed(masks)
     for node, band in zip(raw, bands, strict=True):
-        _replace(gm, node, band)
+        call = arguments_of(node)
+        q, scale = call["query"], call["scale"]
+        scale = int(recorded(q).shape[3]) ** -0.5 if scale is None else float(scale)
+        with gm.graph.inserting_before(node):
+            site = emit_site(node, q, call["key"], call["value"], scale, band)
+        node.replace_all_uses_with(site)
+        gm.graph.erase_node(node)
     erase_dead_nodes(gm, mask_nodes)
     return len(raw)
 
 
-def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
+def _check(flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
     """Prove that a call is causal self-attention and return what its mask does.
 
     Args:
@@ -84,7 +90,7 @@ def _check(gm: GraphModule, flow: DataFlow, node: Node, proofs: dict[tuple[Any, 
     if is_causal:
         raise refuse(node, "both attn_mask and is_causal=True are given")
     try:
-        part = MaskPart(gm, flow, mask, before=node, batch=q[0], tokens=q[2])
+        part = MaskPart(flow, mask, before=node, batch=q[0], tokens=q[2])
         key = (mask, q, tuple(part.calls))
         if key not in proofs:
             proofs[key] = prove_causal(part, heads)
@@ -122,13 +128,3 @@ def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -
     if kv_heads not in (1, heads) and enable_gqa is not True:
         raise refuse(node, f"{heads} query heads on {kv_heads} key heads without enable_gqa=True")
     return q
-
-
-def _replace(gm: GraphModule, node: Node, band: Band) -> None:
-    call = arguments_of(node)
-    query = call["query"]
-    scale = int(recorded(query).shape[3]) ** -0.5 if call["scale"] is None else float(call["scale"])
-    with gm.graph.inserting_before(node):
-        site = emit_site(gm, node, query, call["key"], call["value"], scale, band)
-    node.replace_all_uses_with(site)
-    gm.graph.erase_node(node)

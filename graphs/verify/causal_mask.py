@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from kvpass.graphs.fx_utils import (
     DataFlow,
@@ -89,7 +89,6 @@ class MaskPart:
 
     def __init__(
         self,
-        gm: GraphModule,
         flow: DataFlow,
         result: Node,
         *,
@@ -107,7 +106,7 @@ class MaskPart:
         """
         writes = [write for node in given for write in flow.writes_to(node, before=before)]
         sources = flow.sources([result, *writes], before=before, stop=given)
-        self.gm, self.result, self.name = gm, result, result.name
+        self.gm, self.result, self.name = flow.gm, result, result.name
         self.batch, self.tokens = batch, tokens
         self.inputs = [node for node in sources if node.op in ("placeholder", "get_attr") and node not in given]
         self.calls = [node for node in sources if node not in self.inputs and node not in given]
@@ -117,14 +116,14 @@ class MaskPart:
         self.products = made_of([*given, *self.calls], given.__contains__)
 
     def _content(self, node: Node) -> Tensor:
-        value = module_tensor(self.gm, node)
+        value = module_tensor(node)
         if value is None:
             raise NotCausalError(f"its mask depends on {node.name}, whose content is out of reach")
         return value
 
     def sizes(self, length: int) -> SizeMap:
         """Return values of the symbols when the token symbol is ``length``."""
-        return example_sizes([self.batch], [self.tokens], length)
+        return example_sizes(self.batch, self.tokens, length)
 
     def count(self, length: int) -> int:
         """Return the number of tokens when the token symbol is ``length``."""
@@ -142,7 +141,7 @@ class MaskPart:
         values = {node: value.clone() for node, value in (given or {}).items()}
         feeds = {node: self._feed(node, start, sizes) for node in self.inputs if not is_scalar(node)}
         try:
-            value = evaluate(self.gm, self.result, self.calls, {**feeds, **values}, sizes)
+            value = evaluate(self.result, self.calls, {**feeds, **values}, sizes)
         except EvaluationError as error:
             raise NotEvaluatedError(f"its mask cannot be evaluated: {error}") from error
         if not isinstance(value, Tensor):

@@ -100,9 +100,9 @@ def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
     return result
 
 
-def example_sizes(batch: Iterable[Dim], tokens: Iterable[Dim], length: int) -> dict[sympy.Symbol, int]:
-    """Values for the symbols of batch sizes and of token counts."""
-    return dict.fromkeys(symbols_of(batch), EXAMPLE_BATCH) | dict.fromkeys(symbols_of(tokens), length)
+def example_sizes(batch: Dim, tokens: Dim, length: int) -> dict[sympy.Symbol, int]:
+    """Values for the symbols of the batch size and of the token count."""
+    return dict.fromkeys(symbols_of([batch]), EXAMPLE_BATCH) | dict.fromkeys(symbols_of([tokens]), length)
 
 
 def hinted_sizes(gm: GraphModule) -> dict[sympy.Symbol, int]:
@@ -122,7 +122,6 @@ def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
 
 
 def evaluate(
-    gm: GraphModule,
     result: Node,
     nodes: Sequence[Node],
     feeds: Mapping[Node, Tensor],
@@ -134,18 +133,20 @@ def evaluate(
 
     Args:
         result: one of ``nodes`` or of ``feeds``.
-        nodes: calls in execution order; their tensor operands are earlier nodes or ``feeds``. What is fed is not run.
+        nodes: in execution order; tensor operands of calls are earlier nodes or ``feeds``. What is fed is not run.
         feeds: tensors to start from.
         sizes: values for the symbols. Operands of which only the shape matters are made up.
         instead: functions to call in place of others.
     Raises:
         EvaluationError: a value is missing, or an operator fails on the example.
     """
+    gm = result.graph.owning_module
+    assert gm is not None
     run = ExampleRun(gm, sizes, feeds, instead or {})
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
     with torch.no_grad(), LookupsInRange():
         for node in nodes:
-            if node not in run.env:
+            if node not in run.env and node.op != "placeholder":
                 run.call(node)
             for operand in node.all_input_nodes:
                 if last_user[operand] is node and operand is not result:
@@ -241,9 +242,7 @@ def input_dependent_nodes(live: Sequence[Node]) -> set[Node]:
     return made_of(live, lambda node: node.op == "placeholder" and not is_module_tensor(node))
 
 
-def text_inputs(
-    gm: GraphModule, flow: DataFlow, live: Sequence[Node], tokens: Dim, sizes: SizeMap
-) -> dict[Node, Tensor]:
+def text_inputs(flow: DataFlow, live: Sequence[Node], tokens: Dim, sizes: SizeMap) -> dict[Node, Tensor]:
     """Inputs for an example of a text: weights, and numbers that differ from token to token.
 
     Whole numbers go from 0 up to the token count, as positions do, or as far as the tables reach in which they are
@@ -260,12 +259,12 @@ def text_inputs(
     largest = max(int(concrete(tokens, sizes)), _NUMBERS[0])
 
     def feeds(ranges: Mapping[Node, int]) -> dict[Node, Tensor]:
-        return {node: _text_input(gm, node, tokens, sizes, ranges.get(node, 1)) for node in inputs}
+        return {node: _text_input(node, tokens, sizes, ranges.get(node, 1)) for node in inputs}
 
     def takes(ranges: Mapping[Node, int]) -> bool:
         own = {node: value.clone() if flow.writes_to(node) else value for node, value in feeds(ranges).items()}
         try:
-            evaluate(gm, calls[-1], calls, own, sizes, instead={SITE: token_wise_site})
+            evaluate(calls[-1], calls, own, sizes, instead={SITE: token_wise_site})
         except EvaluationError:
             return False
         return True
@@ -280,9 +279,9 @@ def text_inputs(
     return feeds(ranges)
 
 
-def _text_input(gm: GraphModule, node: Node, tokens: Dim, sizes: SizeMap, numbers: int) -> Tensor:
+def _text_input(node: Node, tokens: Dim, sizes: SizeMap, numbers: int) -> Tensor:
     if is_module_tensor(node):
-        weight = module_tensor(gm, node)
+        weight = module_tensor(node)
         if weight is None:
             raise EvaluationError(f"the content of {node.name} is out of reach")
         return weight
@@ -349,9 +348,9 @@ def stored_numbers(tensors: Iterable[Tensor]) -> set[int]:
     return windows_of(found)
 
 
-def text_length(gm: GraphModule, live: Sequence[Node], tokens: Dim) -> int:
+def text_length(live: Sequence[Node], tokens: Dim) -> int:
     """Tokens of an example beyond every number that positions or lengths are held against; 0 without such a number."""
-    contents = (module_tensor(gm, node) for node in live if is_module_tensor(node))
+    contents = (module_tensor(node) for node in live if is_module_tensor(node))
     calls = counting_calls(live, tokens)[0]
     numbers = numbers_of(calls) | stored_numbers(content for content in contents if content is not None)
     numbers |= windows_of(number for node in live for number in numbers_in(recorded(node), symbols_of([tokens])))

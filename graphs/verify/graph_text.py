@@ -50,7 +50,7 @@ def graph_text(gm: GraphModule) -> list[str]:
         str(sizes),
         transformers.__version__,
         gm.graph.python_code("self").src,
-        *(f"{shared[storage_of(node)]} {_input_text(gm, node)}" for node in inputs),
+        *(f"{shared[storage_of(node)]} {_input_text(node)}" for node in inputs),
     ]
 
 
@@ -61,12 +61,12 @@ def _check_plain(value: Any) -> Any:
     return value
 
 
-def _input_text(gm: GraphModule, node: Node) -> str:
+def _input_text(node: Node) -> str:
     value, source = recorded(node), getattr(source_of(node), "name", "")
     if not isinstance(value, Tensor):
         return f"{value} {source}"
     form = value.dtype, value.device, value.requires_grad, *map(dim_of, (*value.shape, *value.stride()))
-    return f"{form} {source} {content_text(module_tensor(gm, node)) if is_module_tensor(node) else ''}"
+    return f"{form} {source} {content_text(module_tensor(node)) if is_module_tensor(node) else ''}"
 
 
 def target_text(node: Node) -> str:

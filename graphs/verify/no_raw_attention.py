@@ -7,6 +7,7 @@ A capture of one length is refused there.
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -14,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import SITE, batch_and_tokens, find_sites, results_of
-from kvpass.graphs.fx_utils import DataFlow, Dim, refuse, shape_of, submodule_of, symbols_of, target_name, token_sizes
+from kvpass.graphs.fx_utils import DataFlow, Dim, refuse, shape_of, symbols_of, target_name, token_sizes
 
 _ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
 _RECURRENT = re.compile(r"lstm|gru|rnn_(tanh|relu)|(.*_)?scan(_.*)?|causal_conv1d.*", re.IGNORECASE)
@@ -38,9 +39,9 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     symbols = symbols_of(token_sizes(live) if tokens is None else [tokens])
     for node in live:
         reason = (
-            _named_attention(gm, node)
+            _named_attention(node)
             or _carries_state(node)
-            or _attention_in_subgraph(gm, node)
+            or _attention_in_subgraph(node)
             or _couples_tokens(node, batch, symbols)
         )
         if reason is not None:
@@ -48,13 +49,10 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     return 0
 
 
-def _named_attention(gm: GraphModule, node: Node) -> str | None:
+def _named_attention(node: Node) -> str | None:
     if not node.op.startswith("call_") or node.target is SITE:
         return None
-    module = submodule_of(gm, node)
-    name = target_name(node) if module is None else type(module).__name__
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target.name()
+    name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else target_name(node)
     return f"{name} is not a canonical attention site" if _ATTENTION_NAME.search(name) else None
 
 
@@ -80,9 +78,9 @@ def _is_training(node: Node) -> bool:
     return given.get("training") is not False and bool(given.get("p", 0.5))
 
 
-def _attention_in_subgraph(gm: GraphModule, node: Node) -> str | None:
+def _attention_in_subgraph(node: Node) -> str | None:
     """Check graphs inside higher-order operators (activation checkpointing, cond, ...)."""
-    body = submodule_of(gm, node)
+    body = attrgetter(str(node.target))(node.graph.owning_module) if node.op == "get_attr" else None
     if not isinstance(body, GraphModule):
         return None
     if find_sites(body):

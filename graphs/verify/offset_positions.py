@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, recorded, shape_of, storage_of, target_name
@@ -57,7 +57,7 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
             sources = flow.sources([operands[index]], before=node)
             key = (operands[index], *sources)
             if key not in done:
-                done[key] = shift(gm.graph, sources, node, seen, tokens).get(operands[index])
+                done[key] = shift(sources, node, seen, tokens).get(operands[index])
             shifted = done[key]
             assert shifted is not None, "self_check showed that there is an offset"
             node.replace_input_with(operands[index], shifted)
@@ -65,32 +65,32 @@ def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
     return changed
 
 
-def shift(graph: Graph, sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:
+def shift(sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[Node, Node]:
     """Copies of ``sources``, ahead of ``user``, that count from ``seen``; none if they write into a kept tensor."""
     inputs = {storage_of(node) for node in sources if node.op in ("placeholder", "get_attr")}
     if any(storage_of(target) in inputs for node in sources for target in mutated_inputs(node)):
         return {}
     copies: dict[Node, Node] = {}
-    with graph.inserting_before(user):
+    with user.graph.inserting_before(user):
         for node in sources:
             if node.op in ("placeholder", "get_attr"):
                 continue
-            copies[node] = _shifted_slice(graph, node, seen, tokens, copies) or _copy(graph, node, copies)
+            copies[node] = _shifted_slice(node, seen, tokens, copies) or _copy(node, copies)
             if _is_counter(node, tokens):
-                copies[node] = _shifted_counter(graph, node, seen, copies)
+                copies[node] = _shifted_counter(node, seen, copies)
             elif target_name(node) == "cumsum":
-                copies[node] = _shifted_sum(graph, node, seen, copies)
+                copies[node] = _shifted_sum(node, seen, copies)
     return copies
 
 
-def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
-    copied = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+def _copy(node: Node, copies: dict[Node, Node]) -> Node:
+    copied = node.graph.node_copy(node, lambda operand: copies.get(operand, operand))
     copied.meta.pop(MARK, None)
     return copied
 
 
-def _with(graph: Graph, like: Node, target: Any, args: tuple[Any, ...]) -> Node:
-    node = graph.call_function(target, args)
+def _with(like: Node, target: Any, args: tuple[Any, ...]) -> Node:
+    node = like.graph.call_function(target, args)
     node.meta = dict(like.meta)
     return node
 
@@ -104,27 +104,27 @@ def _is_counter(node: Node, tokens: Dim) -> bool:
     return isinstance(given.get("start", 0), int) and bool(given.get("step", 1) == 1)
 
 
-def _shifted_counter(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
+def _shifted_counter(node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
     """A counter that goes on from ``seen``, rounded to its dtype once, as a longer one would be."""
     dtype = recorded(node).dtype
     if not dtype.is_floating_point or dtype.itemsize >= torch.float32.itemsize:
-        return _with(graph, node, torch.add, (copies[node], seen))
+        return _with(node, torch.add, (copies[node], seen))
     copies[node].update_kwarg("dtype", torch.float32)
-    later = _with(graph, node, torch.add, (copies[node], seen))
-    return _with(graph, node, Tensor.to, (later, dtype))
+    later = _with(node, torch.add, (copies[node], seen))
+    return _with(node, Tensor.to, (later, dtype))
 
 
-def _shifted_sum(graph: Graph, node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
+def _shifted_sum(node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
     """A running sum of equal numbers, which goes on from ``seen`` of them."""
     summed = node.args[0]
     dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1)
     assert isinstance(summed, Node)
-    one = graph.call_method("narrow", (copies.get(summed, summed), dim, 0, 1))
+    one = node.graph.call_method("narrow", (copies.get(summed, summed), dim, 0, 1))
     one.meta = dict(node.meta)
-    return _with(graph, node, torch.add, (copies[node], _with(graph, node, torch.mul, (one, seen))))
+    return _with(node, torch.add, (copies[node], _with(node, torch.mul, (one, seen))))
 
 
-def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
+def _shifted_slice(node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
     """``table[a : a + T]``, ``seen`` rows further on; None for any other node."""
     found = _rows_of_tokens(node, tokens)
     if found is None:
@@ -132,11 +132,11 @@ def _shifted_slice(graph: Graph, node: Node, seen: Node, tokens: Dim, copies: di
     axis, bounds, rest = found
     table = node.args[0]
     assert isinstance(table, Node)
-    rows = graph.call_function(torch.arange, bounds, {"device": recorded(table).device})
+    rows = node.graph.call_function(torch.arange, bounds, {"device": recorded(table).device})
     rows.meta = {"nn_module_stack": node.meta.get("nn_module_stack")}
-    rows = _with(graph, rows, torch.add, (rows, seen))
-    picked = _with(graph, node, torch.index_select, (copies.get(table, table), axis, rows))
-    return graph.call_function(operator.getitem, (picked, rest))
+    rows = _with(rows, torch.add, (rows, seen))
+    picked = _with(node, torch.index_select, (copies.get(table, table), axis, rows))
+    return _with(node, operator.getitem, (picked, rest))
 
 
 def _rows_of_tokens(node: Node, tokens: Dim) -> tuple[int, tuple[Any, Any], Any] | None:

@@ -43,7 +43,6 @@ def _values(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """What every site is given, then the output."""
     output = gm.graph.output_node()
     feeds = dict(zip(placeholders(gm), inputs, strict=True))
-    calls = [node for node in DataFlow(gm).needed([output]) if node.op != "placeholder"]
     found: list[Any] = []
 
     def site(
@@ -52,7 +51,7 @@ def _values(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
         found.extend((q, k, v, scale, named.get("softcap", softcap)))  # one token alone shows no window
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    result = evaluate(gm, output, calls, feeds, {}, instead={SITE: site})
+    result = evaluate(output, DataFlow(gm).needed([output]), feeds, {}, instead={SITE: site})
     return [*found, *tree_leaves(result)]
 
 

@@ -29,7 +29,6 @@ from kvpass.graphs.canonical import (
     READ_STATE,
     SITE,
     WRITE_STATE,
-    Site,
     batch_and_tokens,
     find_sites,
     results_of,
@@ -93,32 +92,27 @@ def self_check_pass(gm: GraphModule) -> int:
     Raises:
         UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
     """
-    sites = find_sites(gm)
-    batch, tokens = batch_and_tokens(gm) if sites else (1, 1)
-    if tokens == 1:
+    if not find_sites(gm) or batch_and_tokens(gm)[1] == 1:
         return 0
     try:
         text = graph_text(gm)
     except NoTextError as reason:
         log.debug("self_check is not remembered: %s", reason)
-        marks = _check(gm, sites[0], batch, tokens)
+        marks = _check(gm)
     else:
-        marks = remembered("self_check", text, lambda: _check(gm, sites[0], batch, tokens))
+        marks = remembered("self_check", text, lambda: _check(gm))
     nodes = list(gm.graph.nodes)
     for place, operands, counted in marks:
         nodes[place].meta |= {MARK: tuple(operands), COUNTED: counted}
     return sum(counted for _, _, counted in marks)
 
 
-def _check(gm: GraphModule, first: Site, batch: Dim, tokens: Dim) -> list[Mark]:
-    """Return the positions that count, as :func:`self_check_pass` marks them.
-
-    Args:
-        first: of the attention ops.
-    """
+def _check(gm: GraphModule) -> list[Mark]:
+    """Return the positions that count, as :func:`self_check_pass` marks them."""
+    first, (batch, tokens) = find_sites(gm)[0].node, batch_and_tokens(gm)
     if isinstance(tokens, int):
         raise refuse(
-            first.node,
+            first,
             f"the decoder was captured for exactly {tokens} tokens and no other number: something makes a constant "
             "of it, or a table of positions ends there",
         )
@@ -127,11 +121,11 @@ def _check(gm: GraphModule, first: Site, batch: Dim, tokens: Dim) -> list[Mark]:
     _check_length_as_number(live, symbols_of([tokens]) | given)
     _check_reduced(live, tokens, given=False)
     offsets = _Offsets(gm)
-    shortest, longest = sum(PIECES), text_length(gm, live, tokens)
+    shortest, longest = sum(PIECES), text_length(live, tokens)
     try:
         _check_text(offsets, shortest)
     except EvaluationError as error:
-        raise _no_example(first.node, str(error)) from error
+        raise _no_example(first, str(error)) from error
     tables = {size for node in live if is_module_tensor(node) for size in shape_of(node) or () if isinstance(size, int)}
     shorter = sorted((size for size in tables if shortest < size < longest), reverse=True)
     for length in [longest, *shorter] if longest > shortest else []:
@@ -197,7 +191,7 @@ def _check_text(offsets: _Offsets, tokens: int) -> None:
     """
     first, further, last = tokens - PIECES[1] - PIECES[2], PIECES[1], PIECES[2]
     calls = [node for node in offsets.live if node not in offsets.inserted]
-    text = text_inputs(offsets.gm, offsets.flow, calls, offsets.tokens, offsets.sizes(tokens))
+    text = text_inputs(offsets.flow, calls, offsets.tokens, offsets.sizes(tokens))
     for pieces in ((first, further, last), (further, first, last)):
         try:
             _Lockstep(offsets, text, pieces).run()
@@ -253,7 +247,7 @@ class _Offsets:
                 key = (operand, *sources)
                 if key not in known and self.input_dependent.isdisjoint(sources):
                     before = len(self.seen.users)
-                    shifted = shift(self.gm.graph, sources, user, self.seen, self.tokens).get(operand)
+                    shifted = shift(sources, user, self.seen, self.tokens).get(operand)
                     known[key] = shifted if len(self.seen.users) > before else None
                 if (shifted := known.get(key)) is not None:
                     self.shifted.setdefault(user, {})[operand] = shifted
@@ -290,7 +284,7 @@ class _Offsets:
 
     def sizes(self, length: int) -> SizeMap:
         """Values of the symbols for an example of so many tokens."""
-        return hinted_sizes(self.gm) | example_sizes([self.batch], [self.tokens], length)
+        return hinted_sizes(self.gm) | example_sizes(self.batch, self.tokens, length)
 
     def marks(self) -> list[Mark]:
         """Return what is to be offset in the original graph."""
@@ -338,7 +332,7 @@ class _Run(ExampleRun):
         for place, node in enumerate(missing):
             if not set(missing[:place]).issuperset(mutated_inputs(node)):
                 raise _no_example(node, "it writes into a tensor that was made before a state is read")
-        state: Tensor = evaluate(self.offsets.gm, target, missing, self.env, self.sizes, instead=self.instead)
+        state: Tensor = evaluate(target, missing, self.env, self.sizes, instead=self.instead)
         return state
 
 

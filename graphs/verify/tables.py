@@ -22,14 +22,13 @@ from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import (
     DataFlow,
-    Dim,
+    argument_of,
     is_integral,
     is_scalar,
     module_path_of,
     module_tensor,
     recorded,
     shape_of,
-    source_of,
     symbols_of,
     target_name,
     through,
@@ -96,7 +95,7 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
             continue
         (rows, *_), index = shape_of(lookup[0]) or (None,), through(lookup[1], _SAME_VALUES)
         if index in inputs and isinstance(rows, int):
-            name = getattr(source_of(index), "local_name", index.name)
+            name = argument_of(index) or index.name
             lowest = -rows if target_name(node) == "getitem" else 0
             found.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
     return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
@@ -129,35 +128,30 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
         gm: with ``kvpass::site``. numbering: inputs that hold the positions, int64 ``[B, T]``.
     """
     flow = DataFlow(gm)
-    batch, tokens = batch_and_tokens(gm)
+    tokens = symbols_of(batch_and_tokens(gm)[1:])
     live = flow.sources([gm.graph.output_node()])
     dependent = input_dependent_nodes([node for node in live if node not in numbering])
     end: int | None = None
     for node in live:
         looks_up = target_name(node).rstrip("_") in _LOOKUPS or target_name(node).startswith("embedding")
         by_token = any(
-            symbols_of(shape_of(operand) or ()) & symbols_of([tokens])
-            for operand in value_inputs(node)
-            if is_integral(operand)
+            symbols_of(shape_of(operand) or ()) & tokens for operand in value_inputs(node) if is_integral(operand)
         )
         if looks_up and by_token and node not in dependent:
-            end = _end_with(gm, flow, node, numbering, batch, tokens, end)
+            end = _end_with(flow, node, numbering, end)
     return end
 
 
-def _end_with(
-    gm: GraphModule, flow: DataFlow, node: Node, numbering: Collection[Node], batch: Dim, tokens: Dim, known: int | None
-) -> int | None:
+def _end_with(flow: DataFlow, node: Node, numbering: Collection[Node], known: int | None) -> int | None:
     """The known end, or that of a lookup where it is smaller."""
-    sources = flow.sources([node])
-    inputs = [source for source in sources if source.op in ("placeholder", "get_attr")]
-    calls = [source for source in sources if source not in inputs]
+    sources, given = flow.sources([node]), batch_and_tokens(flow.gm)
+    inputs = [source for source in sources if source.op in ("placeholder", "get_attr") and not is_scalar(source)]
 
     def is_found(length: int) -> bool:
-        sizes = example_sizes([batch], [tokens], length)
-        feeds = {source: _feed(gm, source, source in numbering, sizes) for source in inputs if not is_scalar(source)}
+        sizes = example_sizes(*given, length)
+        feeds = {source: _feed(source, source in numbering, sizes) for source in inputs}
         try:
-            evaluate(gm, node, calls, feeds, sizes)
+            evaluate(node, sources, feeds, sizes)
         except EvaluationError as error:
             return not _is_out_of_rows(error)
         return True
@@ -169,13 +163,13 @@ def _end_with(
     return bisect.bisect_left(range(1, most), True, key=lambda length: not is_found(length))
 
 
-def _feed(gm: GraphModule, node: Node, numbers_tokens: bool, sizes: SizeMap) -> Tensor:
+def _feed(node: Node, numbers_tokens: bool, sizes: SizeMap) -> Tensor:
     """Positions 0, 1, 2..., whole numbers and single numbers of the module, and tables that take no memory."""
     like = recorded(node)
     if numbers_tokens:
         shape = concrete(shape_of(node), sizes)
         return torch.arange(shape[-1], device=like.device).expand(shape)
-    content = module_tensor(gm, node)
+    content = module_tensor(node)
     if content is not None and (is_integral(node) or like.numel() == 1):
         return content
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.compiler.blocks import lengths_allowed, tokens_of
+from kvpass.compiler.blocks import tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
 from kvpass.compiler.prompt import Prefill
@@ -38,9 +38,11 @@ from kvpass.graphs.bind_state import (
     size_reader,
 )
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of
+from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.one_token import admit_one_token, one_token_inputs, one_token_pass, several_tokens
-from kvpass.graphs.passes import GraphPass, PassRecord, capture_passes, dump_graph, phase_passes, run_passes
+from kvpass.graphs.passes import GraphPass, PassRecord, capture_passes, dump_graph, run_passes
+from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_at_attention, split_layers
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
@@ -174,27 +176,25 @@ class PhaseCompiler:
 
     def compile(self, captured: Capture, call: Call) -> Runner:
         """Compile a copy of the graph for calls like ``call``, in the trace that captured it."""
-        on_cpu = self.compiler == "inductor" and layout_of(captured.gm)[2].type == "cpu"
-        with known_cpp_compiler() if on_cpu else nullcontext():
-            return self._compile(captured, call)
-
-    def _compile(self, captured: Capture, call: Call) -> Runner:
         began, cache, phase = time.perf_counter(), call.cache, call.phase
-        appends = phase != "prefill" and not call.observed and cache.policy.decode_rule() is None
-        kind = phase, cache.entry_format, cache.selects_rows
-        if phase == "prefill":
-            made = self._prompt(captured, call)
-        else:
-            made = (captured.appending.get(kind) if appends else None) or self._rewritten(captured, call)
-        if appends:  # no policy is part of it
-            captured.appending[kind] = made
+        layout, _, device = layout_of(captured.gm)
+        is_prompt = phase == "prefill"
+        names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
+        kind = (phase, call.one_token_prompt) if is_prompt else (phase, cache.entry_format, cache.selects_rows)
+        made = None if names_policy else captured.shared.get(kind)
+        if made is None:
+            on_cpu = self.compiler == "inductor" and device.type == "cpu"
+            with known_cpp_compiler() if on_cpu else nullcontext():
+                made = (self._prefill if is_prompt else self._rewritten)(captured, call)
+        if not names_policy:
+            captured.shared[kind] = made
         self.records.append(
             CompileRecord(
                 policy=cache.policy.spec,
                 phase=phase,
                 batch=cache.batch_size,
                 sites=len(find_sites(captured.gm)),
-                layout=layout_of(captured.gm)[0],
+                layout=layout,
                 parts=made.parts,
                 not_in_blocks=made.not_in_blocks,
                 seconds=time.perf_counter() - began,
@@ -212,31 +212,7 @@ class PhaseCompiler:
         seconds = next(known, COLD_SECONDS_PER_OP * sites)
         return working(f"compiling {call.phase} of {rows_text(call.cache.batch_size)} (up to about {seconds:.0f} s)")
 
-    def _prompt(self, captured: Capture, call: Call) -> _CompiledPhase:
-        """A prefill; its parts are compiled once for all policies."""
-        passes: Sequence[PassRecord] = ()
-        if call.one_token_prompt not in captured.prompts:
-            captured.prompts[call.one_token_prompt], passes = self._prefill(captured, call)
-        decoder, policy = captured.prompts[call.one_token_prompt], call.cache.policy
-        not_in_blocks = decoder.split.not_in_blocks
-        if policy.replays_prompt and not_in_blocks and not call.one_token_prompt:
-            raise ValueError(
-                f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into layers: "
-                f"{not_in_blocks}"
-            )
-
-        def run(call: Call, *inputs: Any) -> Any:
-            device = decoder.device
-            facts = decoder.layout, decoder.dtype, device, self.memory(device), decoder.pools
-            fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.cache.fills)]
-            decoder.check(inputs)
-            call.begin()
-            block = tokens_of(call.block, call.cache.batch_size, device)
-            return decoder(fills, inputs, block, call.cache.ranks)
-
-        return _CompiledPhase(run, len(decoder.functions), passes, not_in_blocks)
-
-    def _prefill(self, captured: Capture, call: Call) -> tuple[Prefill, Sequence[PassRecord]]:
+    def _prefill(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Split a captured graph into layers and compile their parts."""
         began, label = time.perf_counter(), f"prefill.{len(self.records):02d}"
         unsplit, mode = copy_graph(captured.gm), backend_mode()
@@ -257,8 +233,17 @@ class PhaseCompiler:
         with self._shown(call, MOST_PARTS), compiled_for_any_length():
             examples = [*inputs, *map(recorded, split.added)]
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
-        lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
-        return Prefill(gm, layout, split, functions, lengths_allowed(gm, split, mode.shape_env), lookups), passes
+        decoder = Prefill(gm, layout, split, functions, captured.lookups)
+
+        def run(call: Call, *inputs: Any) -> Any:
+            facts = layout, decoder.dtype, device, self.memory(device), decoder.pools
+            fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.cache.fills)]
+            decoder.check(inputs)
+            call.begin()
+            block = tokens_of(call.block, call.cache.batch_size, device)
+            return decoder(fills, inputs, block, call.cache.ranks)
+
+        return _CompiledPhase(run, len(functions), passes, split.not_in_blocks)
 
     def _one_token(self, captured: Capture, call: Call, added: Sequence[Tensor]) -> tuple[list[Any], list[GraphPass]]:
         """Return fake inputs of a graph for a call, and the pass that its values need if the call is of one token.
@@ -275,7 +260,7 @@ class PhaseCompiler:
 
     def _rewritten(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
-        phase, cache, cpp = call.phase, call.cache, self.compiler == "inductor"
+        phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
         state = cache.cached_state(layout, dtype)
@@ -283,7 +268,12 @@ class PhaseCompiler:
         dynamic = dynamic_dims(state, cache.batch_size, chosen=cache.selects_rows)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
         inputs, one_token = self._one_token(captured, call, fakes)
-        passes = phase_passes(phase, nodes, layout, cache.policy, one_token, cpp=cpp, ranks=cache.ranks)
+        passes: list[GraphPass] = [
+            partial(offset_positions_pass, seen=nodes["seen"]),
+            *one_token,
+            partial(rewrite_cached_pass, state=nodes, layout=layout, policy=cache.policy, impl=impl, ranks=cache.ranks),
+            *([decompose_linear_pass] if phase == "decode" and impl == "cpp" else []),
+        ]
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = len(find_sites(captured.gm))
         pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
@@ -292,14 +282,13 @@ class PhaseCompiler:
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
             compiled, parts = compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
-        lookups = input_lookups(captured.gm) if device.type == "cpu" else ()
         step, count = None, size_reader(captured.gm, batch_and_tokens(captured.gm)[1])
         if not call.observed and not cache.selects_rows and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
             state = list(call.cache.cached_state(layout, dtype).values())
-            for lookup in lookups:
+            for lookup in captured.lookups:
                 lookup.check(inputs)
             call.begin()
             if step is None or count(inputs) > MAX_CAPTURED_TOKENS:
@@ -324,16 +313,15 @@ class Capture:
         gm: made in the trace in which this must be made too. passes: records of the passes that made it. inputs: of the
             graph, fake.
     Attributes:
-        prompts: it as a prefill, by whether the prompt is one token, when that was compiled. appending: phases that
-            only append to a cache, when they were compiled.
+        lookups: of its inputs in tables, which each call checks. shared: compiled phases of which no policy is part.
     """
 
     def __init__(
         self, gm: GraphModule, passes: Sequence[PassRecord], inputs: Sequence[Any], compiler: PhaseCompiler
     ) -> None:
         self.gm, self.passes, self.inputs, self.compiler = gm, passes, inputs, compiler
-        self.prompts: dict[bool, Prefill] = {}
-        self.appending: dict[tuple[Phase, EntryFormat, bool], _CompiledPhase] = {}
+        self.lookups = input_lookups(gm) if layout_of(gm)[2].type == "cpu" else ()
+        self.shared: dict[Hashable, _CompiledPhase] = {}
         self._context = TracingContext.get()
         shapes = backend_mode().shape_env
         assert shapes is not None
@@ -355,7 +343,7 @@ class Capture:
         """Run a call; a prefill fills all caches at once."""
         run, ranks = self.runner(call, self.compiler.ranks), self.compiler.ranks
         for cache in call.cache.fills if call.phase == "prefill" else ():
-            self.runner(replace(call, cache=cache), ranks)  # its policy is checked against the graph
+            self.runner(replace(call, cache=cache), ranks)  # the report of each policy names what it ran
         return run(call, *inputs)
 
     def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:

@@ -17,10 +17,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.config import Block, Layout
-from kvpass.graphs.bind_state import input_named, placeholders, size_reader
+from kvpass.graphs.bind_state import backend_mode, ids_and_positions, placeholders, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.host_weights import host_weights, rooms_of
@@ -52,14 +51,14 @@ def tokens_of(block: Block, rows: int, device: torch.device) -> int:
     return max(AUTO_TOKENS[device.type] // rows, FEWEST_TOKENS) if block == "auto" else block
 
 
-def lengths_allowed(gm: GraphModule, split: SplitPrompt, shapes: ShapeEnv | None) -> Callable[[int], bool]:
+def _lengths_allowed(gm: GraphModule, split: SplitPrompt) -> Callable[[int], bool]:
     """Return whether fewer tokens than those of a prompt may run through the same decoder: a function of their number.
 
-    To be called in the trace, which knows for which lengths the capture holds.
+    The trace knows for which lengths the capture holds.
     """
     if split.not_in_blocks:
         return lambda length: False
-    tokens = batch_and_tokens(gm)[1]
+    tokens, shapes = batch_and_tokens(gm)[1], backend_mode().shape_env
     assert shapes is not None and isinstance(tokens, sympy.Symbol), "split_layers has looked"
     lowest = shapes.bound_sympy(tokens).lower
     guards = [guard.expr for guard in shapes.guards if guard.expr.free_symbols == {tokens}]
@@ -103,11 +102,12 @@ class _TokenBuffer:
 class SplitDecoder:
     """A decoder in parts: what comes before all layers, and of each layer what comes before and after attention.
 
+    To be made in the trace of the graph.
+
     Args:
         gm: the graph that was split; behind the inputs of the captured graph it has the tokens seen before, int64
             ``[]``, from which decoders that count positions go on, and ``split.added``. layout: of its entries and
-            states. functions: of the parts, by key. allowed: from :func:`lengths_allowed`. lookups: of the inputs in
-            tables, which are checked.
+            states. functions: of the parts, by key. lookups: of the inputs in tables, which are checked.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class SplitDecoder:
         layout: Layout,
         split: SplitPrompt,
         functions: Mapping[Hashable, Callable[..., Any]],
-        allowed: Callable[[int], bool],
         lookups: Sequence[InputLookup],
     ) -> None:
-        self.split, self.functions, self.allowed, self.lookups = split, functions, allowed, lookups
+        self.split, self.functions, self.lookups = split, functions, lookups
+        self.allowed = _lengths_allowed(gm, split)
         self.inputs = [node for node in placeholders(gm) if node not in split.added]
-        self.given = input_named(gm, "input_ids"), input_named(gm, "position_ids")
+        self.given = ids_and_positions(gm)
         self.constants = {
             node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"
         }
@@ -284,15 +284,14 @@ class LayerRun:
             value, axis = made[node], axes.get(node)
             if self.decoder.split.not_in_blocks:
                 self.known[node] = value  # as it is recorded
-                continue
-            if axis is None or end - first == self.tokens:
+            elif axis is None or end - first == self.tokens:
                 self.known[node] = value.contiguous()
-                continue
-            if first == 0:
-                shape = list(value.shape)
-                shape[axis] = self.tokens
-                self.known[node] = self._room(layer, shape, value)
-            self.known[node].narrow(axis, first, end - first).copy_(value)
+            else:
+                if first == 0:
+                    shape = list(value.shape)
+                    shape[axis] = self.tokens
+                    self.known[node] = self._room(layer, shape, value)
+                self.known[node].narrow(axis, first, end - first).copy_(value)
 
     def _room(self, layer: Layer, shape: list[int], like: Tensor) -> Tensor:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""

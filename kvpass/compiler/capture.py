@@ -21,9 +21,9 @@ from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_t
 from kvpass.compiler.known_capture import KnownCapture, keeping, recall_capture
 from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
-from kvpass.graphs.bind_state import input_named, placeholders
+from kvpass.graphs.bind_state import ids_and_positions, placeholders
 from kvpass.graphs.canonical import batch_and_tokens
-from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.fx_utils import argument_of, recorded
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
 from kvpass.graphs.verify.length_guards import longest_length
 from kvpass.graphs.verify.tables import table_end
@@ -192,7 +192,7 @@ class CaptureCache:
             _find_ends(decoder.gm, key, self._ends)
             decoder.admit_one_token()
             shapes.freeze()
-        given = tuple(input_named(decoder.gm, name) for name in ("input_ids", "position_ids"))
+        given = ids_and_positions(decoder.gm)
 
         def run(inputs: Sequence[Any]) -> Tensor:
             call = _CALL.get()
@@ -372,7 +372,7 @@ def _find_ends(gm: GraphModule, key: Key, ends: _LengthLimits) -> None:
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
     shortest = max(key[1] + 1, 2)  # tokens for which a capture of several must hold
     ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
-    end = table_end(gm, [inputs[place] for place in [input_named(gm, "position_ids")] if place is not None])
+    end = table_end(gm, [node for node in inputs if argument_of(node) == "position_ids"])
     ends.positions.update([] if end is None else [end])
 
 

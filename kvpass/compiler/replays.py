@@ -109,6 +109,11 @@ class PromptRun(LayerRun):
         for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
             parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
             tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
+            if decoder.split.not_in_blocks:
+                raise ValueError(
+                    f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
+                    f"layers: {decoder.split.not_in_blocks}"
+                )
             if not decoder.allowed(tokens):
                 raise ValueError(
                     f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "

@@ -23,7 +23,7 @@ from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.model_text import ModelText
 from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
-from kvpass.graphs.bind_state import held_by_module, input_named, placeholders
+from kvpass.graphs.bind_state import held_by_module, ids_and_positions, placeholders
 from kvpass.graphs.fx_utils import recorded
 from kvpass.torch_compat import GlobalStateGuard, dict_version, dynamo_settings, modes_are_active, traced_effects
 
@@ -183,7 +183,7 @@ def given_places(gm: GraphModule) -> tuple[int | None, ...] | None:
     That is where another input is neither held by the module nor a size, or where the call changes objects: then
     Dynamo's code does more than to call the graph. To be called in the trace.
     """
-    given = tuple(input_named(gm, name) for name in ("input_ids", "position_ids"))
+    given = ids_and_positions(gm)
     held = {*held_by_module(gm), *given}
     others = (node for place, node in enumerate(placeholders(gm)) if place not in held)
     if traced_effects() or any(isinstance(recorded(node), Tensor) for node in others):

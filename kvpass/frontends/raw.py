@@ -55,7 +55,7 @@ from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, value_of
 from kvpass.graphs.verify.self_check import check_reduced_inputs_pass
-from kvpass.graphs.verify.tables import input_lookups, table_end
+from kvpass.graphs.verify.tables import table_end
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.torch_compat import eval_frame
 
@@ -138,7 +138,7 @@ _CAPTURES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _first_weight(gm: GraphModule) -> Tensor:
-    tensors = (module_tensor(gm, node) for node in gm.graph.nodes if is_module_tensor(node))
+    tensors = (module_tensor(node) for node in gm.graph.nodes if is_module_tensor(node))
     return next((tensor for tensor in tensors if tensor is not None), torch.empty(0, device="cpu"))
 
 
@@ -262,9 +262,8 @@ class RawModule:
             alike = (other.rows, *other.options) == (self.rows, *self.options)
             alike = alike and all(value is not None for value in found)
             if alike and other not in self.same:
-                if self.device.type == "cpu":
-                    for lookup in input_lookups(other.graph):
-                        lookup.check(found)
+                for lookup in other.decoder.lookups:
+                    lookup.check(found)
                 if is_same_decoder(self.graph, inputs, other.graph, found):
                     self.same.add(other)
             if other in self.same:

@@ -328,8 +328,7 @@ class CompressedModel(GenerateHooks):
 
         Each cache is what :meth:`compress` returns under its condition. To continue it, give the model its condition:
         ``model.set_policy(cache.policy, cache.budget)``. All caches are held at once. Policies that replay the same
-        tokens share the replay. A decoder that is not split into layers (the report says why), and a prompt of one
-        token, are read once for each condition.
+        tokens share the replay.
 
         Args:
             input_ids, attention_mask, reusable: as in :meth:`compress`. conditions: pairs of a policy and its budget.

@@ -87,7 +87,7 @@ class SlicedRotary(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
         angles = torch.arange(LONGEST)[:, None] / 50.0 ** (torch.arange(0, self.dim, 2) / self.dim)
-        self.register_buffer("cos", angles.cos())
+        self.register_buffer("cos", angles.cos()[:, None])
         self.register_buffer("sin", angles.sin())
         self.embed = nn.Embedding(VOCABULARY, width)
         self.layers = nn.ModuleList(
@@ -115,7 +115,7 @@ class SlicedRotary(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         b, t = ids.shape
-        cos, sin = self.cos[:t][:, None], self.sin[:t][:, None]
+        cos, sin = self.cos[:t], self.sin[:t][:, None]
         x = self.embed(ids)
         for i, layer in enumerate(self.layers):
             y = layer["norm"](x)

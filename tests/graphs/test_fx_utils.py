@@ -96,15 +96,15 @@ def test_evaluation_replaces_symbols_and_runs_the_operators() -> None:
     (symbol,) = symbols_of(shape_of(result)[1:])
     sources = [node for node in DataFlow(gm).sources([result]) if node.op.startswith("call_")]
     assert concrete(tuple(recorded(result).shape), {symbol: 3}) == (2, 3)
-    assert evaluate(gm, result, sources, {}, {symbol: 3}).tolist() == [[1, 1, 2], [3, 4, 5]]
+    assert evaluate(result, sources, {}, {symbol: 3}).tolist() == [[1, 1, 2], [3, 4, 5]]
     with pytest.raises(EvaluationError, match="depends on"):
-        evaluate(gm, result, sources, {}, {})
+        evaluate(result, sources, {}, {})
 
 
 def test_evaluation_without_an_example_fails_by_name() -> None:
     gm = graph_of(lambda x: x.sin(), torch.randn(5))
     with pytest.raises(EvaluationError, match="sin needs l_x_, which has no example"):
-        evaluate(gm, named(gm, "sin"), [named(gm, "sin")], {}, {})
+        evaluate(named(gm, "sin"), [named(gm, "sin")], {}, {})
 
 
 def test_only_dead_candidates_are_erased() -> None:

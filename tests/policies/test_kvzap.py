@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import kvpass
 from kvpass.compiler import backend
+from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.policies.plan import plan
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
@@ -258,18 +259,22 @@ def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype, monkeypatch):
     """As steps of one row on a CPU are compiled."""
-    model, found, passes = tiny_model("llama", layers=2).to(dtype), [], backend.phase_passes
-    for cpp in (False, True):
+    model, found, run = tiny_model("llama", layers=2).to(dtype), [], backend.run_passes
+
+    def run_with_reductions(gm, passes, *, label):
+        return run(gm, [*passes, decompose_linear_pass] if label.startswith("decode") else passes, label=label)
+
+    for reduces in (False, True):
         with monkeypatch.context() as patch:
-            if cpp:
-                patch.setattr(backend, "phase_passes", lambda *args, cpp, **given: passes(*args, cpp=True, **given))
+            if reduces:
+                patch.setattr(backend, "run_passes", run_with_reductions)
             given = {"budget": BUDGET, "weights": kvzap_file(2), "window": WINDOW, "evict_during_decode": True}
             fast = kvpass.compile(model, policy="kvzap", backend="eager", **given)
             found.append(fast(random_ids(1, 30)).past_key_values)
             for step in range(20):
                 fast(random_ids(1, 1, seed=step), past_key_values=found[-1])
         names = [record.name for record in fast.report().compiled[-1].passes]
-        assert ("decompose_linear" in names) == cpp
+        assert ("decompose_linear" in names) == reduces
     assert torch.equal(found[0].positions, found[1].positions)
 
 

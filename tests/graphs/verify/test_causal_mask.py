@@ -201,7 +201,7 @@ def decide_masks(
             if is_raw_attention(node):
                 try:
                     batch, _, tokens, _ = shape_of(node.args[0])
-                    part = MaskPart(gm, flow, node.args[3], before=node, batch=batch, tokens=tokens)
+                    part = MaskPart(flow, node.args[3], before=node, batch=batch, tokens=tokens)
                     decided.append(prove_causal(part, HEADS).window)
                 except NotCausalError as error:
                     decided.append(str(error))

@@ -231,7 +231,7 @@ INDEXED = {
 def test_an_index_out_of_range_is_seen_ahead_of_the_call(name) -> None:
     gm = torch.fx.symbolic_trace(INDEXED[name])
     table, index, *calls, output = gm.graph.nodes
-    run = partial(evaluate, gm, output, [*calls, output], sizes={})
+    run = partial(evaluate, output, [*calls, output], sizes={})
     run({table: torch.ones(10, 4), index: torch.tensor([9, 0])})
     with pytest.raises(EvaluationError, match="one of 0 to 10 is looked up among 10"):
         run({table: torch.ones(10, 4), index: torch.tensor([10, 0])})
