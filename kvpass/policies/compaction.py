@@ -150,7 +150,8 @@ def _descent(
     first_k, first_v = (x.float() for x in own)
     moved_k, moved_v = torch.zeros_like(first_k), torch.zeros_like(first_v)
     descent, (unit_k, unit_v) = torch.optim.Adam([moved_k, moved_v], betas=(0.9, 0.99)), units
-    draws = torch.randint(len(target), (STEPS, QUERIES), generator=torch.Generator().manual_seed(0))
+    seeded = torch.Generator("cpu").manual_seed(0)
+    draws = torch.randint(len(target), (STEPS, QUERIES), generator=seeded, device="cpu")
     keys, values, size = first_k, first_v, target.square().mean()
     for step, drawn in enumerate(draws.to(target.device)):
         part = reference.some(drawn)
