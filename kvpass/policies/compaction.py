@@ -1,10 +1,9 @@
 """Compaction: kept entries are changed so that they stand for those that were dropped.
 
-After Attention Matching (arXiv 2602.16284): each kept entry gets a bias, which carries the attention mass of dropped
-ones, and the values are fitted to the attention outputs of the full cache. There the bias is one more number an entry,
-added in every attention kernel. Here it is part of the key: with a vector u for which ``scale * q.u`` is near 1 for all
-reference queries q of a KV head, the key ``k + bias * u`` has nearly the logit of k plus the bias. So a compacted cache
-is a cache like any other.
+As in Attention Matching (arXiv 2602.16284), kept entries are to give reference queries the attention outputs that all
+entries give them, beside the rest that these queries attend to. The paper gives each entry a bias and solves for biases
+and values. Here the keys and values themselves are found by gradient descent, which begins at the entries as they are.
+So a compacted cache is a cache like any other.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch import Tensor
 from kvpass.operands import Attention
 from kvpass.policies.observation import softcapped
 
-RIDGE = 1e-3
-"""Pull towards what was there, in units of the mean diagonal of the normal equations."""
-MOST_BIAS = 3.0
-"""Bound of a bias: a factor of 20 in attention mass."""
-MOST_QUERIES = 1024
+STEPS, QUERIES = 200, 256
+"""Steps of the descent, and queries that are drawn for each."""
+RATE = 0.05
+"""How far a number moves in the first steps, in standard deviations of its channel; it falls to 0."""
+MOST_QUERIES = 4096
 """Reference queries of a KV head: so many of its group's queries, evenly spaced over all replays."""
 HELD_OUT = 4
 """One of so many reference queries is not fitted to, but judges the fit."""
@@ -41,10 +40,13 @@ class Reference(NamedTuple):
     lse: Tensor
     rest: Tensor
 
-    def merged(self, out: Tensor, lse: Tensor) -> Tensor:
-        """Return the attention output ``[n, Dv]`` to the rest and to entries with this output and log-sum-exp."""
-        share = torch.sigmoid(lse - self.lse)[:, None]
-        return out * share + self.rest * (1 - share)
+    def some(self, which: Tensor) -> Reference:
+        """Return those of these indices."""
+        return Reference(*(x[which] for x in self))
+
+    def output(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Return attention outputs ``[n, Dv]``; ``weights``: of the entries, ``[n, S]``, the rest has what is left."""
+        return weights @ values + self.rest * (1 - weights.sum(1, keepdim=True))
 
 
 class Fitted(NamedTuple):
@@ -81,7 +83,7 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
     queries = call.q[0, heads, sampled].float()
     keys, values = call.k[0, kv_head, first:], call.v[0, kv_head, first:].float()
     before = keys.shape[0] - call.q.shape[2]
-    logits = logits_of(queries, keys, call.scale, call.softcap)
+    logits = _logits(queries, keys, call.scale, call.softcap)
     unseen = torch.arange(keys.shape[0], device=keys.device) > (before + sampled)[:, None]
     logits = logits.masked_fill(unseen, float("-inf"))
     lse, out = logits.logsumexp(-1), logits.softmax(-1) @ values
@@ -91,7 +93,7 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
     return Reference(queries.flatten(0, 1), lse.flatten(), out.flatten(0, 1))
 
 
-def logits_of(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Return logits, fp32 ``[..., n, S]``."""
     return softcapped((queries @ keys.float().T) * scale, softcap)
 
@@ -101,58 +103,73 @@ def fit_entries(
 ) -> Fitted:
     """Fit the kept entries of one KV head to the attention outputs that all entries give.
 
-    First a bias for each kept entry, by least squares of the relative attention mass of all entries, which is folded
-    into its key; then the values, by least squares of the outputs. Both are pulled towards what was there, so no case
-    is singular, whether queries or entries outnumber the other. Where the entries as they were give a lower error for
-    the queries that are held out, or a number is not finite, they stay.
+    The squared error is minimised by Adam. Where it comes out no lower for the queries that are held out, or a number
+    is not finite, the entries stay as they were.
 
     Args:
         keys, values: of all entries, ``[N, D]`` and ``[N, Dv]``. kept: positions int64 ``[S]``.
     """
-    held_out = torch.arange(len(reference.lse), device=keys.device) % HELD_OUT == 0
-    seen = ~held_out
-    logits = logits_of(reference.queries, keys, scale, softcap)
-    mass = logits.logsumexp(1)
-    target = reference.merged(logits.softmax(1) @ values.float(), mass)
-
-    def error(z: Tensor, v: Tensor) -> Tensor:
-        out = reference.merged(z.softmax(1) @ v.float(), z.logsumexp(1))
-        return (out - target)[held_out].square().sum()
-
-    own_keys, own_values = keys[kept], values[kept]
-    factors = _towards(1.0, (logits[:, kept] - mass[:, None])[seen].exp(), 1.0)
-    bias = factors.clamp(math.exp(-MOST_BIAS), math.exp(MOST_BIAS)).log()
-    direction = _towards(0.0, reference.queries[seen] * scale, 1.0)
-    new_keys = (own_keys.double() + bias * direction.T).to(keys.dtype)
-    z = logits_of(reference.queries, new_keys, scale, softcap)
-    share = torch.sigmoid(z.logsumexp(1) - reference.lse)[:, None]
-    weights, wanted = z.softmax(1) * share, target - reference.rest * (1 - share)
-    new_values = _towards(own_values, weights[seen], wanted[seen]).to(values.dtype)
-
-    before, after = error(logits[:, kept], own_values), error(z, new_values)
-    better = after <= before  # False for NaN
-    return Fitted(
-        torch.where(better, new_keys, own_keys),
-        torch.where(better, new_values, own_values),
-        torch.stack([target[held_out].square().sum(), before, torch.where(better, after, before)]),
+    n = len(reference.lse)
+    target = torch.cat(
+        [
+            part.output(_weights(part, keys, scale, softcap)[0], values.float())
+            for part in map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))
+        ]
     )
+    held_out = torch.arange(n, device=keys.device) % HELD_OUT == 0
+    own, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
+    new = own
+    if n > 1:
+        found = _descent(own, units, reference.some(~held_out), target[~held_out], scale, softcap)
+        new = [x.to(before.dtype) for x, before in zip(found, own, strict=True)]
+
+    judges, wanted = reference.some(held_out), target[held_out]
+    errors = [
+        (judges.output(_weights(judges, k, scale, softcap)[0], v.float()) - wanted).square().sum()
+        for k, v in (own, new)
+    ]
+    better = errors[1] < errors[0]  # False for NaN
+    fitted = [torch.where(better, after, before) for after, before in zip(new, own, strict=True)]
+    errors[1] = torch.where(better, errors[1], errors[0])
+    return Fitted(*fitted, torch.stack([wanted.square().sum(), *errors]))
 
 
-def _towards(start: Tensor | float, x: Tensor, y: Tensor | float) -> Tensor:
-    """Return b ``[S, V]`` near ``start`` with ``x b`` near ``y``, by ridge regression.
+def _descent(
+    own: Sequence[Tensor],
+    units: Sequence[Tensor],
+    reference: Reference,
+    target: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values, fp32, that give the queries nearly the outputs ``target``.
 
     Args:
-        x: ``[n, S]``. start: ``[S, V]``, or a number for V = 1. y: ``[n, V]``, or a number for V = 1.
-    Returns:
-        fp64 ``[S, V]``.
+        own: keys ``[S, D]`` and values ``[S, Dv]`` at which the descent begins. units: of each channel of both.
     """
-    n, s = x.shape
-    x = x.double()
-    start, y = (
-        x.new_full((size, 1), one) if isinstance(one, float) else one.double() for size, one in ((s, start), (n, y))
-    )
-    normal = x @ x.T if n < s else x.T @ x
-    normal.diagonal().add_((RIDGE / max(s, 1) * x.square().sum()).clamp(min=torch.finfo(x.dtype).tiny))
-    residual = y - x @ start
-    solved, _ = torch.linalg.solve_ex(normal, residual if n < s else x.T @ residual)
-    return start + (x.T @ solved if n < s else solved)
+    first_k, first_v = (x.float() for x in own)
+    moved_k, moved_v = torch.zeros_like(first_k), torch.zeros_like(first_v)
+    descent, (unit_k, unit_v) = torch.optim.Adam([moved_k, moved_v], betas=(0.9, 0.99)), units
+    seeded = torch.Generator("cpu").manual_seed(0)
+    draws = torch.randint(len(target), (STEPS, QUERIES), generator=seeded, device="cpu")
+    keys, values, size = first_k, first_v, target.square().mean()
+    for step, drawn in enumerate(draws.to(target.device)):
+        part = reference.some(drawn)
+        weights, slope = _weights(part, keys, scale, softcap)
+        out = part.output(weights, values)
+        error = (out - target[drawn]) / (size * QUERIES)
+        of_logits = weights * (error @ values.T - (error * out).sum(1, keepdim=True)) * slope
+        moved_k.grad = scale * unit_k * (of_logits.T @ part.queries)
+        moved_v.grad = unit_v * (weights.T @ error)
+        descent.param_groups[0]["lr"] = RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
+        descent.step()
+        keys, values = first_k + moved_k * unit_k, first_v + moved_v * unit_v
+    return keys, values
+
+
+def _weights(reference: Reference, keys: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """Return the share of attention that each entry has beside the rest, ``[n, S]``, and the slope of the soft cap."""
+    logits = _logits(reference.queries, keys, scale, softcap)
+    whole = torch.logaddexp(logits.logsumexp(1), reference.lse)
+    slope = 1.0 if softcap is None else 1 - (logits / softcap).square()
+    return (logits - whole[:, None]).exp(), slope

@@ -59,7 +59,7 @@ def test_other_policies_take_it_too_and_keep_the_same_positions(policy, options)
 @pytest.mark.parametrize("family", quick(FAMILIES, ["llama"]))
 def test_a_padded_row_is_compacted_as_it_is_alone_in_blocks_and_in_codes_too(family):
     prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (71, 44)]
-    for how in ({}, {"prefill_block": 16}, {"entries": "int8"}):
+    for how in ({}, {"prefill_block": 16, "entries": "int8"}):
         fast = kvpass.compile(tiny_model(family, layers=2), backend="eager", compact=True, **KEPT, **how)
         together = fast(random_ids(2, 3, seed=5), past_key_values=fast.compress(*left_pad(prompts))).logits
         for row, prompt in enumerate(prompts):
