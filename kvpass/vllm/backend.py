@@ -22,8 +22,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.config import Geometry
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, PrefillBuffers
 from kvpass.ops import entry_formats, reference
+from kvpass.ops.compress import compress_layer
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
 from kvpass.vllm.documents import Documents
@@ -301,13 +302,9 @@ class KVPassImpl(AttentionImpl):
             row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1], call.k.dtype)
         buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
-        first, asked = start.to(call.k.device), PolicyInputs(entries=buffers.entries)
+        first = start.to(call.k.device)
         lse = meta.tables.device.attend_prompt(call, out)
-        scores, stats, weight = ops.score_layer(
-            call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks
-        )
-        candidates = Candidates(call.k, call.v, scores, stats, weight, first)
-        ops.cascade_step(buffers, candidates, site, self.policy, self.ranks)
+        compress_layer(ops, call, lse, start, first, site, self.policy, buffers, self.ranks)
         if site == layers - 1:
             ops.pack(buffers)
             if self.layout.coded:
