@@ -357,6 +357,11 @@ def test_a_document_that_cannot_be_continued_is_refused_at_start(ask, folder, tm
     assert said.startswith("document 'a': ") and ("No such file" if fault == "no file" else "other weights") in said
 
 
+def test_a_policy_that_is_made_for_another_model_is_refused_at_start(ask):
+    settings = {"policy": "duo_attention", "head_map": [[1, 0, 0, 0]] * 4, "budget": 64, "window": 8, "room": 64}
+    assert "made for another model" in ask("refused", settings | {"sinks": 4, "of_model": "a digest"}, {})
+
+
 def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):
     """Latent attention has backends of its own, which vLLM takes whatever is registered."""
     make_latent_model(tmp_path / "latents")
