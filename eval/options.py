@@ -183,8 +183,16 @@ class BenchOptions:
             "--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy, per context."
         ),
     ] = False
-    requests: Annotated[int, Option(help="Requests of each context, with --serve.")] = 32
-    cache_mib: Annotated[int, Option(help="MiB of an engine's KV cache, with --serve.")] = 64
+    waits: Annotated[
+        bool,
+        Option(
+            "--waits",
+            help="Instead: how long --requests that run in vLLM wait for a token while a prompt of --contexts tokens "
+            "is read, whole and in chunks.",
+        ),
+    ] = False
+    requests: Annotated[int, Option(help="Requests of each context, with --serve and --waits.")] = 32
+    cache_mib: Annotated[int, Option(help="MiB of an engine's KV cache, with --serve and --waits.")] = 64
     question_tokens: Annotated[
         int,
         Option(

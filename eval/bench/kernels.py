@@ -29,8 +29,9 @@ from kvpass.config import EntryFormat, Geometry, LayerGroup, PoolFacts
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
-from kvpass.operands import BUFFERS, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.operands import BUFFERS, AppendBuffers, Attention, PrefillBuffers
 from kvpass.ops import reference
+from kvpass.ops.compress import compress_layer
 from kvpass.ops.entry_formats import packed
 from kvpass.ops.schemas import implementation
 from kvpass.policies import resolve
@@ -249,15 +250,9 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         store = FullAttentionLayers(group, resolved)
         store.begin_prefill(Prompt(start, tokens, [BUDGET], shape.dtype, shape.device), PoolFacts(1, plain=False))
         buffers = PrefillBuffers(*store.prefill_state.values())
-        asked = PolicyInputs(entries=buffers.entries)
         for layer in range(shape.layers):
             _, lse = ops.attend_prompt(call, start)
-            with record_function("kvpass::score_layer"):
-                found = ops.score_layer(call, lse, start, first, layer, shape.layers, resolved, asked, ONE_PROCESS)
-            scores, stats, weight = found
-            candidates = Candidates(call.k, call.v, scores, stats, weight, first)
-            with record_function("kvpass::cascade_step"):
-                ops.cascade_step(buffers, candidates.stored_in(buffers), layer, resolved, ONE_PROCESS)
+            compress_layer(ops, call, lse, start, first, layer, resolved, buffers, ONE_PROCESS)
         with record_function("kvpass::pack"):
             ops.pack(buffers)
 

@@ -10,6 +10,7 @@ from kvpass.eval.bench.base import Result
 from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
+from kvpass.eval.bench.waits import Waits
 from kvpass.eval.environment import conditions
 from kvpass.eval.experiments.exact import exact_table
 from kvpass.eval.tables import Tables
@@ -110,6 +111,7 @@ SHOWN: dict[str, Callable[[Result], Tables]] = {
     "prefill_memory": PrefillMemory.shown,
     "tensor_parallel": SharedModel.shown,
     "serve": Serve.shown,
+    "waits": Waits.shown,
     "decode": kernels.shown,
     "stages": stages,
     "conditions": exact_table,

@@ -33,7 +33,7 @@ MOST_RUNNING = 256
 """Requests that may run at once, if the cache has room for them."""
 
 _DOCUMENT = "text.kv"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is read here, step by step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -71,15 +71,23 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
 
 def _engine(settings: BenchSettings, tokens: int, system: str, cache_bytes: int, folder: str) -> Any:
     """Start an engine of a model that is written to a folder, in which a document of questions may be."""
-    from vllm import LLM
-
-    longest = tokens + settings.question_tokens + settings.new_tokens
-    options: dict[str, Any] = {"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK_TOKENS}
-    if system != CHUNKED:
-        # a step must take a whole prompt beside a token of every request that runs
-        options = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest + MOST_RUNNING}
+    options: dict[str, Any] = {"enable_prefix_caching": settings.question_tokens > 0 and system != KVPASS}
     if system == KVPASS:
         options["additional_config"] = _plugin_settings(settings, f"{folder}/{_DOCUMENT}")
+    longest = tokens + settings.question_tokens + settings.new_tokens
+    chunk = CHUNK_TOKENS if system == CHUNKED else None
+    return start_engine(settings, longest, chunk, kv_cache_memory_bytes=cache_bytes, folder=folder, **options)
+
+
+def start_engine(settings: BenchSettings, longest: int, chunk: int | None, *, folder: str, **options: Any) -> Any:
+    """Start an engine of a model that is written to a folder.
+
+    Args:
+        longest: tokens of a prompt with its answer. chunk: tokens of a step; None: of the longest prompt, which is then
+            read whole. options: others of vLLM.
+    """
+    from vllm import LLM
+
     build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
     return LLM(
         model=folder,
@@ -87,9 +95,10 @@ def _engine(settings: BenchSettings, tokens: int, system: str, cache_bytes: int,
         dtype=str(settings.torch_dtype).removeprefix("torch."),
         max_model_len=longest,
         max_num_seqs=MOST_RUNNING,
-        kv_cache_memory_bytes=cache_bytes,
+        # a step must take a whole prompt beside a token of every request that runs
+        max_num_batched_tokens=chunk or longest + MOST_RUNNING,
+        enable_chunked_prefill=chunk is not None,
         enforce_eager=True,
-        enable_prefix_caching=settings.question_tokens > 0 and system != KVPASS,
         disable_log_stats=False,
         seed=settings.seed,
         **options,
@@ -210,7 +219,7 @@ class Serve(Benchmark):
         result["serve"] = records
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
         systems += [(KVPASS, entries) for entries in settings.formats]
-        with mock.patch.dict(os.environ, _ENVIRONMENT):
+        with mock.patch.dict(os.environ, ENVIRONMENT):
             for tokens, (system, entries) in itertools.product(settings.prompts, systems):
                 name = with_format(system, entries)
                 yield f"{tokens} tokens, {name}"

@@ -143,6 +143,7 @@ def bench(options: BenchOptions) -> None:
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.settings import BenchSettings
     from kvpass.eval.bench.shared_model import SharedModel
+    from kvpass.eval.bench.waits import Waits
 
     path = options.json_path
     kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
@@ -152,6 +153,7 @@ def bench(options: BenchOptions) -> None:
         "prefill_memory": PrefillMemory,
         "serve": Serve,
         "tensor_parallel": SharedModel,
+        "waits": Waits,
     }
     instead = [name for name in others if getattr(options, name)]
     with _interruptible(anew):

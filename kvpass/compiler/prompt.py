@@ -21,7 +21,8 @@ from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.host_weights import is_host_weight
 from kvpass.graphs.split_layers import Layer
-from kvpass.operands import Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers
+from kvpass.operands import Attention, PolicyInputs, PrefillBuffers, RingBuffers
+from kvpass.ops.compress import compress_layer
 from kvpass.ops.reference import POSITION
 from kvpass.ops.schemas import implementation
 from kvpass.ops.sliding import keep_newest
@@ -137,7 +138,7 @@ class _ScoredPrompt(PromptRun):
             own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
             sums = summed[0] if fill.policy.sums_columns else None
             inputs = {"summed": sums, "replayed": replayed.get(fill), "entered": entered.get(fill)}
-            self._score_and_select(fill, layer.site, location, own, own_lse, inputs)
+            self._compress(fill, layer.site, location, own, own_lse, inputs)
 
     def _replay(
         self, layer: Layer, prompt: Attention, location: SiteLocation, behind: Behind, *, is_last: bool
@@ -167,7 +168,7 @@ class _ScoredPrompt(PromptRun):
                     most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
         return found
 
-    def _score_and_select(
+    def _compress(
         self,
         fill: Fill,
         site: Site,
@@ -177,18 +178,12 @@ class _ScoredPrompt(PromptRun):
         found: Mapping[str, Tensor | None],
     ) -> None:
         """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
-        policy, buffers, layer = fill.policy, location.buffers(PrefillBuffers, fill.state), location.layer
+        policy, buffers = fill.policy, location.buffers(PrefillBuffers, fill.state)
         projection = self._projection(site) if policy.reads_projection else None
         frequencies = self.known[rotary_frequencies(site)] if policy.reads_rotation else None
         rows = fill.state.get(f"{location.prefix}_rule_rows")
-        policy_inputs = PolicyInputs(projection, frequencies, buffers.entries, rule_rows=rows, **found)
-        with record_function("kvpass::score_layer"):
-            scores, stats, weight = self.ops.score_layer(
-                call, lse, self.start, self.first, layer, location.layers, policy, policy_inputs, self.ranks
-            )
-        candidates = Candidates(call.k, call.v, scores, stats, weight, self.first)
-        with record_function("kvpass::cascade_step"):
-            self.ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, self.ranks)
+        asked = PolicyInputs(projection, frequencies, rule_rows=rows, **found)
+        compress_layer(self.ops, call, lse, self.start, self.first, location.layer, policy, buffers, self.ranks, asked)
 
     def _token_scores(self, policy: Policy, site: Site, location: SiteLocation) -> Callable[[Tensor], Tensor]:
         """Return the policy's function of what enters attention."""

@@ -50,7 +50,8 @@ class Prompt(NamedTuple):
 
     Attributes:
         length: without what was generated. digest: of its tokens. size: of its block. number: no other that runs has
-            it; less than most run. document: that it continues.
+            it; less than most run. document: that it continues. resumed: it was preempted, and what was generated
+            before comes behind it.
     """
 
     length: int
@@ -58,11 +59,19 @@ class Prompt(NamedTuple):
     size: BlockSize
     number: int
     document: Continued | None = None
+    resumed: bool = False
 
     @classmethod
-    def of(cls, ids: Sequence[int], size: BlockSize, number: int, document: Continued | None = None) -> Prompt:
+    def of(
+        cls, ids: Sequence[int], size: BlockSize, number: int, document: Continued | None = None, resumed: bool = False
+    ) -> Prompt:
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
-        return cls(len(ids), digest, size, number, document)
+        return cls(len(ids), digest, size, number, document, resumed)
+
+    @property
+    def compressed(self) -> int:
+        """Its first tokens that are compressed; those behind them are appended."""
+        return self.length if self.document is None else self.document.tokens
 
 
 class Rows:
@@ -84,14 +93,15 @@ class Rows:
         return self._prompts[row]
 
     def of_first(self, rows: int) -> Tensor:
-        """Return of each of the first rows the tokens of its document, 0 without one, and the slots of its tails.
+        """Return of each of the first rows what it has compressed, whether in a document, and the slots of its tails.
 
-        int64 ``[2, rows]`` on the host.
+        int64 ``[3, rows]`` on the host.
         """
         prompts = [self._prompts.get(row) for row in range(rows)]
-        tokens = [prompt.document.tokens if prompt and prompt.document else 0 for prompt in prompts]
+        compressed = [prompt.compressed if prompt else 0 for prompt in prompts]
+        continues = [prompt is not None and prompt.document is not None for prompt in prompts]
         tails = [prompt.size.tail if prompt else self.layout.tail for prompt in prompts]
-        return torch.tensor([tokens, tails], dtype=torch.int64, device="cpu")
+        return torch.tensor([compressed, continues, tails], dtype=torch.int64, device="cpu")
 
     def update(self, removed: Sequence[int], added: Sequence[Any], moved: Sequence[Any]) -> None:
         """Apply vLLM's changes of a batch, in its order.
@@ -101,12 +111,12 @@ class Rows:
         """
         for row in removed:
             self._prompts.pop(row, None)
-        for row, params, ids, _ in added:
+        for row, params, ids, output in added:
             self._prompts.pop(row, None)
             numbers = {prompt.number for prompt in self._prompts.values()}
             number = next(each for each in itertools.count() if each not in numbers)
             size = block_size(self.layout, len(ids), params)
-            self._prompts[row] = Prompt.of(ids, size, number, Continued.of(params))
+            self._prompts[row] = Prompt.of(ids, size, number, Continued.of(params), resumed=bool(output))
         for source, target, swapped in moved:
             prompt, other = self._prompts.pop(source, None), self._prompts.pop(target, None)
             if prompt is not None:

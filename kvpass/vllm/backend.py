@@ -22,8 +22,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.config import Geometry
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, PrefillBuffers
 from kvpass.ops import entry_formats, reference
+from kvpass.ops.compress import compress_layer
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
 from kvpass.vllm.documents import Documents
@@ -86,9 +87,12 @@ def configured(config: Any, kv_heads: int, head_dim: int) -> tuple[Settings, Blo
     """Return the settings of an engine and the layout of its largest block, with the KV heads of this process."""
     settings, parallel = Settings.read(config.additional_config), config.parallel_config
     assert settings is not None
-    layers = config.model_config.get_num_layers(parallel)
-    layout = settings.layout(layers, kv_heads, head_dim, parallel.tensor_parallel_size)
-    return settings, replace(layout, one_tail=versions.graphs(config))  # what a graph reads does not move
+    model = config.model_config
+    layout = settings.layout(model.get_num_layers(parallel), kv_heads, head_dim, parallel.tensor_parallel_size)
+    chunks = config.scheduler_config.enable_chunked_prefill
+    staged = layout.units_to_stage(model.max_model_len, model.dtype.itemsize) if chunks else 0
+    one_tail = versions.graphs(config)  # what a graph reads does not move
+    return settings, replace(layout, one_tail=one_tail, staged=staged)
 
 
 def bound_backend(config: Any) -> type[KVPassBackend]:
@@ -132,6 +136,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         self.rows = Rows.latest
         self.rows.layout = self.layout
         self.block = torch.zeros(vllm_config.scheduler_config.max_num_seqs, dtype=torch.int64, device=device)
+        self.staged = b"", 0  # digest of the prompt that waits, and how many of its tokens are there
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -156,18 +161,25 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         starts = common.query_start_loc_cpu[: rows + 1]
         lengths = common.seq_lens_cpu_upper_bound[:rows]  # exact without speculative decoding
         on_device = (common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows, 0])
-        step = read_step(starts, lengths, on_device, self.rows, self.layout.shortest)
+        chunks = self.layout.staged > 0
+        step = read_step(starts, lengths, on_device, self.rows, self.layout.shortest, chunks)
         if len(step.empty):
             tables.empty(step.empty)
         documents, going, first = self.rows.documents, [], 0
         for row in step.prompts:
             if tables.means is not None:
                 tables.number[row.place] = row.prompt.number
-            if row.prompt.document is not None:
+            if row.prompt.document is not None and row.read == row.prompt.document.tokens:
                 assert documents is not None
                 name = row.prompt.document.name
                 known = documents.offsets[name], documents.means.get(name)
                 tables.continue_document(row.block, row.prompt.document, *known)
+            elif row.appends:
+                tables.used[row.block] = row.read - tables.before[row.block]
+            elif row.waits:
+                if row.read and self.staged != (row.prompt.digest, row.read):
+                    raise RuntimeError(f"tokens {row.read} to {row.end} of a prompt whose first ones do not wait")
+                self.staged = row.prompt.digest, row.end
         for rows_on in step.going:
             block = self.block[first : first + len(rows_on.block)]
             block.copy_(rows_on.block)
@@ -232,12 +244,16 @@ class KVPassImpl(AttentionImpl):
         buffers_of = functools.cache(functools.partial(self.layout.buffers, kv_cache, site))
         for row in meta.step.prompts:
             call = self._call(*(x[row.tokens].transpose(0, 1)[None] for x in (query, key, value)))
-            if row.prompt.document is not None:
-                buffers = buffers_of(row.prompt.size.tail)
-                out = self._append(call, row.place[None].long(), buffers, site, meta, of_documents=True)
-                output[row.tokens] = out[0].transpose(0, 1)
-                continue
-            self._begin(call, output[row.tokens], buffers_of(row.prompt.size.tail), site, row, meta)
+            buffers, out = buffers_of(row.prompt.size.tail), output[row.tokens]
+            prompt, behind = (call.rows(slice(None), part) for part in (slice(row.own), slice(row.own, None)))
+            if row.own:
+                if row.waits:
+                    prompt = self._staged(prompt, kv_cache, site, row.read)
+                self._read_prompt(prompt, out[: row.own], buffers, site, row, meta)
+            if behind.q.shape[2]:
+                continues = row.prompt.document is not None
+                attended = self._append(behind, row.place[None].long(), buffers, site, meta, continues)
+                out[row.own :] = attended[0].transpose(0, 1)
         for going in meta.step.going:
             call = self._call(*(x[going.tokens][:, :, None] for x in (query, key, value)))
             out = self._append(call, going.block, buffers_of(going.tail), site, meta, going.of_documents)
@@ -272,42 +288,50 @@ class KVPassImpl(AttentionImpl):
             call = entry_formats.centred(call, tables.means, (site, tables.number[block]))
         return tables.device.attend_blocks(call, held, site)
 
-    def _begin(
+    def _staged(self, call: Attention, kv_cache: Tensor, site: int, read: int) -> Attention:
+        """Have tokens of a prompt wait behind those that were read before; return the call with keys of all of them."""
+        end, staged = read + call.q.shape[2], []
+        for place, x in zip(self.layout.staging(kv_cache, site, call.k.dtype), call[1:3], strict=True):
+            place[read:end] = x[0].transpose(0, 1)
+            staged.append(place[:end].transpose(0, 1)[None])
+        return call._replace(k=staged[0], v=staged[1])
+
+    def _read_prompt(
         self, call: Attention, out: Tensor, buffers: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> None:
-        """A prompt; behind it, if the request was preempted, what it had generated. ``out``: ``[tokens, H, D]``."""
+        """Attend tokens of a prompt; when they are its last ones, compress it.
+
+        Args:
+            call: the tokens, and keys and values of all up to them. out: ``[T, H, D]``.
+        """
         n, tables = row.prompt.length, meta.tables
+        if row.end < n:
+            tables.device.attend_prompt(call, out)
+            return
         block = {name: x.narrow(BUFFERS[name].row_dim, row.block, 1) for name, x in buffers.items()}
         block |= {name: x[:, : row.prompt.size.pool] for name, x in block.items() if BUFFERS[name].of_pool}
-        if call.q.shape[2] == n:
+        if not row.prompt.resumed:
             self._prefill(call, out, block, site, row, meta)
             return
         kept = tables.kept[row.prompt.digest] if n >= self.layout.shortest else tables.nothing
-        prompt, answer = (call.rows(slice(None), part) for part in (slice(0, n), slice(n, None)))
-        self._restore(prompt, block, row.prompt.number, site, kept, tables)
+        self._restore(call, block, row.prompt.number, site, kept, tables)
         if site == 0:
             tables.enter(*self._place(row), row.prompt.digest, kept)
             tables.used[row.block] = n - self._before(n)
-        tables.device.attend_prompt(prompt, out[:n])
-        after = self._append(answer, row.place[None].long(), buffers, site, meta, of_documents=False)
-        out[n:] = after[0].transpose(0, 1)
+        tables.device.attend_prompt(call, out)
 
     def _prefill(
         self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> None:
-        """Attend a prompt and keep what the policy chooses; after the last layer, note what was kept."""
+        """Attend a prompt's last tokens and keep what the policy chooses; after the last layer, note what was kept."""
         layers, ops = self.layout.layers, meta.tables.device.ops
         if row.buffers is None:
             row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1], call.k.dtype)
         buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
-        first, asked = start.to(call.k.device), PolicyInputs(entries=buffers.entries)
+        first = start.to(call.k.device)
         lse = meta.tables.device.attend_prompt(call, out)
-        scores, stats, weight = ops.score_layer(
-            call, lse, start, first, site, layers, self.policy, asked, ranks=self.ranks
-        )
-        candidates = Candidates(call.k, call.v, scores, stats, weight, first)
-        ops.cascade_step(buffers, candidates, site, self.policy, self.ranks)
+        compress_layer(ops, call, lse, start, first, site, self.policy, buffers, self.ranks)
         if site == layers - 1:
             ops.pack(buffers)
             if self.layout.coded:

@@ -27,7 +27,11 @@ class OnCPU:
         return None
 
     def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
-        """Write the attention of one whole prompt to ``out`` ``[N, H, D]``; return what ``score_layer`` needs of it."""
+        """Write the attention of the last T tokens of a prompt of N to ``out`` ``[T, H, D]``.
+
+        Returns:
+            what ``score_layer`` needs of it.
+        """
         versions.attend_prompt(call, out)
         return None
 

@@ -82,28 +82,31 @@ class Documents(NamedTuple):
         return cls(pools, offsets, means)
 
 
-def load(config: Any, settings: Settings, ranks: Ranks) -> Documents:
-    """Return the documents of an engine for one of its processes; the first one compares them with the model.
+def load(config: Any, settings: Settings, ranks: Ranks) -> Documents | None:
+    """Return the documents of an engine for one of its processes; None without any.
 
-    The weights of vLLM's own model are divided and renamed, so transformers loads them for the comparison.
+    The first process compares them with the model, and also a policy that is made for one model. The weights of vLLM's
+    own model are divided and renamed, so transformers loads them for the comparison.
 
     Args:
         config: vLLM's ``VllmConfig``.
     Raises:
-        ValueError: as :func:`read`, or a document is of another model.
+        ValueError: as :func:`read`, or a document or the policy is of another model.
     """
     saved, model = read(config, settings), config.model_config
-    if ranks.rank == 0:
+    of_one_model = any(part.made_for() is not None for part in settings.policy.parts)
+    if ranks.rank == 0 and (saved or of_one_model):
         weights = AutoModelForCausalLM.from_pretrained(
             model.model, dtype=model.dtype, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
         fingerprint = ModelFingerprint(weights)
+        fingerprint.check_policy(settings.policy)
         for name, document in saved.items():
             try:
                 fingerprint.check(document.metadata.model)
             except ValueError as error:
                 raise ValueError(f"document {name!r}: {error}") from error
-    return Documents.of(saved, ranks, torch.device(config.device_config.device))
+    return Documents.of(saved, ranks, torch.device(config.device_config.device)) if saved else None
 
 
 def read(config: Any, settings: Settings) -> dict[str, SavedDocument]:

@@ -36,7 +36,7 @@ class BlockLayout:
     Attributes:
         layers, kv_heads, head_dim: of the model. pool: entries that all layers share. tail: slots of each KV head for
             the window and for appended tokens. entry_format: of both. window: slots of the tail for it. one_tail: all
-            blocks have tails of the largest size.
+            blocks have tails of the largest size. staged: units in which a prompt that is read in chunks waits.
     """
 
     layers: int
@@ -47,6 +47,7 @@ class BlockLayout:
     entry_format: EntryFormat = "model"
     window: int = 0
     one_tail: bool = False
+    staged: int = 0
 
     @property
     def coded(self) -> bool:
@@ -84,11 +85,16 @@ class BlockLayout:
 
     @property
     def reserved(self) -> int:
-        """Units at the begin that no request gets: vLLM's block 0.
+        """Units at the begin that no request gets: vLLM's block 0, and behind it those of prompts that wait.
 
         Rows that fill a CUDA graph, which has one size of tails, write into a whole block there.
         """
-        return self.units(self.largest) if self.one_tail else 1
+        return (self.units(self.largest) if self.one_tail else 1) + self.staged
+
+    def units_to_stage(self, tokens: int, itemsize: int) -> int:
+        """Return the units that have room for keys and values of so many tokens, of numbers of ``itemsize`` bytes."""
+        column_bytes = self.columns * (1 if self.coded else itemsize)
+        return -(-tokens * self.head_dim * itemsize // (SLOTS * column_bytes))
 
     def size_of(self, prompt: int, max_tokens: int, document: int = 0) -> BlockSize:
         """Return what a request needs that was admitted.
@@ -135,6 +141,17 @@ class BlockLayout:
             return found
         scales = torch.as_strided(page, (before,), (1,), 0).view(torch.float32).view(2, units, self.rows)
         return *found, *scales.unbind(0)
+
+    def staging(self, page: Tensor, site: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return where keys and values of a prompt wait in layer ``site``, each ``[tokens, K, D]``."""
+        keys, values = (
+            entries[self.reserved - self.staged : self.reserved].view(-1).view(dtype)
+            for entries in self.arrays(page, site)[:2]
+        )
+        of_token = self.layers * self.kv_heads * self.head_dim
+        shape = (self.layers, keys.numel() // of_token, self.kv_heads, self.head_dim)
+        rest = slice(shape[1] * of_token)
+        return keys[rest].view(shape)[site], values[rest].view(shape)[site]
 
     def buffers(self, page: Tensor, site: int, tail: int) -> dict[str, Tensor]:
         """Return pools and tails of all blocks by their names in :class:`kvpass.operands.AppendBuffers`.

@@ -25,11 +25,10 @@ class PromptRows(LogitsProcessor, LogitsProcessorV2):
         settings = checked_settings(vllm_config)
         self.active, documents = settings is not None, None
         if settings is not None:
-            versions.check_platform(vllm_config)
-            if settings.documents:
-                from kvpass.vllm.documents import load
+            from kvpass.vllm.documents import load
 
-                documents = load(vllm_config, settings, versions.ranks())
+            versions.check_platform(vllm_config)
+            documents = load(vllm_config, settings, versions.ranks())
         self.rows = Rows.latest = Rows(documents)
 
     def is_argmax_invariant(self) -> bool:

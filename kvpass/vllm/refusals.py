@@ -24,22 +24,41 @@ def _captures_steps(config: Any) -> bool:
     return getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"
 
 
+def _shortest_chunk(config: Any) -> int:
+    """Tokens of a step that are left for a prompt while as many other requests run as may."""
+    scheduler = config.scheduler_config
+    batched: int = scheduler.max_num_batched_tokens
+    return min(batched, scheduler.max_num_scheduled_tokens or batched) - int(scheduler.max_num_seqs)
+
+
 REFUSALS = [
     Refusal("the second model runner", lambda config, _: config.use_v2_model_runner,
             "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0"),
-    Refusal("chunked prefill", lambda config, _: config.scheduler_config.enable_chunked_prefill,
-            "a policy needs the whole prompt: pass --no-enable-chunked-prefill, and --max-num-batched-tokens of "
-            "at least --max-model-len plus --max-num-seqs"),
+    Refusal("chunked prefill with a policy that reads how all tokens attend",
+            lambda config, settings: config.scheduler_config.enable_chunked_prefill and settings.queries is None,
+            'their queries would have to wait too: use another policy, such as "lava", say query_rows in the class of '
+            "your own, or pass --no-enable-chunked-prefill and --max-num-batched-tokens of at least --max-model-len "
+            "plus --max-num-seqs"),
+    Refusal("chunks shorter than what a policy reads",
+            lambda config, settings: (
+                config.scheduler_config.enable_chunked_prefill and _shortest_chunk(config) < (settings.queries or 0)),
+            "a prompt would wait for ever: raise --max-num-batched-tokens, or --max-num-scheduled-tokens, to "
+            "--max-num-seqs plus the window of the policy"),
+    Refusal("chunked prefill in CUDA graphs of whole decode steps",
+            lambda config, _: config.scheduler_config.enable_chunked_prefill and _captures_steps(config),
+            "a chunk of one token would be a part of them: leave cudagraph_mode out, or pass "
+            "--no-enable-chunked-prefill"),
     Refusal("prefix caching", lambda config, _: config.cache_config.enable_prefix_caching,
             "what is kept depends on the end of the prompt: pass --no-enable-prefix-caching"),
     Refusal("splitting long prompts", lambda config, _: config.scheduler_config.long_prefill_token_threshold > 0,
-            "pass --long-prefill-token-threshold 0"),
+            "others would pass it while it waits: pass --long-prefill-token-threshold 0"),
     Refusal("steps shorter than a prompt",
             lambda config, _: (
-                0 < (config.scheduler_config.max_num_scheduled_tokens or 0) < config.model_config.max_model_len),
+                not config.scheduler_config.enable_chunked_prefill
+                and 0 < (config.scheduler_config.max_num_scheduled_tokens or 0) < config.model_config.max_model_len),
             "a longer prompt would wait for ever: leave --max-num-scheduled-tokens out"),
     Refusal("a scheduler of your own", lambda config, _: config.scheduler_config.scheduler_cls is not None,
-            "prompts must be read whole: leave --scheduler-cls out"),
+            "one prompt at a time may be read in part: leave --scheduler-cls out"),
     Refusal("scheduling by priority", lambda config, _: config.scheduler_config.policy != "fcfs",
             "pass --scheduling-policy fcfs"),
     Refusal("pipeline parallelism", lambda config, _: config.parallel_config.pipeline_parallel_size > 1,

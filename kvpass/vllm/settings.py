@@ -85,6 +85,14 @@ class Settings:
         """Evictable entries per KV head per layer."""
         return self.budget - self.policy.window
 
+    @property
+    def queries(self) -> int | None:
+        """How many of the last tokens of a prompt the policy reads the queries of; None: of all of them."""
+        policy = self.policy
+        if policy.query_rows is None or policy.sums_columns:
+            return None
+        return max(policy.query_rows, policy.window, 1)
+
     def layout(self, layers: int, kv_heads: int, head_dim: int, processes: int = 1) -> BlockLayout:
         """Return the layout of the largest block of a request.
 

@@ -19,10 +19,12 @@ class OneBlockManager(SingleTypeKVCacheManager):
     """Gives each request one block, a run of vLLM's, which it keeps until it ends or is preempted.
 
     Short runs lie at the begin of the memory and the longest at its end, so that those leave no gaps among these. A
-    request waits until there is a run for it; others that run never need more.
+    request waits until there is a run for it; others that run never need more. One that would come in chunks also
+    waits while the chunks of another come.
 
     Attributes:
-        requests: of the scheduler, by id. taken: whether each of vLLM's blocks is, one byte each.
+        requests: of the scheduler, by id. taken: whether each of vLLM's blocks is, one byte each. unread: the request
+            of which some tokens come in later steps, "" for none.
     """
 
     requests: Mapping[str, Any]
@@ -32,6 +34,7 @@ class OneBlockManager(SingleTypeKVCacheManager):
         self.layout: BlockLayout = self.kv_cache_spec.layout
         self.taken = bytearray(len(self.block_pool.blocks))
         self.taken[: self.layout.reserved] = bytes([1]) * self.layout.reserved
+        self.unread = ""
 
     def units(self, request_id: str) -> int:
         """Return how many of vLLM's blocks a request needs."""
@@ -44,14 +47,23 @@ class OneBlockManager(SingleTypeKVCacheManager):
         find = self.taken.rfind if units == most else self.taken.find
         return find(bytes(units), 0, len(self.taken) - most + units)
 
-    def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **options: Any) -> int:
+    def is_unread(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request has tokens behind its first ``num_tokens``."""
+        return num_tokens < self.requests[request_id].num_tokens
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **options: Any) -> int:
         if self.req_to_blocks.get(request_id):
             return 0
         units = self.units(request_id)
-        # more than are free: vLLM has the request wait
-        return units if self.first_free(units) >= 0 else self.block_pool.get_num_free_blocks() + 1
+        if self.first_free(units) < 0 or (self.unread and self.is_unread(request_id, num_tokens)):
+            return self.block_pool.get_num_free_blocks() + 1  # then vLLM has the request wait
+        return units
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
+        if self.is_unread(request_id, num_tokens):
+            self.unread = request_id
+        elif self.unread == request_id:
+            self.unread = ""
         held = self.req_to_blocks[request_id]
         if held:
             return []
@@ -67,6 +79,7 @@ class OneBlockManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         found = super().pop_blocks_for_free(request_id)
+        self.unread = "" if self.unread == request_id else self.unread
         for block in found:
             self.taken[block.block_id] = 0
         return found

@@ -1,4 +1,4 @@
-"""What a step of an engine holds: rows that begin, and rows that go on with one token."""
+"""What a step of an engine holds: rows that begin or have several tokens, and rows that go on with one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvpass.operands import PrefillBuffers
@@ -14,17 +15,39 @@ from kvpass.vllm.admission import Prompt, Rows
 
 @dataclass(eq=False)
 class PromptRow:
-    """A row that begins; behind a document, if its prompt continues one.
+    """A row with tokens of a prompt, and what was generated behind it, if it was preempted.
 
     Attributes:
-        tokens: of the row in the step. place: its block, on the device. prompt: the part that is the prompt. buffers:
-            what it is compressed into, once the first layer has made them.
+        tokens: of the row in the step. place: its block, on the device. prompt: the whole one. read: tokens of the row
+            that were read before this step, with those of a document. buffers: what the prompt is compressed into, once
+            the first layer has made them.
     """
 
     tokens: slice
     place: Tensor
     prompt: Prompt
+    read: int
     buffers: PrefillBuffers | None = None
+
+    @property
+    def end(self) -> int:
+        """Tokens of the row that have been read after this step."""
+        return self.read + self.tokens.stop - self.tokens.start
+
+    @property
+    def own(self) -> int:
+        """How many of its tokens in this step are of what is compressed; those behind them are appended."""
+        return min(max(self.prompt.compressed - self.read, 0), self.tokens.stop - self.tokens.start)
+
+    @property
+    def appends(self) -> bool:
+        """Whether all its tokens are appended: what comes before them is compressed already."""
+        return self.read >= self.prompt.compressed
+
+    @property
+    def waits(self) -> bool:
+        """Whether some tokens of its prompt come in another step, so that keys and values wait until all are there."""
+        return not self.appends and (self.read > 0 or self.end < self.prompt.compressed)
 
     @cached_property
     def block(self) -> int:
@@ -53,8 +76,9 @@ class Step(NamedTuple):
     A prompt of one token may be a token that is appended to an empty cache (:attr:`BlockLayout.shortest`).
 
     Attributes:
-        prompts: rows that begin. going: rows that go on. empty: blocks of those that have no other token yet, int64 on
-            the device.
+        prompts: rows that begin, or have several tokens; a prompt that was begun before comes first, since another may
+            begin to wait in its place. going: rows that go on. empty: blocks of those that have no other token yet,
+            int64 on the device.
     """
 
     prompts: list[PromptRow]
@@ -63,38 +87,47 @@ class Step(NamedTuple):
 
 
 def read_step(
-    starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, Tensor], prompts: Rows, shortest: int = 2
+    starts: Tensor,
+    lengths: Tensor,
+    on_device: tuple[Tensor, Tensor, Tensor],
+    prompts: Rows,
+    shortest: int = 2,
+    chunks: bool = False,
 ) -> Step:
     """Divide the rows of a step. Reads no value of the device on the host.
 
     Args:
         starts: first token of each row and the end, ``[rows + 1]`` on the host. lengths: of each row with the tokens of
             the step, ``[rows]`` on the host. on_device: starts, lengths and block of each row. prompts: of the rows.
-        shortest: tokens of the shortest prompt that begins.
+        shortest: tokens of the shortest prompt that begins. chunks: whether prompts may come in several steps.
     Raises:
-        ValueError: a row has some of the tokens of a prompt.
+        ValueError: a row has some of the tokens of a prompt, and there are no chunks.
     """
     device_starts, device_lengths, blocks = on_device
     new = starts[1:] - starts[:-1]
-    before, tails = prompts.of_first(len(new))
-    begins = (new == lengths - before) & ((new >= shortest) | (before > 0))
-    if ((new > 1) & ~begins).any():
+    read = lengths - new
+    compressed, continues, tails = prompts.of_first(len(new))
+    continues = continues > 0
+    begins = torch.where(continues, read == compressed, (read < compressed) & (compressed >= shortest))
+    several = begins | (new > 1)
+    if not chunks and (several & ((read > compressed * continues) | (lengths < compressed))).any():
         raise ValueError(f"rows of {new.tolist()} new tokens and {lengths.tolist()} in all: a prompt must come whole")
     found = [
-        PromptRow(slice(int(starts[row]), int(starts[row + 1])), blocks[row], prompts[row])
-        for row in begins.nonzero().flatten().tolist()
+        PromptRow(slice(int(starts[row]), int(starts[row + 1])), blocks[row], prompts[row], int(read[row]))
+        for row in several.nonzero().flatten().tolist()
     ]
+    found.sort(key=lambda row: row.read == 0)
 
     def index(chosen: Tensor) -> Tensor | slice:
         return chosen.nonzero().flatten().to(blocks.device, non_blocking=True) if chosen.any() else slice(0)
 
     empty = blocks[index((new == 1) & (lengths == 1) & ~begins)].long()
-    kinds = {*zip((before > 0).tolist(), tails.tolist(), strict=True)}
-    if not found and len(kinds) == 1 and not before.any():
+    kinds = {*zip(continues.tolist(), tails.tolist(), strict=True)}
+    if not found and len(kinds) == 1 and not continues.any():
         # then row i has token i; rows that vLLM adds to fill a CUDA graph come last, in its block 0
         return Step(found, [Going(slice(len(new)), blocks, device_lengths, int(tails[0]))], empty)
     going = []
     for of_documents, tail in sorted(kinds):
-        rows = index((new == 1) & ~begins & ((before > 0) == of_documents) & (tails == tail))
+        rows = index((new == 1) & ~begins & (continues == of_documents) & (tails == tail))
         going.append(Going(device_starts[rows].long(), blocks[rows], device_lengths[rows], tail, of_documents))
     return Step(found, [each for each in going if len(each.block)], empty)

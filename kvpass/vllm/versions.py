@@ -44,25 +44,26 @@ def head_sizes() -> list[int]:
 
 
 def attend_prompt(call: Attention, out: Tensor) -> None:
-    """Write the causal attention of one whole prompt to ``out`` ``[N, H, D]``, by stock vLLM's kernel for CPUs.
+    """Write the causal attention of the last T tokens of a prompt of N to ``out`` ``[T, H, D]``.
 
-    The kernel reads keys and values from pages, so they are copied to some that last for this call.
+    By stock vLLM's kernel for CPUs, which reads keys and values from pages: they are copied to some for this call.
     """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     q, k, v = (x[0].transpose(0, 1) for x in call[:3])
-    (n, heads, dim), kv_heads = q.shape, k.shape[1]
+    (new, heads, dim), (n, kv_heads, _) = q.shape, k.shape
     pages = -(-n // _PAGE)
     keys, values = q.new_zeros(pages, kv_heads, 2 * _PAGE, dim).chunk(2, dim=2)
-    isa, bounds = _get_attn_isa(q.dtype, _PAGE, dim), torch.tensor([0, n], dtype=torch.int32)
+    isa, bounds = _get_attn_isa(q.dtype, _PAGE, dim), torch.tensor([0, new], dtype=torch.int32)
+    lengths = torch.tensor([n], dtype=torch.int32)
     ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(n), isa)
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=1,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
-        seq_lens=bounds[1:],
+        seq_lens=lengths,
         dtype=q.dtype,
         query_start_loc=bounds,
         causal=True,
@@ -76,7 +77,7 @@ def attend_prompt(call: Attention, out: Tensor) -> None:
         value_cache=values,
         output=out,
         query_start_loc=bounds,
-        seq_lens=bounds[1:],
+        seq_lens=lengths,
         scale=call.scale,
         causal=True,
         alibi_slopes=None,
@@ -188,7 +189,8 @@ def check_caches() -> None:
 
     Which backend a layer gets is decided in many places of vLLM; its scheduler is told of all caches. It also takes the
     tokens of a document as computed, as it does those of a prefix that is cached, and what gives out blocks gets to
-    know its requests: vLLM tells that only of tokens that are there already.
+    know its requests: vLLM tells that only of tokens that are there already. Where prompts come in chunks, the last one
+    holds all tokens whose queries the policy reads.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -208,6 +210,10 @@ def check_caches() -> None:
         if settings is not None:
             [ours] = self.kv_cache_manager.coordinator.single_type_managers
             ours.requests = self.requests
+            if self.scheduler_config.enable_chunked_prefill:
+                if not hasattr(self, "num_prefill_lookahead"):
+                    raise RuntimeError("this vLLM may end chunks anywhere: pass --no-enable-chunked-prefill")
+                self.num_prefill_lookahead = settings.queries  # no chunk ends nearer to the end than that
         if settings is not None and settings.documents:
             manager = self.kv_cache_manager
             find = manager.get_computed_blocks

@@ -101,7 +101,8 @@ def test_rows_follow_the_batch():
     assert (rows[0].length, rows[1].length) == (3, 2)
     rows.update([], [], [(0, 1, True)])
     assert (rows[0].length, rows[1].length) == (2, 3)
-    assert rows.of_first(3).tolist() == [[1, 0, 0], [32, 33, 40]], "vLLM fills steps with rows that have no request"
+    expected = [[1, 3, 0], [1, 0, 0], [32, 33, 40]]  # vLLM fills steps with rows that have no request
+    assert rows.of_first(3).tolist() == expected
     with pytest.raises(KeyError):
         rows[2]
 
@@ -115,6 +116,14 @@ def test_a_request_has_a_number_of_its_own_below_the_most_that_run():
     rows.update([0], [], [(2, 0, False)])
     rows.update([], [added[1], added[2]], [])  # in place of the request in row 1, and behind it
     assert sorted(rows[row].number for row in range(3)) == [0, 1, 2] and rows[0].number == 2
+
+
+def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known():
+    rows = Rows()
+    rows.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+    params = SimpleNamespace(extra_args=None, max_tokens=4)
+    rows.update([], [(0, params, [1], []), (1, params, [2], [3])], [])
+    assert [rows[row].resumed for row in range(2)] == [False, True]
 
 
 def test_a_digest_tells_prompts_apart():

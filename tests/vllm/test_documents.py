@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
+from kvpass.cache.fingerprint import weights_digest
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.vllm import documents
 from kvpass.vllm.settings import Settings
@@ -171,6 +172,17 @@ def test_a_document_of_another_model_is_refused(model, file, tmp_path, changes, 
     make(tmp_path / "other", **changes)
     with pytest.raises(ValueError, match=f"document 'a': the cache is of another model: {message}"):
         load(tmp_path / "other", file)
+
+
+def test_a_policy_that_is_made_for_another_model_is_refused(folder, model, tmp_path):
+    given = {"policy": "duo_attention", "head_map": [[1, 0]] * 2, "window": 8, "sinks": 2, "budget": 40, "room": 8}
+    named = given | {"of_model": weights_digest(model, {}, rounded=True)}
+    assert documents.load(config(folder), Settings.read({"kvpass": named}), ONE_PROCESS) is None
+    make(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="'duo_attention' was given a file that was made for another model"):
+        documents.load(config(tmp_path / "other"), Settings.read({"kvpass": named}), ONE_PROCESS)
+    numbers = Settings.read({"kvpass": given})  # of any model: no weights are loaded
+    assert documents.load(config(tmp_path / "no folder"), numbers, ONE_PROCESS) is None
 
 
 def test_a_document_of_another_dtype_is_refused(folder, model, file):

@@ -92,6 +92,24 @@ def test_codes_and_scales_of_all_units_fill_the_memory_and_lie_equally_far_apart
     assert held["tail_k"].data_ptr() == keys.data_ptr()
 
 
+@pytest.mark.parametrize("entry_format", ["model", *CODES])
+@given(LAYOUTS.filter(lambda layout: layout.head_dim == 8), st.integers(1, 40), st.booleans())
+def test_a_prompt_that_waits_has_memory_that_no_block_has(entry_format, layout, tokens, one_tail):
+    layout = replace(layout, entry_format=entry_format, one_tail=one_tail)
+    layout = replace(layout, staged=layout.units_to_stage(tokens, 4))
+    units = layout.reserved + layout.units(layout.largest)
+    dtype = CODES.get(entry_format, torch.float32)
+    every = torch.zeros((units, layout.layers, layout.kv_heads, SLOTS, layout.width), dtype=dtype)
+    places = [x for site in range(layout.layers) for x in layout.staging(every[:, site], site, torch.float32)]
+    for number, place in enumerate(places, 1):
+        assert len(place) >= tokens and place.shape[1:] == (layout.kv_heads, layout.head_dim)
+        place.fill_(number)
+    assert all((place == number).all() for number, place in enumerate(places, 1)), "they overlap"
+    for entries in layout.arrays(every[:, 0], 0):
+        entries[layout.reserved - layout.staged : layout.reserved] = 0
+        assert not entries.any(), "a block of a request was written"
+
+
 def test_another_memory_layout_is_refused():
     layout = BlockLayout(layers=2, kv_heads=2, head_dim=4, pool=10, tail=3)
     page = torch.zeros(2, 3, 2, SLOTS, 8)[0]

@@ -35,6 +35,12 @@ OVERRIDDEN, IN_GRAPHS = (
 CODES_IN_GRAPHS = "entries in fewer bits in CUDA graphs of whole decode steps"
 CODES = Settings.read({"kvpass": {"policy": "lava", "budget": 64, "room": 8, "entries": "rot4"}})
 OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
+ALL_QUERIES = "chunked prefill with a policy that reads how all tokens attend"
+SHORT_CHUNKS = "chunks shorter than what a policy reads"
+CHUNKS_IN_GRAPHS = "chunked prefill in CUDA graphs of whole decode steps"
+SUMS = {"policy": "vatp", "indicator": "h2o", "evict_during_decode": False, "budget": 64, "room": 8}
+SUMS = Settings.read({"kvpass": SUMS})
+IN_CHUNKS = {"scheduler_config.enable_chunked_prefill": True, "scheduler_config.max_num_scheduled_tokens": None}
 
 OWN_DIVIDED = "tensor parallelism with a policy of your own"
 WITH_POLICY = {
@@ -46,6 +52,7 @@ WITH_POLICY = {
     OVERRIDDEN: DOCUMENTS,
     IN_GRAPHS: DOCUMENTS,
     CODES_IN_GRAPHS: CODES,
+    ALL_QUERIES: SUMS,
 }
 FAULTS = {
     OUTPUT_PROJECTION: {},
@@ -53,7 +60,9 @@ FAULTS = {
     REPLAYS: {},
     TOKEN_SCORES: {},
     "the second model runner": {"use_v2_model_runner": True},
-    "chunked prefill": {"scheduler_config.enable_chunked_prefill": True},
+    ALL_QUERIES: IN_CHUNKS,
+    SHORT_CHUNKS: IN_CHUNKS | {"scheduler_config.max_num_batched_tokens": 64 + 31},
+    CHUNKS_IN_GRAPHS: IN_CHUNKS | {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
     "prefix caching": {"cache_config.enable_prefix_caching": True},
     "splitting long prompts": {"scheduler_config.long_prefill_token_threshold": 512},
     "steps shorter than a prompt": {"scheduler_config.max_num_scheduled_tokens": 1999},
@@ -91,6 +100,8 @@ def config(**changes: object) -> SimpleNamespace:
     found = SimpleNamespace(
         scheduler_config=SimpleNamespace(
             enable_chunked_prefill=False,
+            max_num_seqs=64,
+            max_num_batched_tokens=2064,
             long_prefill_token_threshold=0,
             max_num_scheduled_tokens=2000,
             scheduler_cls=None,
@@ -137,6 +148,15 @@ def test_what_is_supported_is_not_refused(settings):
     check_config(config(), settings)
 
 
+@pytest.mark.parametrize("settings", [LAVA, DOCUMENTS, CODES, SNAPKV])
+def test_prompts_may_come_in_chunks_that_hold_what_a_policy_reads(settings):
+    fitting = {"scheduler_config.max_num_batched_tokens": 64 + 32}
+    check_config(config(**IN_CHUNKS | fitting), settings)
+    check_config(config(**IN_CHUNKS | {"scheduler_config.max_num_scheduled_tokens": 64 + 32}), settings)
+    with pytest.raises(ValueError, match=SHORT_CHUNKS):
+        check_config(config(**IN_CHUNKS | {"scheduler_config.max_num_scheduled_tokens": 64 + 31}), settings)
+
+
 @pytest.mark.parametrize("fault", [OVERRIDDEN, IN_GRAPHS, CODES_IN_GRAPHS])
 def test_what_documents_and_codes_cannot_have_works_without_them(fault):
     check_config(config(**FAULTS[fault]), LAVA)
@@ -150,8 +170,8 @@ def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refus
 
 
 def test_all_faults_are_told_at_once():
-    with pytest.raises(ValueError, match=r"chunked prefill .*; LoRA"):
-        check_config(config(**FAULTS["chunked prefill"], **FAULTS["LoRA"]), LAVA)
+    with pytest.raises(ValueError, match=r"prefix caching .*; LoRA"):
+        check_config(config(**FAULTS["prefix caching"], **FAULTS["LoRA"]), LAVA)
 
 
 @pytest.mark.parametrize("settings", [LAVA, SNAPKV, OWN_DIVISIBLE], ids=lambda settings: type(settings.policy).__name__)

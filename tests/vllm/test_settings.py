@@ -118,3 +118,16 @@ def test_each_process_has_its_part_of_the_room_where_heads_hold_equal_numbers(po
     alone = settings.layout(layers=4, kv_heads=4, head_dim=8)
     divided = settings.layout(layers=4, kv_heads=2, head_dim=8, processes=2)
     assert alone.pool / 2 <= divided.pool <= alone.pool / 2 + 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "queries"),
+    [
+        ({"policy": "lava", "window": 16}, 16),
+        ({"policy": "knorm", "window": 0}, 1),
+        ({"policy": "vatp", "indicator": "scissorhands", "evict_during_decode": False}, 400),
+        ({"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}, None),
+    ],
+)
+def test_the_last_chunk_must_hold_the_queries_that_a_policy_reads(policy, queries):
+    assert Settings.read({"kvpass": policy | {"budget": 64, "room": 8}}).queries == queries

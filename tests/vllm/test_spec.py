@@ -29,14 +29,15 @@ def manager(units, layout=LAYOUT):
     return found
 
 
-def ask(manager, name, prompt, max_tokens, document=None):
-    """What a request gets: numbers of blocks; None: it waits."""
+def ask(manager, name, prompt, max_tokens, document=None, read=None):
+    """What a request gets: numbers of blocks; None: it waits. ``read``: tokens read after this step; None: all."""
     extra = None if document is None else {DOCUMENT: ("a", document)}
     params = SimpleNamespace(max_tokens=max_tokens, extra_args=extra)
-    manager.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
-    if manager.get_num_blocks_to_allocate(name, prompt) > manager.block_pool.get_num_free_blocks():
+    manager.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, num_tokens=prompt, sampling_params=params)
+    read = prompt if read is None else read
+    if manager.get_num_blocks_to_allocate(name, read) > manager.block_pool.get_num_free_blocks():
         return None
-    manager.allocate_new_blocks(name, prompt, prompt)
+    manager.allocate_new_blocks(name, read, read)
     assert manager.get_num_blocks_to_allocate(name, prompt + 1) == 0, "it never needs more"
     return [block.block_id for block in manager.req_to_blocks[name]]
 
@@ -67,6 +68,32 @@ def test_a_request_waits_where_enough_is_free_but_not_side_by_side():
     found.free("a")
     found.free("long")
     assert found.block_pool.get_num_free_blocks() == 16 and not any(found.taken[1:])
+
+
+def test_one_prompt_at_a_time_is_read_in_part():
+    found = manager(40)
+    assert ask(found, "a", 100, 4, read=50)
+    assert ask(found, "b", 100, 4, read=30) is None, "it would wait in the place of a's"
+    assert ask(found, "c", *SHORT), "it is read whole"
+    found.allocate_new_blocks("a", 90, 90)
+    assert ask(found, "b", 100, 4, read=30) is None
+    found.allocate_new_blocks("a", 100, 100)
+    assert ask(found, "b", 100, 4, read=30)
+    found.free("a")
+    assert ask(found, "d", 100, 4, read=30) is None, "b is still read"
+    found.free("b")
+    assert ask(found, "d", 100, 4, read=30)
+
+
+def test_what_waits_is_counted_once_and_is_no_ones():
+    from dataclasses import replace
+
+    staged = LAYOUT.units_to_stage(20, itemsize=4)
+    assert staged == 3
+    found = manager(1 + staged + 8 + 8, replace(LAYOUT, staged=staged))
+    assert found.kv_cache_spec.max_memory_usage_bytes(None) == 12 * found.kv_cache_spec.page_size_bytes
+    assert ask(found, "a", *LONG) == [*range(12, 20)] and ask(found, "b", *LONG) == [*range(4, 12)]
+    assert ask(found, "c", *SHORT) is None
 
 
 def test_what_a_graph_writes_for_rows_that_fill_it_is_no_ones():

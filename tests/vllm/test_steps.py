@@ -1,4 +1,4 @@
-"""Rows of a step: which begin, and which go on."""
+"""Rows of a step: which read a prompt, and which go on."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -17,21 +17,37 @@ def given(
     lengths: list[int],
     documents: dict[int, int] | None = None,
     max_tokens: tuple[int, ...] = (20,) * 9,
+    prompts: dict[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-    """Args: documents: tokens of the document that a row continues. max_tokens: of each row's answer."""
+    """Give rows, of which each has all tokens of its prompt before this step, or in it.
+
+    Args:
+        documents: tokens of the document that a row continues. max_tokens: of each row's answer. prompts: tokens of
+            other prompts.
+    """
     rows, continued = Rows(), {row: ("a", tokens) for row, tokens in (documents or {}).items()}
+    read = [length - some or length for some, length in zip(new, lengths, strict=True)]
+    prompts = dict(enumerate(read)) | (prompts or {})
     rows.layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, pool=9, tail=24)  # 23 to append, and a first token
     params = [
         SimpleNamespace(extra_args={DOCUMENT: continued.get(row)}, max_tokens=most)
         for row, most in zip(range(len(lengths)), max_tokens, strict=False)
     ]
-    rows.update([], [(row, params[row], [row] * length, []) for row, length in enumerate(lengths)], [])
+    rows.update([], [(row, params[row], [row] * length, []) for row, length in prompts.items()], [])
     return torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths), rows
 
 
-def read(new: list[int], lengths: list[int], blocks: list[int], documents: dict[int, int] | None = None) -> Step:
-    starts, lengths, rows = given(new, lengths, documents)
-    return read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor(blocks).int()), rows)
+def read(
+    new: list[int],
+    lengths: list[int],
+    blocks: list[int],
+    documents: dict[int, int] | None = None,
+    prompts: dict[int, int] | None = None,
+    chunks: bool = False,
+) -> Step:
+    starts, lengths, rows = given(new, lengths, documents, prompts=prompts)
+    blocks = torch.tensor(blocks).int()
+    return read_step(starts, lengths, (starts.int(), lengths.int(), blocks), rows, chunks=chunks)
 
 
 def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], int, bool]]:
@@ -87,11 +103,62 @@ def test_rows_that_continue_documents_go_on_apart_from_the_others(begins):
     assert len(step.prompts) == begins and step.empty.tolist() == [2]
 
 
-def test_a_part_of_a_prompt_is_refused():
+@pytest.mark.parametrize(
+    ("new", "length", "prompt"),
+    [(5, 10, 10), (1, 10, 10), (5, 5, 10), (5, 30, 10)],
+    ids=["last", "one", "first", "answer"],
+)
+def test_a_part_of_a_prompt_is_refused_where_there_are_no_chunks(new, length, prompt):
     with pytest.raises(ValueError, match="a prompt must come whole"):
-        read([1, 5], [9, 10], [1, 2])
+        read([1, new], [9, length], [1, 2], prompts={1: prompt})
+
+
+def test_a_part_of_a_question_is_refused_where_there_are_no_chunks():
     with pytest.raises(ValueError, match="a prompt must come whole"):
         read([1, 5], [9, 106], [1, 2], {1: 100})
+
+
+@pytest.mark.parametrize(
+    ("new", "length", "own", "appends", "waits"),
+    [
+        (20, 20, 20, False, True),
+        (1, 1, 1, False, True),
+        (20, 60, 20, False, True),
+        (1, 60, 1, False, True),
+        (20, 100, 20, False, True),
+        (1, 100, 1, False, True),
+        (100, 100, 100, False, False),
+        (120, 120, 100, False, False),
+        (25, 120, 5, False, True),
+        (9, 120, 0, True, False),
+    ],
+)
+def test_chunks_of_a_prompt_of_100_tokens_and_its_answer(new, length, own, appends, waits):
+    step = read([1, new], [9, length], [7, 3], prompts={1: 100}, chunks=True)
+    [row] = step.prompts
+    assert (row.tokens, row.read, row.end) == (slice(1, 1 + new), length - new, length)
+    assert (row.own, row.appends, row.waits) == (own, appends, waits)
+    assert plain(step.going) == [([0], [7], [9], 24, False)] and not len(step.empty)
+
+
+def test_a_token_behind_a_prompt_that_came_in_chunks_goes_on():
+    step = read([1, 1], [9, 101], [7, 3], prompts={1: 100}, chunks=True)
+    [going] = step.going
+    assert not step.prompts and going.block.tolist() == [7, 3] and not len(step.empty)
+
+
+def test_a_question_may_come_in_chunks_behind_its_document():
+    step = read([4, 5, 1], [104, 109, 110], [7, 3, 2], {0: 100, 1: 100, 2: 100}, chunks=True)
+    assert [(row.block, row.read, row.own, row.appends) for row in step.prompts] == [
+        (7, 100, 0, True),
+        (3, 104, 0, True),
+    ]
+    assert plain(step.going) == [([9], [2], [110], 23, True)]
+
+
+def test_the_end_of_a_prompt_comes_before_the_begin_of_another():
+    step = read([8, 30], [8, 100], [7, 3], prompts={0: 50, 1: 100}, chunks=True)
+    assert [row.block for row in step.prompts] == [3, 7]
 
 
 @pytest.mark.parametrize("new", [[1, 1], [1, 6]])

@@ -12,11 +12,11 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from driver import alone, engine, greedy, joined, together
-from tiny import CASES, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
+from tiny import CASES, LONG, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 
-from kvpass.eval.bench import serve
+from kvpass.eval.bench import serve, waits
 from kvpass.eval.bench.settings import BenchSettings
 from kvpass.vllm import refusals
 from kvpass.vllm.admission import Rows
@@ -33,6 +33,51 @@ def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
             "resumed": resumed,
             "preempted": preempted,
         }
+
+
+def chunks(folder: str, settings: dict[str, Any], tokens: int, then: str) -> dict[str, Any]:
+    """Requests that are all sent at once, whose prompts are read in chunks while others run.
+
+    Args:
+        tokens: of a step. then: what happens when half of the longest prompt but one has been read: "preempt" all that
+            run, "cancel" it and ask again, or nothing; "preempt late" when an answer is longer than the window.
+    Returns:
+        tokens of each; most prompts that were read in part at once; requests that waited for a token after their first;
+        how many were preempted; free blocks before and after.
+    """
+    with engine(folder, settings, enable_chunked_prefill=True, max_num_batched_tokens=tokens, max_num_seqs=8) as llm:
+        core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        before, step, most, preempted = pool.get_num_free_blocks(), 0, 0, 0
+        found, first, waited = dict[str, list[int]](), dict[str, int](), list[str]()
+
+        def send(seed: int, length: int) -> None:
+            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy())
+
+        for seed, length in CASES:
+            send(seed, length)
+        while core.has_unfinished_requests():
+            for out in core.step():
+                first.setdefault(out.request_id, step)
+                if out.finished:
+                    found[out.request_id] = list(out.outputs[0].token_ids)
+                    waited += [out.request_id] * (step - first[out.request_id] > len(found[out.request_id]) - 1)
+            step += 1
+            read = [one for one in scheduler.running if one.is_prefill_chunk]
+            most = max(most, len(read))
+            half = any(one.num_prompt_tokens == LONG[1] and 2 * one.num_computed_tokens > LONG[1] for one in read)
+            late = any(one.num_output_tokens > 35 for one in scheduler.running)
+            if then and (late if then == "preempt late" else half):
+                assert len(scheduler.running) > 1, "none runs meanwhile"
+                if then.startswith("preempt"):
+                    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+                    preempted = sum(request.num_preemptions for request in scheduler.requests.values())
+                else:
+                    core.abort_request([str(LONG[1])])
+                    send(*LONG)
+                then = ""
+        free = [before, pool.get_num_free_blocks()]
+        return {"tokens": found, "most": most, "waited": waited, "preempted": preempted, "free": free, "then": then}
 
 
 def capacity(folder: str, settings: dict[str, Any] | None, orders: int, length: int = 1000) -> dict[str, Any]:
@@ -82,20 +127,23 @@ def mixed(folder: str, settings: dict[str, Any], cases: list[list[int]], mib: in
         return {"tokens": found, "preempted": preempted, "held": sorted(held, key=len), "free": free}
 
 
-def blocks(folder: str, settings: dict[str, Any]) -> int:
-    """Blocks in 64 MiB."""
-    with engine(folder, settings, kv_cache_memory_bytes=64 * 2**20) as llm:
-        blocks: int = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-        return blocks
+def blocks(folder: str, settings: dict[str, Any], options: dict[str, Any]) -> list[int]:
+    """Blocks in 64 MiB, and how many of them no request gets."""
+    with engine(folder, settings, kv_cache_memory_bytes=64 * 2**20, **options) as llm:
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        [ours] = manager.coordinator.single_type_managers
+        return [manager.block_pool.num_gpu_blocks, ours.layout.reserved]
 
 
-def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> dict[str, Any]:
+def documents(
+    folder: str, settings: dict[str, Any], cases: Cases, new: int, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Tokens of questions about documents and of prompts, in four ways, and what is held.
 
     Returns:
         also: how many were preempted, numbers that the documents hold, and most blocks held at once.
     """
-    with engine(folder, settings) as llm:
+    with engine(folder, settings, **options or {}) as llm:
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         free, taken, take = pool.get_num_free_blocks(), [], pool.touch
 
@@ -119,9 +167,11 @@ def documents(folder: str, settings: dict[str, Any], cases: Cases, new: int) -> 
         }
 
 
-def two_processes(folder: str, settings: dict[str, Any], cases: Cases = CASES) -> tuple[dict[int, list[int]], int]:
+def two_processes(
+    folder: str, settings: dict[str, Any], cases: Cases = CASES, options: dict[str, Any] | None = None
+) -> tuple[dict[int, list[int]], int]:
     """Tokens with tensor parallelism, with one more request every 3 steps, all preempted after 25; how many were."""
-    with engine(folder, settings, tensor_parallel_size=2) as llm:
+    with engine(folder, settings, tensor_parallel_size=2, **options or {}) as llm:
         return joined(llm, every=3, preempt_at=25, cases=cases)
 
 
@@ -138,8 +188,21 @@ def benched(
     return result, rows
 
 
+def waited(folder: str, tokens: int) -> tuple[dict[str, Any], list[list[str]]]:
+    """What ``kvpass bench --waits`` finds for a prompt of so many tokens while two requests run, and its rows."""
+    usual = {"model": "small", "policies": "lava", "budget": "64", "repeats": 2, "requests": 2, "cache_mib": 64}
+    with patch.object(waits, "in_new_process", lambda function, *args: function(*args)):
+        result = waits.Waits(BenchSettings(contexts=str(tokens), **usual)).run()
+    [(_, _, rows)] = waits.Waits.shown(result).tables
+    return result, rows
+
+
 def cuda_kernels(
-    folder: str, settings: dict[str, Any], graphs: bool, cases: Cases = SHORT
+    folder: str,
+    settings: dict[str, Any],
+    graphs: bool,
+    cases: Cases = SHORT,
+    options: dict[str, Any] | None = None,
 ) -> tuple[dict[int, list[int]], int]:
     """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 5 steps.
 
@@ -155,7 +218,7 @@ def cuda_kernels(
         from replayed import replay_decode_steps
 
         replay_decode_steps()
-    with engine(folder, settings) as llm:
+    with engine(folder, settings, **options or {}) as llm:
         found = joined(llm, every=2, preempt_at=5, cases=cases, new=SHORT_NEW)
     assert "kvpass.kernels.ragged_decode" in sys.modules
     return found

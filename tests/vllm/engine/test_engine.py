@@ -154,6 +154,43 @@ def test_tokens_equal_kvpass_alone_together_joined_and_preempted(ask, reference,
         assert tokens == expected, way
 
 
+@pytest.mark.parametrize(("policy", "tokens"), [("snapkv", 51), ("lava", 40), ("lava", 51), ("lava", 300)])
+def test_prompts_in_chunks_get_the_tokens_of_whole_ones_and_nobody_waits(ask, reference, policy, tokens):
+    """40 are one token of each of 8 requests and the window; of 51 a last chunk would often be shorter than it."""
+    found = ask("chunks", {"policy": policy, "budget": 64, "room": 64}, tokens, "")
+    assert found["tokens"] == reference(policy, 64)
+    assert (found["most"], found["waited"]) == (1, []) and found["free"][0] == found["free"][1]
+
+
+@pytest.mark.parametrize("then", ["preempt", "preempt late", "cancel"])
+def test_a_prompt_may_be_preempted_or_cancelled_between_its_chunks(ask, reference, then):
+    """Late, what comes back is read in chunks of 40 tokens, some of which are of the answer so far alone."""
+    found = ask("chunks", {"policy": "lava", "budget": 64, "room": 64}, 40, then)
+    assert found["tokens"] == reference("lava", 64) and found["then"] == "", "it did not happen"
+    assert found["most"] == 1 and found["free"][0] == found["free"][1]
+    assert found["waited"] == [] if then == "cancel" else found["preempted"] >= 2
+
+
+@pytest.mark.parametrize(("entries", "then"), [("int8", ""), ("rot3", "cancel"), ("rot4", "preempt")])
+def test_prompts_in_chunks_become_the_codes_of_whole_ones(ask_biased, entries, then):
+    folder, ask = ask_biased
+    found = answers(folder, [prompt(*case) for case in CASES], NEW, "lava", 64, entries)
+    expected = {str(length): tokens for (_, length), tokens in zip(CASES, found, strict=True)}
+    found = ask("chunks", {"policy": "lava", "budget": 64, "room": 64, "entries": entries}, 64, then)
+    wrong, near = differences(found["tokens"], expected)
+    assert not wrong and near <= 2 and found["most"] == 1 and found["then"] == ""
+
+
+def test_a_prompt_that_waits_takes_of_the_memory_that_the_user_gives(ask):
+    settings, chunks = {"policy": "lava", "budget": 64, "room": 64}, {"enable_chunked_prefill": True}
+    layout = Settings.read({"kvpass": settings}).layout(layers=4, kv_heads=4, head_dim=32)
+    unit, staged = 8 * 4 * 4 * 2 * 32 * 4, 2048 // 8  # bytes: 8 entries of each of 4 x 4 heads
+    units, needed = 64 * 2**20 // unit, 2 + staged + layout.units(layout.largest)  # vLLM counts its block 0 once more
+    assert [ask("blocks", settings, options) for options in ({}, chunks)] == [[units, 1], [units, 1 + staged]]
+    for more, said in ((0, "started"), (-1, "is needed")):
+        assert said in ask("refused", settings, chunks | {"kv_cache_memory_bytes": (needed + more) * unit})
+
+
 @pytest.mark.parametrize(
     ("policy", "entries"),
     [("snapkv", "int8"), ("lava", "fp8"), ("lava", "rot4"), ("snapkv", "rot3"), ("lava", "rot2")],
@@ -187,6 +224,20 @@ def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_o
     assert found.pop("preempted") == len(QUESTIONS) and found.pop("left") == 0
     assert found.pop("blocks") == units_of(settings, QUESTIONS)
     assert found.pop("numbers") == entries * 2 * 32
+    for way, tokens in found.items():
+        assert tokens == expected, way
+
+
+def test_questions_may_come_in_chunks_too(ask, folder, tmp_path):
+    named, expected, _ = compress_documents(folder, tmp_path, QUESTIONS, NEW)
+    prompts = [case for case in QUESTIONS if len(case) == 2]
+    found = answers(folder, [prompt(*case) for case in prompts], NEW, "lava", 64)
+    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    settings = {"policy": "lava", "budget": 64, "room": 120, "documents": named}
+    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 44, "max_num_seqs": 12}
+    found = ask("documents", settings, QUESTIONS, NEW, options)
+    assert found.pop("preempted") >= 2 and found.pop("left") == 0
+    del found["blocks"], found["numbers"]
     for way, tokens in found.items():
         assert tokens == expected, way
 
@@ -228,7 +279,7 @@ def test_blocks_of_all_sizes_share_the_memory_of_four_of_the_largest(ask, folder
 def test_blocks_of_codes_hold_more_requests_again(ask):
     """In the same memory: fp32 entries of 32 numbers take 256 bytes, those of rot4 40."""
     settings = {"policy": "lava", "budget": 64, "room": 64}
-    floats, codes = (ask("blocks", settings | {"entries": entries}) for entries in ("model", "rot4"))
+    floats, codes = (ask("blocks", settings | {"entries": entries}, {})[0] for entries in ("model", "rot4"))
     assert codes / floats == pytest.approx(256 / 40, rel=0.02)
 
 
@@ -247,6 +298,17 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
             assert len(found["first_token_s"]) == len(found["token_s"]) == 4
             assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
             assert sum(found["step_s"]) <= found["seconds"] and found["cpu_s"] > 0
+
+
+def test_the_bench_counts_what_requests_get_while_a_prompt_is_read(ask):
+    result, rows = ask("waited", 2000)
+    ways = {"whole": 1, "chunks": 4}  # steps, in each of which two requests get a token
+    assert [row[:2] for row in rows] == [["2000", name + way] for way in ways for name in ("", "kvpass ")]
+    for one in result["waits"]:
+        assert len(one["rounds"]) == 2
+        for found in one["rounds"]:
+            assert len(found["waits_s"]) == 2 * ways[one["system"].removeprefix("kvpass ")]
+            assert 0 < max(found["waits_s"]) <= found["first_token_s"] + 1e-9
 
 
 def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(ask):
@@ -293,6 +355,12 @@ def test_two_processes_keep_what_one_keeps(ask, reference, policy):
     assert found == reference(policy, 64) and preempted == 8
 
 
+def test_two_processes_read_prompts_in_chunks(ask, reference):
+    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    found, preempted = ask("two_processes", {"policy": "lava", "budget": 64, "room": 64}, CASES, options)
+    assert found == reference("lava", 64) and preempted >= 2
+
+
 def test_two_processes_continue_documents(ask, folder, tmp_path):
     cases = [case for case in QUESTIONS if len(case) == 3]
     named, expected, _ = compress_documents(folder, tmp_path, cases, NEW)
@@ -317,6 +385,14 @@ def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(ask_alone, r
     assert found == reference("lava", 40, short=True) and preempted == 3
 
 
+def test_what_runs_on_cuda_reads_prompts_in_chunks_in_the_interpreter(ask_alone, reference, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 37, "max_num_seqs": 4}
+    settings = {"policy": "lava", "budget": 40, "room": 16}
+    found, preempted = ask_alone("cuda_kernels", settings, False, SHORT, options)
+    assert found == reference("lava", 40, short=True) and preempted >= 2
+
+
 def test_what_runs_on_cuda_holds_codes_in_the_interpreter(ask_alone, reference, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settings = {"policy": "lava", "budget": 40, "room": 16, "entries": "rot4"}
@@ -336,15 +412,20 @@ def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder, entrie
     assert ask("long_answer", settings) == [*expected, "length"]
 
 
+SHORT_STEPS = {"max_num_batched_tokens": 39, "max_num_seqs": 8}
+SUMS = {"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}
+
+
 @pytest.mark.parametrize(
-    ("options", "flag"),
+    ("policy", "options", "flag"),
     [
-        ({"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
-        ({"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
+        ({"policy": "lava"}, {"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
+        ({"policy": "lava"}, {"enable_chunked_prefill": True} | SHORT_STEPS, "raise --max-num-batched-tokens"),
+        (SUMS, {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
     ],
 )
-def test_flags_that_are_not_exact_are_refused_at_start(ask, options, flag):
-    assert flag in ask("refused", {"policy": "lava", "budget": 64, "room": 64}, options)
+def test_flags_that_are_not_exact_are_refused_at_start(ask, policy, options, flag):
+    assert flag in ask("refused", policy | {"budget": 64, "room": 64}, options)
 
 
 @pytest.mark.parametrize("fault", ["no file", "another model"])
@@ -355,6 +436,11 @@ def test_a_document_that_cannot_be_continued_is_refused_at_start(ask, folder, tm
         compress_documents(tmp_path / "other", tmp_path, SHORT_QUESTIONS[:1], 1)
     said = ask("refused", {"policy": "lava", "budget": 64, "room": 64, "documents": [f"a={file}"]}, {})
     assert said.startswith("document 'a': ") and ("No such file" if fault == "no file" else "other weights") in said
+
+
+def test_a_policy_that_is_made_for_another_model_is_refused_at_start(ask):
+    settings = {"policy": "duo_attention", "head_map": [[1, 0, 0, 0]] * 4, "budget": 64, "window": 8, "room": 64}
+    assert "made for another model" in ask("refused", settings | {"sinks": 4, "of_model": "a digest"}, {})
 
 
 def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):
@@ -373,10 +459,11 @@ def test_beam_search_is_refused(ask):
 @pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -2.0, 0.0, 1.0])])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("length", "dim"), [(2, 32), (129, 80)])
-def test_the_kernel_for_prompts_agrees_with_eager_attention(length, dim, softcap, sinks):
+@pytest.mark.parametrize("before", [0, 70])
+def test_the_kernel_for_prompts_agrees_with_eager_attention(before, length, dim, softcap, sinks):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, length, heads, dim).transpose(1, 2) for heads in (4, 2, 2))
-    call = Attention(q, k, v, 0.3, softcap, sinks)
+    q, k, v = (torch.randn(1, before + length, heads, dim).transpose(1, 2) for heads in (4, 2, 2))
+    call = Attention(q[:, :, before:], k, v, 0.3, softcap, sinks)
     expected, _ = reference_ops.attend_prompt(call, torch.zeros(1, dtype=torch.int64))
     out = torch.empty(length, 4, dim)
     versions.attend_prompt(call, out)

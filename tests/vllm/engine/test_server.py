@@ -60,20 +60,29 @@ def free_port():
         return found.getsockname()[1]
 
 
+CHUNKS = ["--enable-chunked-prefill", "--max-num-batched-tokens", "100"]
+"""Prompts of up to 1,200 tokens in chunks of about 90: most requests that leave, or are preempted, do so in between."""
+
+
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
+def asked(folder, tmp_path_factory):
+    """Prompts, what is answered to each, and documents, by name."""
     random = Random(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = {str(seed): prompt(seed, random.randrange(2, 1200)) for seed in range(29)} | {"short": prompt(29, 1)}
     prompts["chat"] = tokenizer.apply_chat_template(MESSAGES)["input_ids"]
     found = answers(folder, [*prompts.values()], ROOM + 1, SETTINGS["policy"], SETTINGS["budget"])
     expected = dict(zip(prompts, found, strict=True))
-    place = tmp_path_factory.mktemp("server")
-    named, found, _ = compress_documents(folder, place, ABOUT, ROOM + 1)
+    named, found, _ = compress_documents(folder, tmp_path_factory.mktemp("documents"), ABOUT, ROOM + 1)
     for seed, length, document in ABOUT:
         name = f"{length} about {document}"
         prompts[name], expected[name] = prompt(seed, length), found[str(length)][: ROOM + 1 - length]
+    return prompts, expected, named
 
+
+@pytest.fixture(scope="module", params=[[], CHUNKS], ids=["whole prompts", "chunks"])
+def server(folder, asked, tmp_path_factory, request):
+    (prompts, expected, named), place = asked, tmp_path_factory.mktemp("server")
     port, log = free_port(), place / "log"
     options = {
         "--host": "127.0.0.1",
@@ -94,7 +103,7 @@ def server(folder, tmp_path_factory):
     }
     with log.open("w") as out:
         process = subprocess.Popen(
-            [str(script), str(folder), *(str(part) for option in options.items() for part in option)],
+            [str(script), str(folder), *(str(part) for option in options.items() for part in option), *request.param],
             stdout=out, stderr=out, env=os.environ | environment, start_new_session=True,
         )  # fmt: skip
     address, until = f"http://127.0.0.1:{port}", time.monotonic() + 300

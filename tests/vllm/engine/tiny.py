@@ -20,6 +20,7 @@ from kvpass.config import EntryFormat
 
 CASES = [(1, 300), (2, 40), (3, 777), (4, 130), (5, 1000), (6, 31), (7, 129), (8, 500)]
 """Seed and length of each prompt; each length occurs once."""
+LONG = CASES[2]
 NEW = 40
 MANY = 160
 """Requests of 1,000 tokens that are sent at once."""

@@ -1,0 +1,43 @@
+"""What is kept of one layer of a prompt: every prompt, of whatever engine, is compressed here."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from kvpass.operands import NO_POLICY_INPUTS, Attention, Candidates, PolicyInputs, PrefillBuffers
+from kvpass.policies.base import Policy
+from kvpass.ranks import Ranks
+
+
+def compress_layer(
+    ops: ModuleType,
+    call: Attention,
+    lse: Tensor | None,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    policy: Policy,
+    buffers: PrefillBuffers,
+    ranks: Ranks,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
+) -> None:
+    """Score the entries of a layer; keep those that the policy chooses among them and the ones kept of earlier layers.
+
+    After the last layer, ``ops.pack`` brings what was kept into its order.
+
+    Args:
+        ops: the implementation, :mod:`kvpass.ops.reference` or :mod:`kvpass.ops.cuda`. call, lse, start, first, layer,
+            ranks: as in :func:`kvpass.ops.reference.score_layer`. buffers: of all layers; what is kept goes there.
+            policy_inputs: as there, but for the entries, which are those of the buffers.
+    """
+    asked = policy_inputs._replace(entries=buffers.entries)
+    with record_function("kvpass::score_layer"):
+        scores, stats, weight = ops.score_layer(
+            call, lse, start, first, layer, buffers.layer_weights.shape[1], policy, asked, ranks
+        )
+    candidates = Candidates(call.k, call.v, scores, stats, weight, first)
+    with record_function("kvpass::cascade_step"):
+        ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, ranks)
