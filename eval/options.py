@@ -200,6 +200,13 @@ class BenchOptions:
             "compressed before."
         ),
     ] = 0
+    task: Annotated[
+        str,
+        Option(
+            help="With --serve: prompts are samples of this task of 'kvpass eval', of at most --contexts tokens, and "
+            "answers are scored; a model with weights."
+        ),
+    ] = ""
     tune: Annotated[
         bool,
         Option(

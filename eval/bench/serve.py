@@ -7,13 +7,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import torch
+from transformers import AutoTokenizer
 
 from kvpass.config import EntryFormat
 from kvpass.eval.bench.base import Benchmark, Result
@@ -23,6 +24,8 @@ from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
 from kvpass.eval.runner import chunks
 from kvpass.eval.tables import Tables
+from kvpass.eval.tasks import encode, find_tasks
+from kvpass.loading import located
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
 """vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which needs those."""
@@ -105,19 +108,37 @@ def start_engine(settings: BenchSettings, longest: int, chunk: int | None, *, fo
     ).llm_engine
 
 
+class _Questions:
+    """Samples of a task of at most ``tokens`` tokens; the answer to each has a score."""
+
+    def __init__(self, settings: BenchSettings, tokens: int, count: int) -> None:
+        with located(settings.model) as (place, file):
+            self.tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        [self.task] = find_tasks([settings.task])
+        self.samples = self.task.samples(self.tokenizer, tokens, count, settings.seed)
+
+    def prompts(self) -> list[list[int]]:
+        return [list(encode(self.tokenizer, sample, chat=self.task.chat).ids) for sample in self.samples]
+
+    def score(self, sample: int, answer: Sequence[int]) -> float:
+        """Return the score of an answer, up to the token that ends it, in [0, 1]."""
+        ended = itertools.takewhile(lambda token: token != self.tokenizer.eos_token_id, answer)
+        return self.task.metric(str(self.tokenizer.decode(list(ended))), self.samples[sample])
+
+
 def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
         settings: with ``question_tokens`` each prompt is a question about one text of ``tokens``. vLLM holds the text
             in its prefix cache; kvpass as a document, whose bytes count.
-        tokens: of each prompt; no two prompts are equal.
+        tokens: of each prompt, of a task at most; no two prompts are equal.
         system: one of the three; kvpass with the first entry format.
     Returns:
         a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
         first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
         (``cached_tokens``); of each step (``step_s``). And of all rounds: most requests at once (``running``), bytes of
-        cache each then had, and what :func:`compress_text` returned.
+        cache each then had, scores of all answers (``scores``), and what :func:`compress_text` returned.
     """
     from vllm import SamplingParams
 
@@ -138,21 +159,26 @@ def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Resul
     pool = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     unused, running, held, rounds = pool.get_num_free_blocks(), 0, 0.0, list[Result]()
     block_bytes = cache_bytes / pool.num_gpu_blocks
-    prompts = dict(enumerate(made.tolist()))
+    questions = _Questions(settings, tokens, count) if settings.task else None
+    prompts = dict(enumerate(made.tolist() if questions is None else questions.prompts()))
+    scores: list[float] = []
     _round(engine, dict([prompts.popitem()]), params)  # compiles kernels, and leaves the text in the prefix cache
     for some in chunks(list(prompts), settings.requests):
-        found, at_once, free = _round(engine, {name: prompts[name] for name in some}, params)
+        found, at_once, free, answers = _round(engine, {name: prompts[name] for name in some}, params)
         rounds.append(found)
+        if questions is not None:
+            scores += itertools.starmap(questions.score, answers.items())
         if at_once > running:
             running, held = at_once, (unused - free) * block_bytes + document_bytes
-    return {"rounds": rounds, "running": running, "request_bytes": held / running, **document}
+    figures = {"rounds": rounds, "running": running, "request_bytes": held / running, **document}
+    return figures if questions is None else figures | {"scores": scores}
 
 
-def _round(engine: Any, prompts: Mapping[int, list[int]], params: Any) -> tuple[Result, int, int]:
+def _round(engine: Any, prompts: Mapping[int, list[int]], params: Any) -> tuple[Result, int, int, dict[int, list[int]]]:
     """Send requests at once, and step the engine until the last has its answer.
 
     Returns:
-        figures of the round, most requests at once, and blocks of the cache that were free then.
+        figures of the round, most requests at once, blocks of the cache that were free then, and the answers.
     """
     scheduler = engine.engine_core.engine_core.scheduler
     found, steps, running, free = list[Any](), list[float](), 0, 0
@@ -175,7 +201,7 @@ def _round(engine: Any, prompts: Mapping[int, list[int]], params: Any) -> tuple[
         "cached_tokens": [output.num_cached_tokens for output in found],
         "step_s": steps,
     }
-    return figures, running, free
+    return figures, running, free, {int(output.request_id): list(output.outputs[0].token_ids) for output in found}
 
 
 @dataclass
@@ -203,6 +229,12 @@ class Serve(Benchmark):
             raise ValueError(
                 f"policy={policy.name!r} evicts while decoding: a document for vLLM needs one that does not"
             )
+        if settings.task:
+            find_tasks([settings.task])
+            if settings.question_tokens:
+                raise ValueError("task and question_tokens: ask one of them")
+            if not settings.bench_model.has_weights:
+                raise ValueError(f"task={settings.task!r}: model {settings.model!r} has random weights")
         Settings.read(_plugin_settings(settings, "a file"))
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
@@ -215,7 +247,7 @@ class Serve(Benchmark):
         """Add to ``serve`` a record for every length and system."""
         settings, records = self.settings, list[Result]()
         result |= {"policy": str(settings.specs[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
-        result |= {name: getattr(settings, name) for name in ("requests", "cache_mib", "question_tokens")}
+        result |= {name: getattr(settings, name) for name in ("requests", "cache_mib", "question_tokens", "task")}
         result["serve"] = records
         systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
         systems += [(KVPASS, entries) for entries in settings.formats]
@@ -230,6 +262,7 @@ class Serve(Benchmark):
     def shown(result: Result) -> Tables:
         """A result, with what its columns mean."""
         header = ["prompt", "system", "req / s", "first", "last", "ms / token", "step s", "running", "KiB"]
+        header += ["right %"] if result.get("task") else []
         question = f" + {asked}" if (asked := result.get("question_tokens")) else ""
         rows = [
             [
@@ -242,6 +275,7 @@ class Serve(Benchmark):
                 f"{_median(found, 'step_s', max):.2f}",
                 str(found["running"]),
                 f"{found['request_bytes'] / 1024:.0f}",
+                *([f"{100 * statistics.mean(found['scores']):.0f}"] if "scores" in found else []),
             ]
             for found in result["serve"]
         ]
@@ -264,5 +298,5 @@ SERVE_LEGEND = (
     "document compressed before, whose bytes count as cache. first: seconds from sending to the first token, median; "
     "last: of the last request. ms / token: median of what a request waits for each later token. step s: the longest "
     "step, which others may wait while a prompt is read. running: most requests at once. KiB: cache that each then "
-    "holds."
+    "holds. right: mean score of the answers, where prompts are of a task."
 )

@@ -129,9 +129,9 @@ def fit_entries(
         for k, v in (own, new)
     ]
     better = errors[1] < errors[0]  # False for NaN
-    fitted = [torch.where(better, after, before) for after, before in zip(new, own, strict=True)]
+    keys, values = (torch.where(better, after, before) for after, before in zip(new, own, strict=True))
     errors[1] = torch.where(better, errors[1], errors[0])
-    return Fitted(*fitted, torch.stack([wanted.square().sum(), *errors]))
+    return Fitted(keys, values, torch.stack([wanted.square().sum(), *errors]))
 
 
 def _descent(

@@ -159,6 +159,12 @@ def test_policies_lists_every_registered_policy_with_its_options():
             ("bench", "--serve", "--question-tokens", "8", "--policies", "h2o"),
             "a document for vLLM needs one that does",
         ),
+        (("bench", "--serve", "--task", "needle"), "task='needle': model 'small-mha' has random weights"),
+        (("bench", "--serve", "--task", "needles"), "did you mean 'needle'"),
+        (
+            ("bench", "--serve", "--task", "needle", "--question-tokens", "8"),
+            "task and question_tokens: ask one of them",
+        ),
         (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "64", "--facts", "1"), "tokens=64: must be above 64 for the budgets"),

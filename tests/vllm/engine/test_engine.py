@@ -29,6 +29,7 @@ from tiny import (
     prompt,
 )
 
+from kvpass import builtin
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
 from kvpass.vllm import versions
@@ -298,6 +299,15 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
             assert len(found["first_token_s"]) == len(found["token_s"]) == 4
             assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
             assert sum(found["step_s"]) <= found["seconds"] and found["cpu_s"] > 0
+
+
+def test_the_bench_scores_the_answers_to_samples_of_a_task(ask):
+    """The built-in model finds what it is asked for in the whole prompt; less often where 24 of 256 entries are kept."""
+    model = {"model": str(builtin.path()), "task": "needle", "window": 8}
+    result, rows = ask("benched", [256], "random", 24, **model)
+    assert all(len(one["scores"]) == 8 for one in result["serve"])
+    right = {row[1]: int(row[-1]) for row in rows}
+    assert right["chunks"] == right["whole"] >= 75 > right["kvpass"] + 25
 
 
 def test_the_bench_counts_what_requests_get_while_a_prompt_is_read(ask):
