@@ -176,12 +176,19 @@ def two_processes(
 
 
 def benched(
-    folder: str, contexts: list[int], policy: str, budget: float, question_tokens: int = 0, **others: Any
+    folder: str,
+    contexts: list[int],
+    policy: str,
+    budget: float,
+    question_tokens: int = 0,
+    others: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """What ``kvpass bench --serve`` finds for four requests of each length, and the rows that it shows."""
     measured = {"contexts": ",".join(map(str, contexts)), "policies": policy, "budget": str(budget)}
     engine = {"requests": 4, "cache_mib": 16, "question_tokens": question_tokens}
-    usual = {"model": "small", "entries": "model,rot4", "new_tokens": 4, "repeats": 2, "backend": "eager"} | others
+    usual = {"model": "small", "entries": "model,rot4", "new_tokens": 4, "repeats": 2, "backend": "eager"} | (
+        others or {}
+    )
     with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
         result = serve.Serve(BenchSettings(**usual, **measured, **engine)).run()
     [(_, _, rows)] = serve.Serve.shown(result).tables

@@ -302,9 +302,9 @@ def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
 
 
 def test_the_bench_scores_the_answers_to_samples_of_a_task(ask):
-    """The built-in model finds what it is asked for in the whole prompt; less often where 24 of 256 entries are kept."""
+    """The built-in model finds what is asked for in the whole prompt, and less often in 10 of 256 entries."""
     model = {"model": str(builtin.path()), "task": "needle", "window": 8}
-    result, rows = ask("benched", [256], "random", 24, **model)
+    result, rows = ask("benched", [256], "random", 10, 0, model)
     assert all(len(one["scores"]) == 8 for one in result["serve"])
     right = {row[1]: int(row[-1]) for row in rows}
     assert right["chunks"] == right["whole"] >= 75 > right["kvpass"] + 25
