@@ -14,6 +14,7 @@ from torch import Tensor
 import kvpass
 from kvpass.calibration import fit
 from kvpass.calibration.texts import generated_texts
+from pairwise import quick
 from tiny_models import random_ids, tiny_model
 
 PIECE = fit.Piece([3, 4, 5], random_ids(1, 30, seed=1)[0].tolist(), [9, 8])
@@ -74,7 +75,7 @@ def brute_force(model, piece: fit.Piece) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2", "gpt_oss"])
+@pytest.mark.parametrize("family", quick(["llama", "olmo2", "gpt_oss"], ["gpt_oss"]))
 def test_y_is_the_most_that_the_repetition_pays(family):
     """olmo2 does not normalise what enters attention; gpt_oss has sinks, and a first layer with a sliding window."""
     given = {"layers": 2} if family != "gpt_oss" else {}
@@ -175,7 +176,7 @@ def test_statistics_are_of_all_fitted_tokens_and_numbers_of_heads_are_means_of_t
         torch.testing.assert_close(made.queries["head_distances"][layer], distances)
 
 
-@pytest.mark.parametrize("where", ["a piece", "its sums", "a piece held out"])
+@pytest.mark.parametrize("where", quick(["a piece", "its sums", "a piece held out"], ["its sums"]))
 def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
     """Sums to the last bit, whether it ends while the model runs or while its layers are added."""
     model, texts = tiny_model("llama", layers=2), [text[:200] for text in generated_texts(words=60, rounds=2)]
