@@ -174,7 +174,7 @@ class Runner:
             kept = batch.kept or self.kept()
             number, found = batch.condition, zip(batch.indices, said, kept, strict=True)
             del batch  # its cache, before the next one is filled
-            yield number, [(index, _ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
+            yield number, [(index, ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
 
     def generate(
         self,
@@ -259,7 +259,7 @@ def each_cache(model: Any, conditions: Conditions, *prompt: Tensor) -> Iterator[
         yield caches.pop(0)
 
 
-def _ended(tokens: list[int], stops: Collection[int]) -> list[int]:
+def ended(tokens: list[int], stops: Collection[int]) -> list[int]:
     """Up to the token that ends an answer; what follows fills the batch."""
     return tokens[: next((end for end, token in enumerate(tokens, 1) if token in stops), len(tokens))]
 

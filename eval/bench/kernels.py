@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.part import Prompt
+from kvpass.cache.part import PromptFacts
 from kvpass.config import EntryFormat, Geometry, LayerGroup, PoolFacts
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
@@ -248,7 +248,8 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
 
     def compress() -> None:
         store = FullAttentionLayers(group, resolved)
-        store.begin_prefill(Prompt(start, tokens, [BUDGET], shape.dtype, shape.device), PoolFacts(1, plain=False))
+        prompt = PromptFacts(start, tokens, [BUDGET], shape.dtype, shape.device)
+        store.begin_prefill(prompt, PoolFacts(1, plain=False))
         buffers = PrefillBuffers(*store.prefill_state.values())
         for layer in range(shape.layers):
             _, lse = ops.attend_prompt(call, start)

@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +22,7 @@ from kvpass.eval.bench.processes import in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
-from kvpass.eval.runner import chunks
+from kvpass.eval.runner import chunks, ended
 from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import located
@@ -47,13 +47,18 @@ ENVIRONMENT = {
 }
 
 
+def policy_settings(settings: BenchSettings, room: int) -> dict[str, Any]:
+    """What the plug-in is told of the first policy; ``room``: tokens that a request may append."""
+    options = {"policy": settings.policy.name, **dict(settings.policy.options)}
+    return options | {"budget": settings.budget_value, "room": room}
+
+
 def _plugin_settings(settings: BenchSettings, file: str) -> dict[str, Any]:
     """What vLLM takes as ``additional_config``; ``file`` is the document of questions."""
     if settings.question_tokens:
         options = {"room": settings.question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
     else:
-        options = {"policy": settings.policy.name, **dict(settings.policy.options)}
-        options |= {"budget": settings.budget_value, "room": settings.new_tokens}
+        options = policy_settings(settings, settings.new_tokens)
     return {"kvpass": {**options, "entries": settings.formats[0]}}
 
 
@@ -120,10 +125,10 @@ class _Questions:
     def prompts(self) -> list[list[int]]:
         return [list(encode(self.tokenizer, sample, chat=self.task.chat).ids) for sample in self.samples]
 
-    def score(self, sample: int, answer: Sequence[int]) -> float:
+    def score(self, sample: int, answer: list[int]) -> float:
         """Return the score of an answer, up to the token that ends it, in [0, 1]."""
-        ended = itertools.takewhile(lambda token: token != self.tokenizer.eos_token_id, answer)
-        return self.task.metric(str(self.tokenizer.decode(list(ended))), self.samples[sample])
+        tokens = ended(answer, [self.tokenizer.eos_token_id])
+        return self.task.metric(str(self.tokenizer.decode(tokens, skip_special_tokens=True)), self.samples[sample])
 
 
 def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Result:

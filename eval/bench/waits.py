@@ -14,7 +14,7 @@ from unittest import mock
 
 from kvpass.eval.bench.base import Result
 from kvpass.eval.bench.processes import in_new_process
-from kvpass.eval.bench.serve import ENVIRONMENT, Serve, start_engine
+from kvpass.eval.bench.serve import ENVIRONMENT, Serve, policy_settings, start_engine
 from kvpass.eval.bench.settings import BenchSettings
 from kvpass.eval.environment import conditions
 from kvpass.eval.tables import Tables
@@ -39,8 +39,7 @@ def measure_waits(settings: BenchSettings, tokens: int, chunk: int | None, compr
     """
     options: dict[str, Any] = {"kv_cache_memory_bytes": settings.cache_mib * 2**20, "enable_prefix_caching": False}
     if compressed:
-        policy = {"policy": settings.policy.name, **dict(settings.policy.options)}
-        options["additional_config"] = {"kvpass": policy | {"budget": settings.budget_value, "room": ANSWER}}
+        options["additional_config"] = {"kvpass": policy_settings(settings, ANSWER)}
     with tempfile.TemporaryDirectory() as folder:
         longest = max(tokens + 1, RUNNING_TOKENS + ANSWER)
         engine = start_engine(settings, longest, chunk, folder=folder, **options)

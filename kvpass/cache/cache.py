@@ -23,7 +23,7 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.metadata import CacheMetadata, check_tensors
-from kvpass.cache.part import CachePart, Prompt, RecurrentState, SlidingWindowLayers
+from kvpass.cache.part import CachePart, PromptFacts, RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
@@ -168,7 +168,7 @@ class CompressedCache(Cache):
         if self.budget is not None and layout.pools:
             token_bytes = layout.token_bytes(self.entry_format) * self.ranks.size
             self._budgets = [self.budget.check(length, window, token_bytes) for length in lengths]
-        prompt = Prompt(self.start, n, self._budgets, dtype, device, self.expected - n, self.reuse)
+        prompt = PromptFacts(self.start, n, self._budgets, dtype, device, self.expected - n, self.reuse)
         stores = [FullAttentionLayers(group, self.policy, self.ranks, self.entry_format) for group in layout.pools]
         for store, facts in zip(stores, pools, strict=True):
             store.begin_prefill(prompt, facts)

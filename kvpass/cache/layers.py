@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from kvpass.cache.buffer_reuse import NO_REUSE
 from kvpass.cache.metadata import LayersFacts, saved_names
-from kvpass.cache.part import CachePart, Prompt
+from kvpass.cache.part import CachePart, PromptFacts
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import EntryFormat, LayerGroup, PoolFacts
 from kvpass.operands import (
@@ -137,7 +137,7 @@ class FullAttentionLayers(CachePart):
         heads = self.geometry.kv_heads * self.ranks.size  # all entries may be of this process
         return self.policy.capacity(entries, self.geometry.layers, heads)
 
-    def begin_prefill(self, prompt: Prompt, facts: PoolFacts) -> None:
+    def begin_prefill(self, prompt: PromptFacts, facts: PoolFacts) -> None:
         """Allocate the buffers of a prompt; ``facts``: what the graph says of the layers."""
         self._prompt, self._plain, self.reuse = prompt, facts.plain, prompt.reuse
         n, g, window = prompt.columns, self.geometry, self.policy.window
@@ -146,19 +146,9 @@ class FullAttentionLayers(CachePart):
         slots = max(2, min(self.capacity(max(entries)), bound))
         tail = min(window, n) + _rounded_up(1 if self.evicts else min(max(prompt.expected, 1), MOST_SPARE))
 
-        sizes = {
-            **{
-                "B": prompt.rows,
-                "E": slots,
-                "D": g.key_dim,
-                "V": g.stored_value_dim,
-                "L": g.layers,
-                "K": g.kv_heads,
-                "C": tail,
-            },
-            **{"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group, "Q": self._rows_per_head},
-            "F": self.policy.stat_planes,
-        }
+        sizes = {"B": prompt.rows, "E": slots, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads}
+        sizes |= {"C": tail, "W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group}
+        sizes |= {"Q": self._rows_per_head, "F": self.policy.stat_planes}
 
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]

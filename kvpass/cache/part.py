@@ -20,8 +20,8 @@ from kvpass.operands import BUFFERS, RingBuffers
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
-    """A prompt that a cache is to hold.
+class PromptFacts:
+    """What a cache is told of a prompt that it is to hold.
 
     Attributes:
         start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
@@ -136,7 +136,7 @@ class SlidingWindowLayers(CachePart):
         self.ring_k, self.ring_v = ring_k, ring_v
 
     @classmethod
-    def empty(cls, group: LayerGroup, prompt: Prompt) -> SlidingWindowLayers:
+    def empty(cls, group: LayerGroup, prompt: PromptFacts) -> SlidingWindowLayers:
         """Return rings for the rows of a prompt."""
         g, window = group.geometry, group.sliding_window
         assert window is not None
@@ -170,7 +170,7 @@ class RecurrentState(CachePart):
         self.held, self.made = held, torch.zeros_like(held) if made is None else made
 
     @classmethod
-    def empty(cls, shape: StateShape, prompt: Prompt) -> RecurrentState:
+    def empty(cls, shape: StateShape, prompt: PromptFacts) -> RecurrentState:
         """Return zeros: the state before a text."""
         sizes, dtype = (prompt.rows, *shape.shape), getattr(torch, shape.dtype)
         pair = (prompt.reuse.empty((shape, name), sizes, dtype, prompt.device).zero_() for name in ("held", "made"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.part import Prompt
+from kvpass.cache.part import PromptFacts
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, joined_facts, record_of_all
@@ -89,7 +89,7 @@ def recorded(
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
     store = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(layers)), policy, ranks)
     budgets = [BUDGET if policy.needs_budget else TOKENS] * ROWS
-    store.begin_prefill(Prompt(start, TOKENS, budgets, q.dtype, q.device), PoolFacts(1, plain=False))
+    store.begin_prefill(PromptFacts(start, TOKENS, budgets, q.dtype, q.device), PoolFacts(1, plain=False))
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
