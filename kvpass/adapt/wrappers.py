@@ -16,7 +16,7 @@ from kvpass.compiler.backend import Compiler
 
 
 def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
-    """Raise if the weights are not on one device, or an unknown function replaces ``forward``.
+    """Raise if the weights are not on one device, a CPU or of CUDA, or an unknown function replaces ``forward``.
 
     ``offloaded``: device that computes, of a model with weights on the host.
     """
@@ -27,6 +27,11 @@ def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
         raise ValueError(
             f"the weights of {type(model).__name__} are on {', '.join(devices)}: kvpass runs a model on one device; "
             "load it with one device in device_map, and 'cpu' for what does not fit there"
+        )
+    if devices and torch.device(devices[0]).type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"the weights of {type(model).__name__} are on {devices[0]}: kvpass runs on CPUs and CUDA devices; "
+            "move the model to one of them"
         )
     for path, module in model.named_modules():
         hook = module.__dict__.get("_hf_hook")

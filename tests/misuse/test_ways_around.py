@@ -9,6 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -168,6 +169,16 @@ def partly_without_weights(model):
     model.lm_head.to("meta")
 
 
+def on_another_device(model):
+    with FakeTensorMode():  # as it is with a build of torch for that device
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    module._parameters[name] = torch.nn.Parameter(torch.empty(weight.shape, device="mps"))
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = torch.empty(buffer.shape, device="mps")
+
+
 def own_hook(model):
     add_hook_to_module(model.model.layers[0], ModelHook())
 
@@ -189,6 +200,7 @@ def own_method(model):
     [
         (without_weights, "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
         (partly_without_weights, "weights of LlamaForCausalLM are on cpu, meta"),
+        (on_another_device, "weights of LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices"),
         (own_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
         (own_forward, "forward of this LlamaForCausalLM was replaced on the instance"),
         (own_method, "forward of this LlamaForCausalLM was replaced on the instance"),
