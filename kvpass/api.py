@@ -151,8 +151,9 @@ def load_cache(
         model: what ``kvpass.compile`` returned, with the policy and budget of the cache. The full cache of a text
             (``cache.full``) loads for any policy.
         device: of the cache; by default that of the model's first parameter.
-        mapped: on a CPU, map the entries from the file instead of reading them into memory: the system reads what is
-            used, and may drop it again. The file must not be written to while the cache is used; it may be replaced.
+        mapped: map the entries from the file instead of reading them into memory: the system reads what is used, and
+            may drop it again. The file must not be written to while the cache is used; it may be replaced. On CUDA only
+            the full cache of a text stays in its file, and calls copy its prompt layer by layer; others are copied.
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
@@ -166,7 +167,7 @@ def load_cache(
     found = run_on_all_ranks(
         ranks, "kvpass.load_cache", lambda: read_saved(path, mapped=mapped), lambda found: {"file": _summary(*found)}
     )
-    return restore_cache(path, *found, model, device=device)
+    return restore_cache(path, *found, model, device=device, mapped=mapped)
 
 
 def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
@@ -190,6 +191,7 @@ def restore_cache(
     model: Any,
     *,
     device: torch.device | str | None = None,
+    mapped: bool = False,
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
@@ -205,6 +207,7 @@ def restore_cache(
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
     runtime.check_cache(cache, rules)
-    cache = cache.to(model.device if device is None else device)
+    stays = mapped and cache.budget is None and cache.entry_format == "model"  # nothing compresses it again
+    cache = cache.to(model.device if device is None else device, pools=not stays)
     cache.take_memory_from(runtime.captures.compiler.memory(cache.device))
     return cache

@@ -30,6 +30,7 @@ from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, of_part, record_of_all
 from kvpass.config import Block, Budget, EntryFormat, Layout, PoolFacts
 from kvpass.errors import CacheMismatchError
+from kvpass.ops.host_pool import POOL
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -454,20 +455,34 @@ class CompressedCache(Cache):
         return twin
 
     @torch.inference_mode(False)
-    def to(self, device: torch.device | str) -> CompressedCache:
-        """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""
+    def to(self, device: torch.device | str, *, pools: bool = True) -> CompressedCache:
+        """Return the cache if it is on ``device``, else a copy there with the same ``reusable``.
+
+        Args:
+            pools: False: keys and values of the prompt stay where they are, for calls to copy them layer by layer.
+        """
         target = torch.device(device)
         self._known_layout()
         if target.type == self._device.type and target.index in (None, self._device.index):
             return self
         twin = copy.copy(self)
-        twin.parts = [part.to(target) for part in self.parts]
+        twin.parts = [part.to(target, () if pools else POOL) for part in self.parts]
         for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin.ids = None if self.ids is None else self.ids.to(target)
         twin._padded = None if self._padded is None else self._padded.to(target)
         twin._device, twin.full = twin.start.device, None
         return twin
+
+    def hold_pools_on_host(self) -> None:
+        """Move keys and values of the prompt to host memory; calls copy those of one layer at a time."""
+        for store in self.full_layers:
+            store.hold_pool_on_host()
+
+    @property
+    def pools_stay_on_host(self) -> bool:
+        """Whether keys and values of the prompt are in host memory, and the cache is on another device."""
+        return any(store.pool_k.device != self._device for store in self.full_layers)
 
     # -- what `generate` uses ----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ from kvpass.operands import (
 )
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
+from kvpass.ops.host_pool import POOL
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
@@ -307,9 +308,15 @@ class FullAttentionLayers(CachePart):
                 setattr(twin, name, self.reuse.copy((self.group, name), x))
         return twin
 
-    def to(self, device: torch.device) -> FullAttentionLayers:
+    def to(self, device: torch.device, stays: Collection[str] = ()) -> FullAttentionLayers:
         self.geometry.check_format(self.entry_format, device)
-        return super().to(device)
+        return super().to(device, stays)
+
+    def hold_pool_on_host(self) -> None:
+        """Move the pool to host memory, page-locked if it comes from CUDA; calls copy it layer by layer."""
+        for name in POOL:
+            pool: Tensor = getattr(self, name)
+            setattr(self, name, pool.cpu().pin_memory() if pool.is_cuda else pool.cpu())
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> FullAttentionLayers:
         twin = super().mapped(change)
@@ -376,7 +383,7 @@ class FullAttentionLayers(CachePart):
             joined = first.new_full(sizes, EMPTY if name in ("pool_positions", "slot_positions") else 0)
             for x, begin, end in zip(held, begins, ends, strict=True):
                 joined[tuple(map(slice, begin, end))] = x
-            tensors[name] = joined.index_select(buffer.row_dim, order)
+            tensors[name] = joined.index_select(buffer.row_dim, order.to(joined.device))
         return parts[0].holding(tensors, replace(parts[0].facts, used=used))
 
     # -- files and devices ------------------------------------------------------------------------------------------
@@ -395,7 +402,7 @@ class FullAttentionLayers(CachePart):
         spare = torch.arange(held, device=count.device) >= count[:, None]
         for name in self.pool_names:
             tensors[name] = tensors[name][:, :held].clone()
-            tensors[name][spare] = EMPTY if name == "pool_positions" else 0
+            tensors[name][spare.to(tensors[name].device)] = EMPTY if name == "pool_positions" else 0
         if self.evicts:
             dead = self.slot_positions[..., -self.tail_k.shape[3] :] < 0
         else:

@@ -291,7 +291,7 @@ class PhaseCompiler:
             for lookup in captured.lookups:
                 lookup.check(inputs)
             call.begin()
-            if step is None or count(inputs) > MAX_CAPTURED_TOKENS:
+            if step is None or count(inputs) > MAX_CAPTURED_TOKENS or call.cache.pools_stay_on_host:
                 return compiled(*inputs, *state)
             return step(inputs, state)
 

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -284,7 +284,7 @@ class CompressedModel(GenerateHooks):
         *,
         inputs_embeds: Tensor | None = None,
         reusable: bool = True,
-        keep_full: bool = False,
+        keep_full: bool | Literal["host"] = False,
         budget: BudgetLike = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
@@ -296,9 +296,13 @@ class CompressedModel(GenerateHooks):
             inputs_embeds: the context as embeddings ``[B, N, D]``, in place of ``input_ids``.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
-            keep_full: also keep the full cache, in ``cache.full``, for ``generate(..., exact=True)``.
+            keep_full: also keep the full cache, in ``cache.full``, for ``generate(..., exact=True)``. ``"host"``: with
+                keys and values of the context in host memory once it is compressed; exact answers copy them to the
+                device layer by layer, for each draft once. On a CPU that is the memory they are in anyway.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
+        if keep_full not in (False, True, "host"):
+            raise ValueError(f"keep_full={keep_full!r}: must be True, False or 'host'")
         runtime = self._kvpass
         rules = runtime.rules_now.with_budget(budget)
         filled = cache = runtime.new_cache(rules)
@@ -311,6 +315,8 @@ class CompressedModel(GenerateHooks):
                 input_ids, attention_mask, past_key_values=filled, inputs_embeds=inputs_embeds, logits_to_keep=1
             )
         filled.fills, runtime.last_prompt = (), cache.record
+        if keep_full == "host":
+            filled.hold_pools_on_host()
         cache.reusable = reusable
         if self.policy.needs_question:
             _warn_of_question(self.policy.name)

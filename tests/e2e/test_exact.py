@@ -15,7 +15,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass.errors import CacheMismatchError
+from kvpass.operands import AppendBuffers
+from kvpass.ops import schemas
 from kvpass.ops.entry_formats import quantised
+from kvpass.ops.host_pool import layer_on_device
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
@@ -151,6 +154,32 @@ def test_a_mapped_full_cache_stays_in_its_file(tmp_path, rows):
         ours = [line[0].split("-") for line in lines if line[-1] == str(tmp_path / "full")]
         assert all(any(int(low, 16) <= place < int(high, 16) for low, high in ours) for place in places)
     assert (tmp_path / "full").read_bytes() == content
+
+
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.exhaustive), "inductor"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
+def test_a_full_cache_on_the_host_is_copied_layer_by_layer(monkeypatch, family, backend):
+    """As if the model were on another device than every pool: tests/e2e/test_gpu.py has one."""
+    copied: list[tuple[int, int]] = []
+
+    def copy_layer(held: AppendBuffers, layer: int, device: torch.device) -> AppendBuffers:
+        found = layer_on_device(held, layer, device)
+        copied.append((held.pool_k.shape[1], found.pool_k.shape[1]))
+        return found
+
+    model, fast = fast_model(family, backend=backend)
+    monkeypatch.setattr(schemas, "_is_elsewhere", lambda pool, like: True)
+    monkeypatch.setattr(schemas, "layer_on_device", copy_layer)
+    with pytest.raises(ValueError, match="keep_full='disk': must be True, False or 'host'"):
+        fast.compress(PROMPT, keep_full="disk")
+    for lengths in ((65,), (40, 65)):
+        prompts, mask = padded_prompts(*lengths)
+        document = fast.compress(prompts, mask, keep_full="host")
+        questions = random_ids(len(lengths), 5, seed=6)
+        out = greedy(fast, questions, past_key_values=document, exact=True)
+        whole, seen = torch.cat([prompts, questions], 1), torch.cat([mask, torch.ones_like(questions)], 1)
+        assert torch.equal(out[:, -NEW:], greedy(model, whole, attention_mask=seen)[:, -NEW:])
+    assert copied and all(part < held for held, part in copied), "a pool was copied whole"
 
 
 def test_processors_end_tokens_and_padding_count():
