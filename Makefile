@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LINT_READY := $(VENV)/lint-ready
 DOCS_READY := $(VENV)/docs-ready
-VLLM_VENV := .venv-vllm
+VLLM ?= 0.32
+VLLM_VENV := .venv-vllm$(if $(filter-out 0.32,$(VLLM)),-$(VLLM))
 VLLM_READY := $(VLLM_VENV)/ready
 KVPRESS_VENV := .venv-kvpress
 KVPRESS_READY := $(KVPRESS_VENV)/ready
@@ -55,7 +56,7 @@ test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA librari
 test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA libraries unless pip finds a CPU build
 	@scripts/test-versions $(VENV) "torch==2.15.0 triton==3.9.0 transformers==5.23.0"
 
-test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (3 GB; ten minutes)
+test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (3 GB; half an hour); VLLM=0.33: its Python files
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 test-real: $(READY) ## real weights: fetch SmolLM2-135M, compare with transformers, answers at a quarter of the cache
@@ -83,7 +84,7 @@ gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minut
 	fi
 
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) $(VLLM_VENV) $(KVPRESS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(KVPRESS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt scripts/setup
@@ -93,7 +94,7 @@ $(READY): pyproject.toml constraints.txt scripts/setup
 
 $(VLLM_READY): pyproject.toml scripts/setup-vllm
 	@echo "setting up $(VLLM_VENV)"
-	@scripts/setup-vllm "$(PYTHON)" "$(VLLM_VENV)"
+	@scripts/setup-vllm "$(PYTHON)" "$(VLLM_VENV)" "$(VLLM)"
 	@touch $@
 
 $(KVPRESS_READY):

@@ -12,6 +12,6 @@ set -euo pipefail
 model=$1
 shift
 exec python -m vllm.entrypoints.openai.api_server --model "$model" \
-    --no-enable-chunked-prefill --no-enable-prefix-caching \
-    --max-model-len 4096 --max-num-seqs 64 --max-num-batched-tokens 4160 \
+    --enable-chunked-prefill --no-enable-prefix-caching \
+    --max-model-len 4096 --max-num-seqs 64 --max-num-batched-tokens 512 \
     --additional-config '{"kvpass": {"policy": "lava", "budget": 256, "room": 512}}' "$@"

@@ -273,7 +273,7 @@ class Serve(Benchmark):
             [
                 f"{found['tokens']}{question}",
                 found["system"],
-                f"{result['requests'] / _median(found, 'seconds', float):.2f}",
+                f"{result['requests'] / _median(found, 'seconds', float):.3g}",
                 f"{_median(found, 'first_token_s', statistics.median):.2f}",
                 f"{_median(found, 'first_token_s', max):.2f}",
                 f"{1e3 * _median(found, 'token_s', statistics.median):.0f}",

