@@ -117,7 +117,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 def recorded(node: Node) -> Any:
     """Return the recorded result: a fake tensor, a symbol, a tuple of them; None if there is none."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
 def is_scalar(node: Node) -> bool:
