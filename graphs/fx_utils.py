@@ -60,7 +60,10 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 _SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
 _SHAPE_OF_SECOND = {"type_as", "to", "expand_as", "view_as", "reshape_as"}
-_INPLACE_OPERATORS = set("iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split())
+_INPLACE_OPERATORS = {
+    getattr(operator, name)
+    for name in "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+}
 
 
 _OF_MODULES = {"self", "_modules", "_parameters", "_buffers", "__dict__"}
@@ -114,7 +117,8 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 def recorded(node: Node) -> Any:
     """Return the recorded result: a fake tensor, a symbol, a tuple of them; None if there is none."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
 def is_scalar(node: Node) -> bool:
@@ -234,8 +238,9 @@ def mutated_inputs(node: Node) -> list[Node]:
     elif node.op == "call_function" and name == "setitem":
         written = [node.args[0]]
     elif node.op in ("call_function", "call_method"):
-        in_place = name.endswith("_") and not name.endswith("__")
-        in_place |= target in {getattr(operator, operation) for operation in _INPLACE_OPERATORS}
+        named = name.endswith("_") and not name.endswith("__")
+        in_place = named and getattr(target, "__module__", None) != "_operator"  # and_, not_
+        in_place |= target in _INPLACE_OPERATORS
         written = [node.args[0] if node.args else None] if in_place or _inplace_flag(node) else []
         written.append(node.kwargs.get("out"))
     else:

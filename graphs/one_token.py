@@ -21,20 +21,13 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.graphs.bind_state import STATE_PREFIX, placeholders
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
-from kvpass.torch_compat import (
-    FakeTensor,
-    FakeTensorMode,
-    TensorProperty,
-    ValueRanges,
-    enable_python_dispatcher,
-    set_symbol_bounds,
-    sizes_of_inputs,
-)
+from kvpass.graphs.record_values import record_values
+from kvpass.torch_compat import FakeTensorMode, TensorProperty, ValueRanges, set_symbol_bounds, sizes_of_inputs
 
 _LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)
 """Lengths for which a guard that excludes one token only must hold."""
@@ -111,34 +104,3 @@ def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMo
             node.replace_all_uses_with(value)  # type: ignore[arg-type]
     record_values(gm, inputs, mode)
     return sum(node.op.startswith("call_") for node in gm.graph.nodes)
-
-
-def record_values(gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> None:
-    """Record the values that fake inputs give."""
-    with mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo records: else polar fixes the number of rows
-        _Recorder(gm, mode).run(*inputs)
-
-
-class _Recorder(Interpreter):
-    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
-        super().__init__(gm)
-        self.mode, self.extra_traceback = mode, False
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if n.op == "get_attr" and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-            value = self.mode.from_tensor(value)
-        if n.op != "output":
-            n.meta["example_value"] = value
-        return value
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_linear = target is torch.nn.functional.linear
-        return _linear(*args, **kwargs) if is_linear else super().call_function(target, args, kwargs)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What a linear layer gives, without the product and the views that torch makes of it for fake tensors."""
-    if torch.is_autocast_enabled(input.device.type):  # it may have another dtype
-        return torch.nn.functional.linear(input, weight, bias)
-    return input.new_empty(*input.shape[:-1], *weight.shape[:-1])

@@ -126,10 +126,11 @@ def _surroundings() -> tuple[str, ...]:
     files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_CODE))
     for file in sorted(files):
         source.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    processor = platform.processor()
+    lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line for line in lines if line.startswith(("flags", "Features"))), processor)
+    listed = (line for line in lines if line.startswith(("flags", "Features")))
+    processor = next(listed, "") or platform.processor()  # which starts a process
     return source.hexdigest(), f"{torch.__version__} {torch.version.git_version}", sys.version, processor
 
 

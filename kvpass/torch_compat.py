@@ -46,6 +46,7 @@ from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint, valid_vec_isa_list
 from torch._inductor.inductor_prims import force_stride_order
+from torch._inductor.output_code import CompiledFxGraph
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -158,8 +159,9 @@ def known_cpp_compiler() -> Iterator[None]:
             answers = [name, cpp_builder.get_compiler_version_info(name)]
             if recall("cpp_compiler", [search]) != answers:
                 keep("cpp_compiler", [search], answers)
-        with nullcontext() if known is None else _answers_of_compiler(*known):
+        with nullcontext() if known is None else _answers_of_compiler(*known), _loaded_without_headers():
             _find_vector_instructions()
+            _find_system()
             yield
 
 
@@ -173,11 +175,30 @@ def _answers_of_compiler(name: str, version: str) -> Iterator[None]:
     with (
         mock.patch.object(cpp_builder, "cpp_compiler_search", lambda search: name),
         mock.patch.object(cpp_builder, "get_compiler_version_info", lambda name: version),
-        mock.patch.object(codecache, "_precompile_header", lambda *given, **named: ""),  # it compiles more than is used
         mock.patch.object(cpp_builder.CppBuilder, "build", build),
         inductor_config.patch(compile_threads=1),  # in processes of its own it would compile as ever
     ):
         yield
+
+
+@contextmanager
+def _loaded_without_headers() -> Iterator[None]:
+    """Let Inductor load what is compiled already without having the compiler read the headers for it."""
+    load = CompiledFxGraph.after_deserialization
+
+    def loaded(*given: Any, **named: Any) -> Any:
+        with inductor_config.patch(cpp_cache_precompile_headers=False):
+            return load(*given, **named)
+
+    with mock.patch.object(CompiledFxGraph, "after_deserialization", loaded):
+        yield
+
+
+def _find_system() -> None:
+    """Let Inductor find its name for this machine; without a GPU, Triton is no part of it and is not read."""
+    unread = mock.patch.object(codecache, "triton_key", lambda: None, create=True)  # before 2.13 it had no such name
+    with nullcontext() if torch.cuda.is_available() else unread:
+        codecache.CacheBase.get_system()
 
 
 def _find_vector_instructions() -> None:

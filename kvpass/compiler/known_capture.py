@@ -26,8 +26,8 @@ from kvpass.graphs.bind_state import backend_mode, placeholders
 from kvpass.graphs.canonical import batch_and_tokens, find_sites
 from kvpass.graphs.fx_utils import symbols_of
 from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to_json, inputs_of
-from kvpass.graphs.one_token import record_values
 from kvpass.graphs.passes import PassRecord
+from kvpass.graphs.record_values import record_values
 from kvpass.graphs.verify.graph_text import NoTextError
 from kvpass.remembered import keep, recall
 

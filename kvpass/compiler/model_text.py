@@ -86,6 +86,8 @@ def _model_lines(model: nn.Module) -> Iterator[str]:
         for name, value in vars(module).items():
             if name not in _APART and not (name in _OF_EVERY_MODULE and value == _OF_EVERY_MODULE[name]):
                 yield f"{path}.{name} {_value_text(value, places)}"
+                if isinstance(value, PretrainedConfig):  # most modules hold the same
+                    places.setdefault(id(value), f"{path}.{name}")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             yield f"{path}.{name} {_tensor_text(tensor, f'{path}.{name}', tensors)}"
 
@@ -99,9 +101,11 @@ def _tensor_text(tensor: Tensor | None, name: str, known: dict[int, str]) -> str
 
 
 def _value_text(value: Any, places: Mapping[int, str]) -> str:
-    """The exact text of an attribute; ``places``: paths of the modules of the model, by their id."""
+    """The exact text of an attribute; ``places``: paths of modules, and of configurations seen before, by their id."""
     if type(value) in _PLAIN:
         return repr(value)
+    if isinstance(value, PretrainedConfig) and id(value) in places:
+        return f"is {places[id(value)]}"
     if isinstance(value, PretrainedConfig):
         return f"{_class_text(type(value))} {_value_text(vars(value), places)}"
     if type(value) in (list, tuple):

@@ -5,16 +5,16 @@ Inductor may add guards after Dynamo has written its own: :func:`compile_guarded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.graphs.bind_state import placeholders
-from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.fx_utils import recorded, storage_of
 from kvpass.graphs.host_weights import rooms_of
 from kvpass.graphs.split import Part, groups_of, join, split_graph
 from kvpass.host_weights import HostCopies
@@ -57,9 +57,23 @@ def compile_distinct(
     functions: dict[Hashable, Callable[..., Any]] = {}
     for part in parts:
         if part.runs and part.key not in functions:
-            inputs = [given.get(node, recorded(node)) for node in part.inputs]
-            functions[part.key] = _ours(compile_one(part.gm, inputs))
+            functions[part.key] = _ours(compile_one(part.gm, _inputs(part, given)))
     return functions
+
+
+def _inputs(part: Part, given: Mapping[Node, Any]) -> list[Any]:
+    """Fake inputs of a part: those given, or recorded values, which two nodes may have in common."""
+    found: list[Any] = []
+    held = {given[node].untyped_storage()._cdata for node in part.inputs if isinstance(given.get(node), Tensor)}
+    for node in part.inputs:
+        value = given.get(node, recorded(node))
+        if node not in given and isinstance(value, Tensor):
+            if storage_of(node) in held:
+                with value.fake_mode:  # type: ignore[attr-defined]
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            held.add(storage_of(node))
+        found.append(value)
+    return found
 
 
 def _ours(compiled: Callable[..., Any]) -> Callable[..., Any]:

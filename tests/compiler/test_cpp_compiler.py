@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from torch._inductor import cpp_builder
+import torch
+from torch._inductor import codecache, cpp_builder
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 
+from kvpass import torch_compat
 from kvpass.kernels.cpu import build
-from kvpass.torch_compat import CppCodeCache, inductor_config
+from kvpass.torch_compat import CppCodeCache, inductor_config, known_cpp_compiler
 
 SOURCE = 'extern "C" int kvpass_test() { return 42; }'
 NO_COMPILER = r"a C\+\+ compiler is needed .* No working C\+\+ compiler found"
@@ -52,3 +55,29 @@ def test_the_compiler_is_asked_again_when_it_is_back(built, monkeypatch):
     assert build(SOURCE).kvpass_test() == 42
     monkeypatch.undo()
     assert build(SOURCE.replace("42", "43")).kvpass_test() == 43
+
+
+def test_inductor_does_not_have_headers_read_for_what_is_compiled_already(tmp_path, monkeypatch):
+    read, read_headers = [], codecache._precompile_header
+    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
+    monkeypatch.setattr(codecache, "_precompile_header", lambda *a, **n: read.append(a) or read_headers(*a, **n))
+    with fresh_cache():
+        for count in (1, 1):
+            torch._dynamo.reset()
+            CppPythonBindingsCodeCache.cache_clear()
+            with known_cpp_compiler():
+                assert torch.compile(lambda x: x.sin() + 42)(torch.zeros(8)).tolist() == [42.0] * 8
+            assert len(read) == count
+
+
+def test_inductors_name_for_a_machine_without_a_gpu_is_found_without_reading_triton(monkeypatch):
+    def reads():
+        raise AssertionError
+
+    expected = codecache.CacheBase.get_system()
+    codecache.CacheBase.get_system.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(codecache, "triton_key", reads, raising=False)
+    torch_compat._find_system()
+    if not torch.cuda.device_count():
+        assert codecache.CacheBase.get_system() == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import shutil
 from contextlib import contextmanager
@@ -171,6 +172,12 @@ def other_config(model, monkeypatch):
     model.config.rms_norm_eps = 0.5  # read by no forward: it may be read again, and costs a capture
 
 
+def other_config_of_one_module(model, monkeypatch):
+    own = model.model.layers[0].self_attn
+    own.config = copy.copy(own.config)
+    own.config.attention_dropout = 0.5
+
+
 def other_order(model, monkeypatch):
     model.model.layers = nn.ModuleList(reversed(model.model.layers))
 
@@ -200,7 +207,7 @@ def hook(model, monkeypatch):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out)
 
 
-OF_THE_MODEL = [other_weights, other_attribute, other_config, other_order]
+OF_THE_MODEL = [other_weights, other_attribute, other_config, other_config_of_one_module, other_order]
 OF_CODE = [function_of_the_module, method_of_the_class, method_of_the_object, class_of_the_user, hook]
 """Changes to what is outside of torch and transformers: it has no exact text, and its capture is not kept."""
 

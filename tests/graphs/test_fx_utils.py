@@ -56,6 +56,7 @@ def written(x: Tensor) -> list[Tensor]:
     torch.sin(x, out=x)
     torch.ops.aten.add_.Tensor(x, x)
     F.relu(x, inplace=False)
+    (x > 0) & (x < 1)
     return [x.__and__(x) if x.dtype == torch.bool else x.cos()]
 
 
