@@ -44,7 +44,7 @@ class _Recorder(Interpreter):
         value = super().run_node(n) if key is None or key not in self._known else self._known[key]
         if n.op == "get_attr" and isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             value = self.mode.from_tensor(value)
-        if key is not None and self._form(value) is not None:
+        if key is not None and value is not None and self._form(value) is not None:  # None: called for its effect
             self._known[key] = value
         if n.op != "output":
             n.meta["example_value"] = value

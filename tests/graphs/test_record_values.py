@@ -100,6 +100,18 @@ def test_the_same_call_under_autocast_gives_another_value():
     assert [recorded(node).dtype for node in nodes] == [torch.bfloat16, torch.float32]
 
 
+def test_a_call_that_returns_nothing_runs_each_time():
+    def body(graph, x, y):
+        found = []
+        for enabled in (True, False, True):
+            graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            found.append(graph.call_function(torch.is_grad_enabled))
+        return found
+
+    _, _, nodes = graph_of(body)
+    assert [recorded(node) for node in nodes] == [True, False, True]
+
+
 def test_a_part_is_compiled_for_inputs_apart():
     """Else the compiler would take two inputs for one."""
 
