@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 from kvpass.graphs.fx_utils import dim_of, shape_of, symbols_of
 from kvpass.torch_compat import ShapeGuard, int_oo
 
+_SHORT = range(2, 130)
+"""Lengths tried for a guard of no simple form, besides those near its numbers."""
 
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
     """Return the most tokens the capture holds for; None when unlimited or captured for one length.
@@ -39,7 +41,9 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
         equates = isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
         if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or equates:
             continue
-        relation, number = _bound(guard, symbol, line)
+        relation, number = _bound(guard, symbol)
+        if relation is None:
+            relation, number = sympy.Le, _end(guard, symbol, line)
         numbers[relation][number] = line
     lower, longest = max(numbers[sympy.Ge]), min(numbers[sympy.Le])
     if lower > shortest:
@@ -69,16 +73,12 @@ def _line_of(guard: ShapeGuard) -> str:
     return guard.sloc.maybe_user_loc or ""
 
 
-def _bound(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> tuple[type[sympy.Rel], sympy.Basic]:
-    """Return relation and n of a guard ``tokens <= n``, ``>= n`` or ``!= n``.
-
-    Raises:
-        ValueError: it is of another form, for example holds for even lengths.
-    """
+def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | None, sympy.Basic]:
+    """Return relation and n of a guard ``tokens <= n``, ``>= n`` or ``!= n``; None for others."""
     gap = guard.lhs - guard.rhs if isinstance(guard, sympy.Rel) else sympy.nan
     factor, rest = gap.coeff(symbol), gap.subs(symbol, 0)
     if isinstance(guard, sympy.Eq) or not factor.is_Integer or not rest.is_Integer or gap != factor * symbol + rest:
-        raise _refusal(guard, symbol, line)
+        return None, sympy.nan
     number = -rest / factor
     if isinstance(guard, sympy.Ne):
         return sympy.Ne, number
@@ -86,6 +86,21 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> tuple[type[sy
     if isinstance(guard, (sympy.Le, sympy.Lt)) == (factor > 0):
         return sympy.Le, sympy.ceiling(number) - 1 if strict else sympy.floor(number)
     return sympy.Ge, sympy.floor(number) + 1 if strict else sympy.ceiling(number)
+
+
+def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
+    """Return the last length, from short ones on, for which a guard holds, as where mpt cuts its table of biases.
+
+    Raises:
+        ValueError: there is none, for example when it holds for even lengths.
+    """
+    numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
+    tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})
+    holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]
+    last = holds.index(False) - 1 if False in holds else len(tried)
+    if last in (-1, len(tried)) or any(holds[last + 1 :]) or tried[last] + 1 != tried[last + 1]:
+        raise _refusal(guard, symbol, line)
+    return tried[last]
 
 
 def _refusal(guard: sympy.Basic, symbol: sympy.Basic, line: str) -> ValueError:

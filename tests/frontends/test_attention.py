@@ -83,7 +83,7 @@ def test_a_layer_without_a_query_of_each_token_is_refused():
     assert "layers.1" in refusal.value.module_path
 
 
-@pytest.mark.parametrize("family", quick(["gpt_neo", "xglm", "mpt"], ["gpt_neo"]))
+@pytest.mark.parametrize("family", quick(["gpt_neo", "xglm", "mpt"], ["gpt_neo", "mpt"]))
 @torch.no_grad()
 def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(family):
     """Masks of gpt_neo and ALiBi of mpt are cut from tables, for positions after its table xglm makes a longer one."""
