@@ -20,6 +20,7 @@ from kvpass.torch_compat import ShapeGuard, int_oo
 _SHORT = range(2, 130)
 """Lengths tried for a guard of no simple form, besides those near its numbers."""
 
+
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
     """Return the most tokens the capture holds for; None when unlimited or captured for one length.
 
