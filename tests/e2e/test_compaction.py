@@ -58,13 +58,22 @@ def test_other_policies_take_it_too_and_keep_the_same_positions(policy, options)
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["llama"]))
 def test_a_padded_row_is_compacted_as_it_is_alone_in_blocks_and_in_codes_too(family):
-    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (71, 44)]
-    for how in ({}, {"prefill_block": 16, "entries": "int8"}):
-        fast = kvpass.compile(tiny_model(family, layers=2), backend="eager", compact=True, **KEPT, **how)
-        together = fast(random_ids(2, 3, seed=5), past_key_values=fast.compress(*left_pad(prompts))).logits
-        for row, prompt in enumerate(prompts):
-            alone = fast(random_ids(2, 3, seed=5)[row : row + 1], past_key_values=fast.compress(prompt[None])).logits
-            torch.testing.assert_close(together[row], alone[0], rtol=1e-3, atol=1e-3)
+    """Rounding may turn the last bit of a code: with codes, rows differ by less than half of what the codes cost."""
+    prompts, new = [random_ids(1, tokens, seed=tokens)[0] for tokens in (71, 44)], random_ids(2, 3, seed=5)
+    alone_in = {}
+    for entries, how in (("model", {}), ("int8", {"prefill_block": 16})):
+        fast = kvpass.compile(
+            tiny_model(family, layers=2), backend="eager", compact=True, entries=entries, **KEPT, **how
+        )
+        together = fast(new, past_key_values=fast.compress(*left_pad(prompts))).logits
+        alone = [
+            fast(new[row : row + 1], past_key_values=fast.compress(prompt[None])).logits[0]
+            for row, prompt in enumerate(prompts)
+        ]
+        alone_in[entries] = torch.stack(alone)
+        apart = (together - alone_in[entries]).abs().max()
+        cost_of_codes = (alone_in[entries] - alone_in["model"]).abs().max()
+        assert apart < (1e-4 if entries == "model" else cost_of_codes / 2)
 
 
 def test_where_nothing_is_dropped_the_cache_is_that_of_the_full_policy():
