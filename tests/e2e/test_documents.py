@@ -9,23 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import kvpass
+from command_line import invoke
 from divided_model import small_builtin
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cli.documents import Document
-from kvpass.cli.main import app
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
 QUESTIONS = [". question the pin of lato gilum is", "is", "is 482"]
 FRESH = "import sys; from kvpass.cli.main import app; app(sys.argv[1:])"
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,44 +8,30 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.cache import cache as cache_module
+from kvpass.cache import layers
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
+from kvpass.ops import reference, sliding, slots
+from recorded_calls import interrupt
 from tiny_models import compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compiled copy, shared with other tests
 
 
-class Interrupt:
-    """Raises ``KeyboardInterrupt`` at the n-th run of a module."""
-
-    def __init__(self, monkeypatch, target, n):
-        self.left = n
-        original = getattr(*target)
-
-        def counting(*args, **kwargs):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(*target, counting)
-
-
 @pytest.mark.parametrize(
     ("policy", "where", "count"),
     [
-        ("lava", ("kvpass.ops.reference", "score_layer"), 2),
-        ("lava", ("kvpass.ops.reference", "cascade_step"), 2),
-        ("lava", ("kvpass.ops.reference", "pack"), 1),
-        ("h2o", ("kvpass.ops.evict", "first_slots"), 1),
-        ("lava", ("kvpass.cache.layers", "LayersRecord"), 1),
-        ("lava", ("kvpass.cache.cache", "PromptRecord"), 1),
+        ("lava", (reference, "score_layer"), 2),
+        ("lava", (reference, "cascade_step"), 2),
+        ("lava", (reference, "pack"), 1),
+        ("h2o", (layers, "first_slots"), 1),
+        ("lava", (layers, "LayersRecord"), 1),
+        ("lava", (cache_module, "PromptRecord"), 1),
     ],
 )
 def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
-    import importlib
-
     _, fast = compiled(policy=policy)
     ids, other, token = random_ids(1, 50), random_ids(1, 44, seed=2), random_ids(1, 1, seed=3)
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
@@ -53,10 +39,8 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
     reused = fast(other).past_key_values
     reused.reset()
     expected_live = fast(token, past_key_values=live.clone()).logits
-    name = where[1]
-    holder = "kvpass.cache.layers" if name in ("first_slots", "LayersRecord") else where[0]
     with monkeypatch.context() as patch:
-        Interrupt(patch, (importlib.import_module(holder), name), count)
+        interrupt(patch, *where, count)
         with pytest.raises(KeyboardInterrupt):
             fast(ids, past_key_values=reused)
     assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.full_layers == []
@@ -69,49 +53,33 @@ def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
     fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
     ids = random_ids(1, 50)
     with monkeypatch.context() as patch:
-        Interrupt(patch, (PhaseCompiler, "compile"), 1)
+        interrupt(patch, PhaseCompiler, "compile")
         with pytest.raises(KeyboardInterrupt):
             fast(ids)
     answers = [one.generate(ids, max_new_tokens=6, do_sample=False) for one in (fast, compiled()[1])]
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("recompress", ["never", "every_turn"])
 @pytest.mark.parametrize("tokens", [1, 12])
-def test_an_interrupted_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress):
-    from kvpass.ops import reference
-
+@pytest.mark.parametrize(
+    ("recompress", "earlier", "where", "error"),
+    [
+        ("never", 1, (reference, "attend_cache"), KeyboardInterrupt),
+        ("every_turn", 1, (reference, "attend_cache"), KeyboardInterrupt),
+        ("never", 64, (torch.Tensor, "new_empty"), torch.OutOfMemoryError),  # the tail is full and grows
+    ],
+)
+def test_a_failed_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress, earlier, where, error):
     _, fast = compiled(recompress=recompress)
     cache = fast(random_ids(1, 50)).past_key_values
+    fast(random_ids(1, earlier, seed=2), past_key_values=cache)
     new = random_ids(1, tokens, seed=1)
     expected = fast(new, past_key_values=cache.clone()).logits
     with monkeypatch.context() as patch:
-        Interrupt(patch, (reference, "attend_cache"), 2)
-        with pytest.raises(KeyboardInterrupt):
+        interrupt(patch, *where, 2, error)
+        with pytest.raises(error):
             fast(new, past_key_values=cache)
-    assert cache.columns == 50
-    assert torch.equal(fast(new, past_key_values=cache).logits, expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 30])
-def test_memory_that_runs_out_while_a_tail_grows_leaves_the_cache_usable(monkeypatch, tokens):
-    _, fast = compiled()
-    cache = fast(random_ids(1, 50)).past_key_values
-    fast(random_ids(1, 64, seed=1), past_key_values=cache)
-    new = random_ids(1, tokens, seed=2)
-    expected = fast(new, past_key_values=cache.clone()).logits
-    original, calls = torch.Tensor.new_empty, []
-
-    def second_fails(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", second_fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            fast(new, past_key_values=cache)
+    assert cache.columns == 50 + earlier
     assert torch.equal(fast(new, past_key_values=cache).logits, expected)
 
 
@@ -127,21 +95,9 @@ def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monk
     }
     token = random_ids(2, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
-    original = torch.Tensor.index_select
-
-    def limited(room):
-        copies = iter(range(room))
-
-        def index_select(*args):
-            if next(copies, None) is None:
-                raise torch.OutOfMemoryError
-            return original(*args)
-
-        return index_select
-
-    for room in (1, 5):
+    for call in (2, 6):
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "index_select", limited(room))
+            interrupt(patch, torch.Tensor, "index_select", call, torch.OutOfMemoryError)
             with pytest.raises(torch.OutOfMemoryError):
                 picks[change]()
         assert cache.batch_size == 2
@@ -170,15 +126,13 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
 def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
-    from kvpass.ops import sliding, slots
-
     _, fast = compiled(family, policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
     target = (sliding, "keep_newest") if family == "gemma3" else (slots, "keep_mask")
     with monkeypatch.context() as patch:
-        Interrupt(patch, target, 1)
+        interrupt(patch, *target)
         with pytest.raises(KeyboardInterrupt):
             fast(token, past_key_values=cache)
     for broken in (cache, cache.clone()):
@@ -196,12 +150,8 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_
 def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
     """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
     fast, ids = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS), random_ids(1, 40)
-
-    def full(*args):
-        raise torch.OutOfMemoryError("no room for the pool")
-
     with monkeypatch.context() as patch:
-        patch.setattr(FullAttentionLayers, "begin_prefill", full)
-        with pytest.raises(torch.OutOfMemoryError, match="no room for the pool"):
+        interrupt(patch, FullAttentionLayers, "begin_prefill", error=torch.OutOfMemoryError)
+        with pytest.raises(torch.OutOfMemoryError):
             fast(ids)
     assert fast(ids).past_key_values.columns == 40

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 import kvpass
 from numeric_checks import assert_close
 from pairwise import each_value
-from tiny_models import random_ids, raw
+from tiny_models import in_session, random_ids, raw
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 128, 128
 PROMPTS = (20, 40)  # before and behind the numbers of the modules below
@@ -48,11 +48,7 @@ def capturing(module):
 
 def in_pieces(fast, ids, pieces):
     """Logits of a text given in pieces, and the cache of their session."""
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    given = zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True)
-    with torch.no_grad(), kvpass.session() as session:
-        found = [fast(*(part.contiguous() for part in piece)) for piece in given]
-    return torch.cat(found, 1), session.cache
+    return in_session(fast, pieces, ids, torch.arange(ids.shape[1]).expand_as(ids))
 
 
 def build(change):

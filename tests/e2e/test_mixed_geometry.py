@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvpass
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import random_ids, raw
+from tiny_models import in_session, random_ids, raw
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 TOKENS, NEW, WINDOW, BUDGET = 40, 6, 8, 16
@@ -67,11 +66,7 @@ def run(decoder, budget, compiler="eager"):
     options = {"policy": "lava", "budget": budget, "window": WINDOW, "compiler": compiler}
     fast = raw(decoder, options)
     ids, positions = random_ids(2, TOKENS + NEW), torch.arange(TOKENS + NEW).expand(2, -1)
-    cuts = [TOKENS, 1, 1, 1, 1, 2]
-    with torch.no_grad(), kvpass.session() as session:
-        pieces = zip(ids.split(cuts, 1), positions.split(cuts, 1), strict=True)
-        logits = [fast(piece.contiguous(), where.contiguous()) for piece, where in pieces]
-    return ids, positions, torch.cat(logits, 1), session.cache
+    return ids, positions, *in_session(fast, [TOKENS, 1, 1, 1, 1, 2], ids, positions)
 
 
 @pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))

@@ -23,7 +23,7 @@ import kvpass
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import left_pad, random_ids, raw
+from tiny_models import in_session, left_pad, random_ids, raw
 
 VOCABULARY, LONGEST = 128, 96
 PROMPT, NEW = 37, 11
@@ -289,12 +289,11 @@ def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_cou
     fast = compiled(model, 14)
     prompts, new = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 25)], random_ids(2, 3, seed=5)
     ids, mask = left_pad(prompts)
-    with kvpass.session(attention_mask=mask):
-        together = torch.cat([fast(ids)[:, -1:], *(fast(piece.contiguous()) for piece in new.split(1, 1))], 1)
+    together, _ = in_session(fast, [PROMPT, 1, 1, 1], torch.cat([ids, new], 1), attention_mask=mask)
     for row, prompt in enumerate(prompts):
-        with kvpass.session():
-            pieces = [fast(prompt[None])[:, -1:], *(fast(new[row : row + 1, i : i + 1].clone()) for i in range(3))]
-        assert_close(f"row {row}", together[row], torch.cat(pieces, 1)[0], atol=1e-5)
+        text = torch.cat([prompt, new[row]])[None]
+        alone, _ = in_session(fast, [len(prompt), 1, 1, 1], text)
+        assert_close(f"row {row}", together[row, -4:], alone[0, -4:], atol=1e-5)
 
 
 # -- forms of published code ------------------------------------------------------------------------------------------
@@ -401,13 +400,11 @@ def uncompressed(module: nn.Module, **options):
     return raw(module, {"policy": "full", "compiler": "eager", **options})
 
 
-@torch.no_grad()
 def in_pieces(fast, text: Tensor) -> Tensor:
     """Logits of a prompt and of pieces after it."""
-    with kvpass.session() as session:
-        pieces = [fast(piece.contiguous()) for piece in text.split([BEGIN, *PIECES], 1)]
-        assert session.cache.columns == text.shape[1]
-    return torch.cat(pieces, 1)
+    logits, cache = in_session(fast, [BEGIN, *PIECES], text)
+    assert cache.columns == text.shape[1]
+    return logits
 
 
 def text(rows: int = 2, seed: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from kvpass.compiler import backend
 from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from pairwise import each_value, quick
-from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, kvzap_file, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, in_blocks, kvzap_file, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 WHOLE = 10**6
@@ -27,12 +27,9 @@ UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3", "llama4"]
 
 def prefilled(fast, block, ids, mask=None, **options):
     """Logits and cache of a prompt in blocks, and logits of the next tokens."""
-    fast.prefill_block = block
-    try:
+    with in_blocks(fast, block):
         out = fast(ids, mask, **options)
         more = fast(random_ids(len(ids), 3, seed=9), past_key_values=out.past_key_values)
-    finally:
-        fast.prefill_block = "auto"
     return out.logits, out.past_key_values, more.logits
 
 

@@ -20,7 +20,7 @@ from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.frontends.transformers import CompressedModel
-from tiny_models import left_pad, random_ids, tiny_model
+from tiny_models import in_session, left_pad, random_ids, raw_llama, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 OPTIONS = {"budget": 16, "window": 8, "backend": "eager"}
@@ -269,21 +269,9 @@ def test_tokens_beyond_what_was_expected_find_room():
 
 
 def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
-    class Decoder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens, self.qkv = torch.nn.Embedding(128, 32), torch.nn.Linear(32, 96)
-
-        def forward(self, ids):
-            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.tokens(ids)).chunk(3, -1))
-            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            return mixed.transpose(1, 2).flatten(2) @ self.tokens.weight.T
-
-    options = {"policy": "lava", "budget": 16, "window": 8, "compiler": "eager", "cuda_graphs": False}
-    compiled = torch.compile(Decoder().eval(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
-    with torch.no_grad(), kvpass.session() as session:
-        compiled(random_ids(1, 40))
-    assert session.cache.full_layers[0].tail_k.shape[3] == 8 + 64
+    _, compiled = raw_llama(budget=16, cuda_graphs=False)
+    _, cache = in_session(compiled, [40], random_ids(1, 40), torch.arange(40)[None])
+    assert cache.full_layers[0].tail_k.shape[3] == 8 + 64
     sizes = []
     original = FullAttentionLayers.ensure_room
 
@@ -293,5 +281,5 @@ def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FullAttentionLayers, "ensure_room", watched)
-        kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=200)
+        kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=200, positions=True)
     assert set(sizes) == {8 + 256} and len(sizes) == 199

@@ -16,6 +16,7 @@ from kvpass.policies import resolve
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
+from recorded_calls import inputs_and_outputs
 from tiny_models import random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
@@ -25,15 +26,11 @@ CONDITIONS = [("full", None), (resolve("lava", window=4), 12), (resolve("snapkv"
 
 def outputs_of(oracle, ids, keep, new):
     """Outputs of attention and of the layer, of the last ``new`` tokens, for each layer."""
-    found, hooks = [], []
-    for layer in (module for module in oracle.model.modules() if isinstance(module, GradientCheckpointingLayer)):
-        attention = layer.self_attn if hasattr(layer, "self_attn") else layer.attn
-        for module in (attention, layer):
-            hooks.append(module.register_forward_hook(lambda module, args, output: found.append(output)))
-    oracle.logits(ids, torch.ones_like(ids), keep)
-    for hook in hooks:
-        hook.remove()
-    found = [output[0] if isinstance(output, tuple) else output for output in found]
+    layers = [module for module in oracle.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    attentions = [layer.self_attn if hasattr(layer, "self_attn") else layer.attn for layer in layers]
+    with inputs_and_outputs([*attentions, *layers]) as found:
+        oracle.logits(ids, torch.ones_like(ids), keep)
+    found = [output[0] if isinstance(output, tuple) else output for _, output in found]
     return [[output[:, -new:] for output in found[first : first + 2]] for first in range(0, len(found), 2)]
 
 

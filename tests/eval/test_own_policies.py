@@ -8,11 +8,10 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 import kvpass
 import kvpass.policies
-from kvpass.cli.main import app
+from command_line import invoke
 from kvpass.eval.environment import policy_digest
 from kvpass.eval.policy_spec import parse_policies
 from kvpass.policies import from_spec, installed_policies, resolve
@@ -104,7 +103,7 @@ def test_an_edited_policy_is_evaluated_again(module, tmp_path):
     def answered() -> int:
         sys.modules.pop(module, None)
         importlib.invalidate_caches()
-        result = CliRunner().invoke(app, words)
+        result = invoke(*words)
         assert result.exit_code == 0, result.output
         return len((tmp_path / "out" / "samples.jsonl").read_text().splitlines())
 

@@ -11,9 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from typer.testing import CliRunner
-
-from kvpass.cli.main import app
+from command_line import invoke
 from kvpass.eval.bench import tune
 from kvpass.kernels import launch as module
 from kvpass.kernels.launch import KernelConfig
@@ -85,5 +83,5 @@ def test_every_workload_launches_its_case(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_a_device_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: False)
-    ran = CliRunner().invoke(app, ["bench", "--tune"])
+    ran = invoke("bench", "--tune")
     assert ran.exit_code == 2 and "no CUDA device" in ran.output

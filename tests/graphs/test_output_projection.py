@@ -11,6 +11,7 @@ import kvpass
 from kvpass.ops import reference
 from numeric_checks import assert_close
 from pairwise import quick
+from recorded_calls import inputs_and_outputs
 from tiny_models import FAMILIES, HYBRIDS, LATENT, compiled_once, random_ids, tiny_model
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -24,20 +25,13 @@ SLIDING = {"mistral_sliding"}
 
 def results_of_projections(model, ids):
     """What the output projections of a model give, without their bias, ``[1, N, hidden]`` each."""
-    found, hooks = [], []
-    for path, module in model.named_modules():
-        if path.rsplit(".", 1)[-1] in PROJECTIONS and "mlp" not in path:
-            bias = getattr(module, "bias", None)
-
-            def keep(module, args, out, bias=bias):
-                found.append(out if bias is None else out - bias)
-
-            hooks.append(module.register_forward_hook(keep))
-    with torch.no_grad():
+    projections = [
+        module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] in PROJECTIONS and "mlp" not in path
+    ]
+    biases = [getattr(module, "bias", None) for module in projections]
+    with torch.no_grad(), inputs_and_outputs(projections) as found:
         model(ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
+    return [out if bias is None else out - bias for (_, out), bias in zip(found, biases, strict=True)]
 
 
 @pytest.mark.parametrize("family", quick(sorted(FAMILIES.keys() - UNFOUND - SLIDING), ["llama", "gpt2"]))
@@ -68,22 +62,20 @@ def test_a_model_without_one_is_refused_and_works_with_another_policy(family):
 @pytest.mark.skipif("qwen3_next" not in HYBRIDS, reason="transformers without this family")
 @pytest.mark.parametrize("family", quick(["qwen3_next", "qwen3_5", "qwen3_5_moe"], ["qwen3_next"]))
 def test_gated_attention_times_the_projection_given_is_what_the_layer_adds(family, judged):
-    model, gates, results = tiny_model(family, layers=2), [], []
+    model = tiny_model(family, layers=2)
     fast = kvpass.compile(model, policy="criticalkv", budget=24, window=8, backend="eager")
     ids = random_ids(1, 40)
     fast(ids)
-    judged_once = list(judged)
-    for path, module in model.named_modules():
-        if path.endswith("self_attn.q_proj"):  # queries and gate of a head, side by side
-            module.register_forward_hook(
-                lambda module, args, out: gates.append(out.unflatten(-1, (-1, 2, 16))[..., 1, :])
-            )
-        if path.endswith("self_attn.o_proj"):
-            module.register_forward_hook(lambda module, args, out: results.append(out))
+    layers = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     with torch.no_grad():
-        model(ids, use_cache=False)
-        assert len(judged_once) == len(gates) == len(results) > 0
-        for (call, inputs), gate, result in zip(judged_once, gates, results, strict=True):
+        with (
+            inputs_and_outputs(layer.q_proj for layer in layers) as queries,
+            inputs_and_outputs(layer.o_proj for layer in layers) as results,
+        ):
+            model(ids, use_cache=False)
+        assert len(judged) == len(layers) > 0
+        for (call, inputs), (_, query), (_, result) in zip(judged, queries, results, strict=True):
+            gate = query.unflatten(-1, (-1, 2, 16))[..., 1, :]  # queries and gate of a head, side by side
             out = reference.causal_attention(call._replace(q=call.q[:, :, -8:])).transpose(1, 2)
             out = (out * gate[:, -8:].sigmoid()).flatten(2) @ inputs.projection.T
             assert_close("what the layer adds", out, result[:, -8:], atol=1e-4)

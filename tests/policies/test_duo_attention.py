@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import kvpass
 from kvpass.policies import from_spec, resolve
 from kvpass.policies.plan import plan
+from masked_oracle import kept_columns
 from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids
 
 
@@ -68,12 +69,8 @@ def test_a_published_map_decides_what_rows_of_any_padding_keep_and_a_saved_cache
     prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 23)]
     cache = fast.compress(*left_pad(prompts))
     for row, prompt in enumerate(prompts):
-        wanted = kept_of([*HEAD_MAP], len(prompt), 17, 5, 3)
-        found = torch.zeros_like(wanted)
-        for layer, heads in enumerate(cache.positions[row]):
-            for head, positions in enumerate(heads):
-                found[layer, head, positions[positions >= 0]] = True
-        assert torch.equal(found, wanted)
+        found = kept_columns(cache, 41)[row, ..., -len(prompt) :]
+        assert torch.equal(found, kept_of([*HEAD_MAP], len(prompt), 17, 5, 3))
     cache.save(tmp_path / "document.kv")
     published(tmp_path / "map", ["1"])
     loaded = kvpass.load_cache(tmp_path / "document.kv", fast)

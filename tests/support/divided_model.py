@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from typer.testing import CliRunner
 
 import kvpass
+from command_line import invoke
 from kvpass import builtin, ranks
-from kvpass.cli.main import app
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.policies.base import Policy
@@ -305,7 +304,7 @@ def command(*arguments: str) -> str:
     """What the command ``kvpass`` prints; where processes have a group, in one that ``torchrun`` would have started."""
     launched = {"TORCHELASTIC_RUN_ID": "test"} if dist.is_initialized() else {}
     with mock.patch.dict(os.environ, launched):
-        result = CliRunner().invoke(app, arguments)
+        result = invoke(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,26 @@ def sharing_captures(fast: Any, *key: Hashable) -> Any:
     return fast
 
 
+@contextmanager
+def in_blocks(fast: Any, block: int) -> Iterator[None]:
+    """A compiled model that tests share reads prompts in blocks of so many tokens inside."""
+    fast.prefill_block = block
+    try:
+        yield
+    finally:
+        fast.prefill_block = "auto"
+
+
+def continuation(fast: Any, cache: Any) -> Tensor:
+    """Logits of two rows of random tokens after a cache, in steps and longer calls."""
+    logits = []
+    for tokens in (1, 1, 4, 9, 1):
+        out = fast(random_ids(2, tokens, seed=tokens), past_key_values=cache)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
 def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
     """A module or function compiled by the backend, as if nothing had been captured of its class before.
 
@@ -389,6 +410,18 @@ def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
     torch._dynamo.eval_frame.remove_from_cache(module)
     torch._dynamo.pgo.reset_code_state()  # lengths that were seen
     return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=dynamic, options=options)
+
+
+def in_session(fast: Any, sizes: list[int], *inputs: Tensor, **given: Any) -> tuple[Tensor, Any]:
+    """Logits of a text that a raw module is given in pieces of so many tokens, and the cache of their session.
+
+    Args:
+        inputs: ``[B, T]`` each, ids first. given: to the session.
+    """
+    with torch.no_grad(), kvpass.session(**given) as session:
+        pieces = zip(*(x.split(sizes, 1) for x in inputs), strict=True)
+        logits = [fast(*(x.contiguous() for x in piece)) for piece in pieces]
+    return torch.cat(logits, 1), session.cache
 
 
 def raw_llama(**options: Any) -> tuple[PreTrainedModel, Any]:

@@ -1,0 +1,19 @@
+"""The command ``kvpass``, run in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.testing import CliRunner
+
+from kvpass.cli.main import app
+
+
+def invoke(*words: object, columns: int | None = None) -> Any:
+    """What a command prints, and its exit code.
+
+    Args:
+        columns: width of the terminal.
+    """
+    environment = {} if columns is None else {"COLUMNS": str(columns)}
+    return CliRunner(env=environment).invoke(app, [str(word) for word in words])
