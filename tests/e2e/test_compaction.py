@@ -15,22 +15,21 @@ KEPT = {"policy": "kvzip", "budget": 12, "chunk": 40}
 FAMILIES = ["llama", "gpt2", "gemma2", "gpt_oss", "bloom", "qwen2"]
 
 
-def errors_of(family: str, prompt: torch.Tensor, *, layers: int, **options):
-    """Mean absolute difference to the full cache's logits for a repetition of the prompt: evicted, compacted."""
-    model = tiny_model(family, layers=layers)
-    repeated = prompt[:, 4:]
+def with_and_without(model, prompt: torch.Tensor, **options):
+    """Caches of a prompt, evicted and compacted, and their mean errors for a repetition: to the full cache's logits."""
+    repeated, caches, errors = prompt[:, 4:], [], []
     with torch.no_grad():
         full = model(torch.cat([prompt, repeated], 1)).logits[:, prompt.shape[1] :]
-    found = []
     for compact in (False, True):
-        fast = kvpass.compile(model, backend="eager", compact=compact, **KEPT, **options)
-        found.append((fast(repeated, past_key_values=fast.compress(prompt)).logits - full).abs().mean().item())
-    return found
+        fast = kvpass.compile(model, backend="eager", compact=compact, **options)
+        caches.append(fast.compress(prompt))
+        errors.append((fast(repeated, past_key_values=caches[-1]).logits - full).abs().mean().item())
+    return caches, errors
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["gpt_oss"]))
 def test_logits_of_a_repetition_are_nearer_to_those_of_the_full_cache(family):
-    evicted, compacted = errors_of(family, random_ids(1, 80), layers=2)
+    _, (evicted, compacted) = with_and_without(tiny_model(family, layers=2), random_ids(1, 80), **KEPT)
     assert compacted < 0.8 * evicted
 
 
@@ -43,14 +42,8 @@ def test_logits_of_a_repetition_are_nearer_to_those_of_the_full_cache(family):
     ],
 )
 def test_other_policies_take_it_too_and_keep_the_same_positions(policy, options):
-    model, prompt = tiny_model("llama", layers=2), random_ids(1, 80)
-    with torch.no_grad():
-        full = model(torch.cat([prompt, prompt[:, 4:]], 1)).logits[:, 80:]
-    caches, errors = [], []
-    for compact in (False, True):
-        fast = kvpass.compile(model, policy=policy, budget=12, backend="eager", compact=compact, **options)
-        caches.append(fast.compress(prompt))
-        errors.append((fast(prompt[:, 4:], past_key_values=caches[-1]).logits - full).abs().mean())
+    model = tiny_model("llama", layers=2)
+    caches, errors = with_and_without(model, random_ids(1, 80), policy=policy, budget=12, **options)
     assert torch.equal(caches[0].positions, caches[1].positions)
     assert caches[0].nbytes == caches[1].nbytes
     assert errors[1] < 0.9 * errors[0]
@@ -129,25 +122,6 @@ def test_the_report_says_how_much_is_lost_and_less_with_compaction():
     fast.set_policy("kvzip", 12)
     fast.compress(random_ids(1, 80))
     assert fast.report().output_errors is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy": "tova", "budget": 40}, "compact=True with policy 'tova': it evicts while decoding"),
-        (
-            {"policy": "snapkv", "budget": 40, "decode_policy": "r_kv"},
-            "compact=True goes with policies that only append",
-        ),
-        ({"policy": "full"}, "compact=True with policy 'full': it drops nothing"),
-        ({"policy": "snapkv", "budget": 40, "recompress": "every_turn"}, "runs the prompt once more"),
-        ({"policy": "lava", "budget": 40, "compact": 1}, "compact=1: must be one of True, False"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_it_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        kvpass.compile(tiny_model("llama", layers=1), **{"compact": True, **options})
 
 
 def test_latents_and_embeddings_are_refused():

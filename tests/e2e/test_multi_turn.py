@@ -271,28 +271,3 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
     monkeypatch.delattr(FullAttentionLayers, "lengths")
     fast(random_ids(1, 12), past_key_values=cache)
     assert cache.columns == 62
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recompress": "sometimes"}, "recompress='sometimes': must be one of never, when_full, every_turn"),
-        ({"policy": "full", "budget": None}, "keeps everything"),
-        ({"parity": "code"}, "know only a prompt"),
-        ({"policy": "h2o", "evict_during_decode": False}, "more than the window's queries"),
-        ({"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}, "more than the window's queries"),
-        ({"policy": "tova", "evict_during_decode": False}, "each KV head by itself"),
-        ({"policy": "chunkkv"}, "defined for a prompt, not for the entries that are left of one"),
-        ({"policy": "lagkv"}, "defined for a prompt, not for the entries that are left of one"),
-        ({"policy": "criticalkv"}, "reads the output projection, which only a prompt has at hand"),
-        ({"policy": "compactor"}, "only a prompt has queries of all its tokens"),
-        ({"policy": "expected_attention"}, "only a prompt has queries of all its tokens"),
-        ({"policy": "kvzip"}, "runs the prompt once more behind all its entries"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_compressed_again_is_refused_when_compiling(options, message):
-    with pytest.raises(ValueError, match=message):
-        kvpass.compile(
-            tiny_model("llama"), **{"budget": BUDGET, "window": WINDOW, "recompress": "every_turn", **options}
-        )

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kvpass
 from kvpass.policies.loss import attention_output_loss
 from kvpass.policies.plan import plan
-from tiny_models import VOCABULARY, compiled_once, left_pad, tiny_model
+from masked_oracle import kept_columns
+from recorded_calls import inputs_and_outputs
+from tiny_models import VOCABULARY, compiled_once, in_blocks, left_pad, tiny_model
 
 
 def prompt(
@@ -183,37 +184,25 @@ def test_a_compiled_model_keeps_what_the_loss_asks_and_says_where_it_cannot(budg
     model.set_attn_implementation("eager")
     fast.set_policy("lava", budget, window=window, loss=loss)
     prompts = [torch.randint(1, VOCABULARY, (1, tokens)) for tokens in lengths]
-    fast.prefill_block = 8
-    try:
+    with in_blocks(fast, 8):
         cache = fast.compress(*left_pad([ids[0] for ids in prompts]))
-    finally:
-        fast.prefill_block = "auto"
     report = fast.report()
     beyond, totals = [], []
     for row, ids in enumerate(prompts):
-        n, values = ids.shape[1], []
-        hooks = [
-            layer.self_attn.v_proj.register_forward_hook(lambda *call, to=values: to.append(call[2][0]))
-            for layer in model.model.layers
-        ]
-        with torch.no_grad():
+        n = ids.shape[1]
+        projections = [layer.self_attn.v_proj for layer in model.model.layers]
+        with torch.no_grad(), inputs_and_outputs(projections) as projected:
             attentions = model(ids, output_attentions=True).attentions
-        for hook in hooks:
-            hook.remove()
         wanted = [
-            kept_of_layer(a[0], v.unflatten(1, (2, -1)).transpose(0, 1), window, loss, 10**6)
-            for a, v in zip(attentions, values, strict=True)
+            kept_of_layer(a[0], v[0].unflatten(1, (2, -1)).transpose(0, 1), window, loss, 10**6)
+            for a, (_, v) in zip(attentions, projected, strict=True)
         ]
         kept = [int(keep.sum()) - 2 * window for keep in wanted]
         room = (min(n if budget == 1.0 else budget, n) - window) * 2 * 3
         totals.append(min(room, sum(kept)))
         assert int(report.lengths[row].sum()) - 2 * 3 * window == totals[-1]
         beyond.append(0)
-        for layer, (keep, needed) in enumerate(zip(wanted, kept, strict=True)):
-            held = torch.zeros_like(keep)
-            for head in range(2):
-                positions = cache.positions[row, layer, head]
-                held[head, positions[positions >= 0]] = True
+        for held, keep, needed in zip(kept_columns(cache, max(lengths))[row, ..., -n:], wanted, kept, strict=True):
             if sum(kept) <= room:
                 assert torch.equal(held, keep)
             assert not (held & ~keep).any()
@@ -232,14 +221,3 @@ def test_values_of_zero_lose_nothing():
     keep = plan("lava", q, k, v, budget=1.0, window=4, loss=0.0).keep
     assert keep[0].all()
     assert not keep[1, ..., :-4].any()
-
-
-def test_contract_10_what_has_no_bound_takes_no_loss():
-    model, options = tiny_model("llama"), {"budget": 1.0, "loss": 0.1}
-    for policy, parity in (("lava_uniform", "paper"), ("lava_pyramid", "paper"), ("lava", "code")):
-        with pytest.raises(ValueError, match=rf"loss=0\.1 with policy '{policy}', parity='{parity}': must be with"):
-            kvpass.compile(model, policy=policy, parity=parity, **options)
-    with pytest.raises(ValueError, match=r"loss=0\.1: not an option of policy 'snapkv'"):
-        kvpass.compile(model, policy="snapkv", **options)
-    with pytest.raises(ValueError, match="recompress='when_full' with policy 'lava': how much it keeps is counted"):
-        kvpass.compile(model, policy="lava", recompress="when_full", **options)

@@ -564,20 +564,6 @@ def test_criticalkv_is_snapkv_refined():
     assert torch.equal(plan("criticalkv", q, k, v, **given).keep, plan("snapkv", q, k, v, critical=True, **given).keep)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("snapkv", {"layer_split": "cake", **TAUS}, "CakeLayers divides the budget among layers later"),
-        ("snapkv", {"layer_split": "random"}, "RandomLayers divides the budget among layers later"),
-        ("expected_attention", {}, "by the norm of the value already; give value_norm=False"),
-        ("lava", {}, "not an option of policy 'lava'"),
-    ],
-)
-def test_what_cannot_be_refined_is_refused(name, options, said):
-    with pytest.raises(ValueError, match=f"critical=True.*{said}"):
-        resolve(name, critical=True, **options)
-
-
 def test_plan_asks_for_the_norms_that_weigh_replays():
     q, k, v = torch.randn(3, 2, 1, 2, 9, 4)
     given = {"budget": 4, "output_weights": torch.randn(2, 6, 8)}
