@@ -13,10 +13,12 @@ import kvpass
 from kvpass.cache import layers as store
 from kvpass.kernels import cpu
 from kvpass.ops import reference
+from kvpass.policies import resolve
 from kvpass.policies.plan import plan
+from kvpass.policies.r_kv import RKV
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
-from pairwise import pairwise, quick
+from pairwise import each_value, quick
 from recorded_calls import recorded_calls
 from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, statistics_file, tiny_model
 
@@ -32,7 +34,27 @@ RULES = {
 }
 OF_TOKENS = {"kvzap": {"window": 6, "weights": kvzap_file(2), "evict_during_decode": True}}
 """Compared with scores by hand in test_kvzap.py; of two layers."""
-BUDGET, STEPS = 16, 16
+KVZAP = {"policy": "kvzap", "window": 8, "weights": kvzap_file(3)}
+PAIRS = {
+    "lava+h2o": {"policy": "lava", "window": 8, "decode_policy": "h2o", "decode_window": 6},
+    "lava+triattention": {"policy": "lava", "window": 8, "decode_policy": "triattention", "decode_buffer": 5},
+    "keydiff+r_kv": {"policy": "keydiff", "window": 8, "decode_policy": RKV(window=6, buffer=5)},
+    "kvzap+r_kv": {**KVZAP, "decode_policy": "r_kv", "decode_buffer": 5},
+    "kvzap+h2o": {**KVZAP, "decode_policy": "h2o", "decode_window": 6},
+    "kvzap+streaming_llm": {**KVZAP, "decode_policy": "streaming_llm"},
+    "snapkv+kvzap": {
+        **{"policy": "snapkv", "window": 8, "decode_policy": "kvzap", "decode_window": 6},
+        **{"decode_weights": KVZAP["weights"], "decode_evict_during_decode": True},
+    },
+}
+"""One policy for the prompt and another's decode rule."""
+EVICTING = {
+    f"{name}, {parity}": {"policy": name, "parity": parity, **options}
+    for parity in ("paper", "code")
+    for name, options in RULES.items()
+}
+EVICTING |= PAIRS
+BUDGET, STEPS = 16, 30
 
 
 def compiled(layers=2, budget=BUDGET, **options):
@@ -40,35 +62,52 @@ def compiled(layers=2, budget=BUDGET, **options):
     return compiled_once("llama", layers=layers, backend="eager", budget=budget, **options)[1]
 
 
-def kept(cache, columns):
-    """Bool ``[B, L, K, columns]`` over all tokens seen."""
-    return kept_columns(cache, columns)
-
-
-@pairwise(policy=[*RULES], tokens=[40, BUDGET - 4, BUDGET + 3], parity=["paper", "code"], impl=["eager", "cpp"])
-def test_compiled_decoding_keeps_what_plan_says_at_every_step(monkeypatch, policy, tokens, parity, impl):
-    options = {**RULES[policy], "parity": parity}
-    calls = recorded_calls(monkeypatch)
+@each_value(name=[*EVICTING], impl=["eager", "cpp"])
+def test_a_padded_batch_keeps_what_plan_says_of_each_row_at_every_step(monkeypatch, name, impl):
+    """Prompts above the budget, and below it: these first grow to it."""
+    calls, entered = recorded_calls(monkeypatch), {}
     if impl == "cpp":
-        for name in ("attend_slots", "evict_lowest", "pool_in_order"):
-            monkeypatch.setattr(reference, name, getattr(cpu, name))
-    fast = compiled(layers=3, policy=policy, **options)
-    cache = fast(random_ids(1, tokens), logits_to_keep=1).past_key_values
-    first = kept(cache, tokens)
-    steps = []
+        for function in ("attend_slots", "evict_lowest", "pool_in_order"):
+            monkeypatch.setattr(reference, function, getattr(cpu, function))
+    policy = resolve(**EVICTING[name])
+    original = type(policy).token_scores
+
+    def scored(self, x, layer, *args):
+        entered.setdefault(layer, []).append(x.clone())
+        return original(self, x, layer, *args)
+
+    monkeypatch.setattr(type(policy), "token_scores", scored)
+    fast = compiled(layers=3, budget=None, policy="full")
+    fast.set_policy(policy, BUDGET)
+    prompts = [random_ids(1, n, seed=n)[0] for n in (40, BUDGET + 3, BUDGET - 4)]
+    ids, mask = left_pad(prompts)
+    cache = fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values
+    found = [kept_columns(cache, 40)]
     for step in range(STEPS):
-        fast(random_ids(1, 1, seed=step), past_key_values=cache)
-        steps.append(kept(cache, tokens + STEPS))
-    q, k, v = (torch.stack([call[i] for call in calls[:3]]) for i in range(3))
-    decode = tuple(
-        torch.stack([torch.stack([call[i][:, :, 0] for call in calls[3 + 3 * s : 6 + 3 * s]]) for s in range(STEPS)])
-        for i in range(3)
-    )
-    turns = fast.model.rotary_emb.inv_freq.expand(3, -1)
-    expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, rope_frequencies=turns, **options)
-    assert torch.equal(first.transpose(0, 1), expected.keep)
-    for step in range(STEPS):
-        assert torch.equal(steps[step].transpose(0, 1), expected.decode_keep[step]), f"step {step}"
+        fast(random_ids(3, 1, seed=step), past_key_values=cache)
+        found.append(kept_columns(cache, cache.columns))
+    assert int(cache.lengths.max()) <= found[0].sum(-1).max() + 8, "it does not grow"
+    every = {layer: torch.cat(parts, 1) for layer, parts in entered.items()}
+    steps = [calls[3 * (step + 1) : 3 * (step + 2)] for step in range(STEPS)]
+    for row, prompt in enumerate(prompts):
+        n, pad = len(prompt), 40 - len(prompt)
+        q, k, v = (torch.stack([call[i][row : row + 1, :, pad:] for call in calls[:3]]) for i in range(3))
+        decode = tuple(
+            torch.stack([torch.stack([call[i][row : row + 1, :, 0] for call in step]) for step in steps])
+            for i in range(3)
+        )
+        x = torch.stack([every[i][row : row + 1, pad:] for i in range(3)]) if policy.scores_tokens else None
+        asked = {"rope_frequencies": fast.model.rotary_emb.inv_freq.expand(3, -1), "entering": x}
+        expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, **asked)
+        assert torch.equal(found[0][row, ..., pad:], expected.keep[:, 0])
+        for step in range(STEPS):
+            wanted = expected.decode_keep[step, :, 0, :, : n + step + 1]
+            assert torch.equal(found[step + 1][row, ..., pad:], wanted), f"row {row}, step {step}"
+    if name in PAIRS:
+        assert fast.report().to_dict()["policy"] == name
+        fast.set_policy(policy.prompt, BUDGET)
+        alone = fast(ids, attention_mask=mask).past_key_values
+        assert torch.equal(kept_columns(alone, 40), found[0]), "as the prompt's policy alone"
 
 
 def released_cake(scores, lengths, prompt_keys, decode, scale, window):
@@ -108,15 +147,15 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
     cache = fast(ids).past_key_values
     full = list(cache.layer_ids)
     prompt = [calls[layer] for layer in full]
-    lengths = kept(cache, tokens - window)[0, full].sum(-1)
+    lengths = kept_columns(cache, tokens - window)[0, full].sum(-1)
     text = Transcript(MaskedOracle(model), ids, torch.ones_like(ids), len(cache), 2)
     calls.clear()
     logits, found = [], []
     for step in range(steps):
         new = random_ids(1, 1, seed=1000 + step)
-        text.append(new, kept(cache, tokens + step))
+        text.append(new, kept_columns(cache, tokens + step))
         logits.append(fast(new, past_key_values=cache).logits)
-        found.append(kept(cache, tokens + steps)[0, full])
+        found.append(kept_columns(cache, tokens + steps)[0, full])
     assert_close("logits", torch.cat(logits, 1), text.logits()[:, tokens:], atol=1e-4)
     q, k, v = (torch.stack([call[i] for call in prompt]) for i in range(3))
     scale = model.model.layers[0].self_attn.scaling
@@ -144,7 +183,7 @@ def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
         fast = kvpass.compile(model, policy=policy, budget=BUDGET, window=window, backend="eager")
         cache = fast(random_ids(1, 40)).past_key_values
         fast(random_ids(1, 1, seed=1), past_key_values=cache)
-        caches.append(kept(cache, 41))
+        caches.append(kept_columns(cache, 41))
     assert torch.equal(*caches)
 
 
@@ -173,24 +212,6 @@ def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     expected = plan(policy, q, k, v, budget=BUDGET, **options)
     assert torch.equal(kept_columns(cache, 50).transpose(0, 1), expected.keep)
     assert torch.equal(cache.lengths.transpose(0, 1), expected.lengths)
-
-
-def test_random_layers_keep_what_plan_says_and_in_a_padded_row_what_it_keeps_alone(monkeypatch):
-    calls, options = recorded_calls(monkeypatch), {"layer_split": "random", "seed": 2, "window": 4}
-    fast = compiled(layers=3, policy="snapkv", **options)
-    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25)]
-    alone = []
-    for prompt in prompts:
-        calls.clear()
-        cache = fast(prompt[None], logits_to_keep=1).past_key_values
-        alone.append(kept_columns(cache, len(prompt)).transpose(0, 1))
-        q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
-        assert torch.equal(alone[-1], plan("snapkv", q, k, v, budget=BUDGET, **options).keep)
-        assert len(set(cache.lengths.sum(2)[0].tolist())) == 3 and int(cache.lengths.sum()) == BUDGET * 3 * 2
-    ids, mask = left_pad(prompts)
-    together = kept_columns(fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values, 40).transpose(0, 1)
-    assert torch.equal(together[:, :1], alone[0])
-    assert torch.equal(together[:, 1:, :, 15:], alone[1]) and not together[:, 1:, :, :15].any()
 
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["inductor"]))
@@ -223,42 +244,19 @@ def test_several_tokens_at_once_evict_as_one_after_another(policy):
     assert torch.equal(together.positions, single.positions)
 
 
-@pytest.mark.parametrize("policy", [*RULES, *OF_TOKENS])
-def test_rows_of_a_padded_batch_evict_as_they_do_alone(policy):
-    fast = compiled(policy=policy, **(RULES | OF_TOKENS)[policy])
-    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 21, 9)]
-    new = random_ids(3, 20, seed=1)
-    ids, mask = left_pad(prompts)
-    batch = fast(ids, attention_mask=mask).past_key_values
-    for token in new.split(1, 1):
-        fast(token, past_key_values=batch)
-    for row, prompt in enumerate(prompts):
-        alone = fast(prompt[None]).past_key_values
-        for token in new[row : row + 1].split(1, 1):
-            fast(token, past_key_values=alone)
-        got, want = batch.positions[row], alone.positions[0]
-        for layer in range(2):
-            for head in range(2):
-                line, other = got[layer, head], want[layer, head]
-                assert torch.equal(line[line >= 0], other[other >= 0]), f"row {row}, layer {layer}, head {head}"
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["r_kv", "triattention"])
-def test_inductor_evicts_from_full_buffers_as_eager_does(policy):
+@pytest.mark.parametrize("name", ["r_kv, paper", "triattention, paper", *PAIRS])
+def test_inductor_evicts_as_eager_does(name):
     """Rows of a padded batch, whose buffers are full at different steps; one graph for all of them."""
-    model, options = tiny_model("llama", layers=2), {"policy": policy, "budget": BUDGET, **RULES[policy]}
+    model, found = tiny_model("llama", layers=3), []
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21, 3)])
-    found = []
     for backend in ("inductor", "eager"):
-        fast = kvpass.compile(model, backend=backend, **options)
+        fast = kvpass.compile(model, backend=backend, budget=BUDGET, **EVICTING[name])
         given = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
         found.append(fast.generate(ids, return_dict_in_generate=True, **given))
         assert [record.phase for record in fast.report().compiled] == ["prefill", "decode"]
-    compiled, eager = found
-    assert torch.equal(compiled.sequences, eager.sequences)
-    assert torch.equal(compiled.past_key_values.positions, eager.past_key_values.positions)
-    assert compiled.past_key_values.lengths.flatten(1).tolist() == [[20] * 4, [20] * 4, [17] * 4]
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert torch.equal(found[0].past_key_values.positions, found[1].past_key_values.positions)
 
 
 @torch.no_grad()
@@ -300,31 +298,6 @@ def test_statistics_that_do_not_fit_are_refused(policy, tmp_path):
     shutil.copy(statistics_file(), tmp_path / "file")
     fast.set_policy(policy, BUDGET, statistics=str(tmp_path / "file"))
     assert int(fast(random_ids(1, 30)).past_key_values.lengths.sum()) == BUDGET * 4, "it is read again"
-
-
-def test_eviction_while_decoding_can_be_turned_off():
-    options = {**RULES["h2o"], "evict_during_decode": False}
-    fast = compiled(policy="h2o", **options)
-    cache = fast(random_ids(1, 40)).past_key_values
-    for step in range(10):
-        fast(random_ids(1, 1, seed=step), past_key_values=cache)
-    assert int(cache.lengths.sum()) == (BUDGET + 10) * 4
-
-
-def test_an_evicting_cache_can_be_cloned_reordered_and_reset():
-    fast = compiled(policy="h2o", window=6)
-    ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
-    cache = fast(ids).past_key_values
-    twin = cache.clone()
-    swapped = cache.clone()
-    swapped.reorder_cache(torch.tensor([1, 0]))
-    expected = fast(token, past_key_values=cache).logits
-    assert_close("clone", fast(token, past_key_values=twin).logits, expected, atol=0)
-    assert_close("reordered", fast(token.flip(0), past_key_values=swapped).logits, expected.flip(0), atol=1e-5)
-    assert torch.equal(twin.positions, cache.positions)
-    cache.reset()
-    fast(ids, past_key_values=cache)
-    assert_close("refilled", fast(token, past_key_values=cache).logits, expected, atol=0)
 
 
 def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import re
-import weakref
 
 import pytest
 import torch
@@ -37,23 +35,30 @@ def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
     assert ours.lm_head.weight is ours.model.embed_tokens.weight is tied.lm_head.weight
 
 
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": False},
         {"do_sample": True, "temperature": 1.3, "top_k": 20},
-        {"do_sample": False, "repetition_penalty": 1.5},
-        {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+        {"repetition_penalty": 1.5},
+        {"output_scores": True, "return_dict_in_generate": True},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+        {"num_beams": 2, "do_sample": True},
+        {"num_return_sequences": 3, "do_sample": True},
     ],
-    ids=lambda options: "-".join(options),
+    ids=str,
 )
-def test_generate_gives_what_the_original_gives(model, fast, options):
+def test_generate_gives_what_the_original_gives(policy, options):
+    model, fast = compiled_once("gemma3", layers=2, policy=policy, budget=100, window=8, backend="eager")
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 20)])
     results = []
     for subject in (model, fast):
         torch.manual_seed(0)
-        results.append(subject.generate(ids, attention_mask=mask, max_new_tokens=NEW, **options))
-    if options.get("return_dict_in_generate"):
+        results.append(
+            subject.generate(ids, attention_mask=mask, max_new_tokens=NEW, **{"do_sample": False, **options})
+        )
+    if "return_dict_in_generate" in options:
         assert isinstance(results[1].past_key_values, kvpass.CompressedCache)
         assert_close("scores", torch.stack(results[1].scores), torch.stack(results[0].scores), atol=1e-4)
         results = [result.sequences for result in results]
@@ -114,10 +119,6 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own():
     assert torch.equal(fast(token, past_key_values=fast(ids).past_key_values).logits, expected)
     with pytest.raises(kvpass.CacheMismatchError, match="another model"):
         fast(token, past_key_values=cache)
-    gone = weakref.ref(fast)
-    del fast
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["gemma3"]))
@@ -244,20 +245,22 @@ def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
     )
 
 
-def test_a_clone_is_independent_and_a_reset_cache_can_be_filled_again(tight):
-    cache = tight(random_ids(1, 40)).past_key_values
-    token, other = random_ids(1, 1, seed=1), random_ids(1, 1, seed=2)
-    twin = cache.clone()
-    tight(other, past_key_values=twin)
-    fresh = tight(random_ids(1, 40)).past_key_values
-    assert_close(
-        "logits", tight(token, past_key_values=cache).logits, tight(token, past_key_values=fresh).logits, atol=0
-    )
-    assert (cache.get_seq_length(), twin.get_seq_length()) == (41, 41)
+@pytest.mark.parametrize("policy", ["lava", "h2o"])
+def test_a_cache_can_be_cloned_reordered_and_reset(policy):
+    _, fast = compiled_once("llama", layers=2, backend="eager", budget=16, policy=policy, window=6)
+    ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
+    cache = fast(ids).past_key_values
+    twin, swapped = cache.clone(), cache.clone()
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    fast(random_ids(2, 1, seed=4), past_key_values=cache.clone())  # goes on apart
+    expected = fast(token, past_key_values=cache).logits
+    assert_close("clone", fast(token, past_key_values=twin).logits, expected, atol=0)
+    assert_close("reordered", fast(token.flip(0), past_key_values=swapped).logits, expected.flip(0), atol=1e-5)
+    assert torch.equal(twin.positions, cache.positions)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
-    out = tight(random_ids(1, 30, seed=3), past_key_values=cache)
-    assert out.past_key_values is cache and cache.get_seq_length() == 30
+    assert fast(ids, past_key_values=cache).past_key_values is cache
+    assert_close("refilled", fast(token, past_key_values=cache).logits, expected, atol=0)
 
 
 def test_generate_asks_for_the_logits_of_the_last_position_only(fast):
@@ -309,20 +312,6 @@ def test_the_text_generation_pipeline_works_unmodified():
     ]
     assert answers[0] == answers[1]
     assert fast.report().prompt_lengths.tolist() == [len(tokenizer(CHAIN).input_ids)]
-
-
-def test_inference_mode_and_grad_mode_give_the_same_without_recompiling(fast):
-    ids = random_ids(1, 30)
-    expected = fast(ids).logits
-    graphs = len(fast.report().compiled)
-    with torch.inference_mode():
-        first = fast(ids)
-        token = first.logits[:, -1:].argmax(-1)
-    assert_close("logits", first.logits, expected, atol=0)
-    fast(token, past_key_values=first.past_key_values)
-    with torch.inference_mode():
-        fast(token, past_key_values=first.past_key_values)
-    assert len(fast.report().compiled) - graphs <= 1
 
 
 def test_a_tuple_is_returned_where_one_is_asked_for(tight):
