@@ -87,15 +87,6 @@ def test_the_continuation_of_a_reusable_cache_is_a_cache_of_its_own():
     assert again.past_key_values is out.past_key_values
 
 
-def test_what_is_kept_does_not_depend_on_the_question():
-    _, fast = compiled()
-    ids = random_ids(1, 40)
-    agnostic = kept_columns(fast.compress(ids), 40)
-    aware = kept_columns(fast(torch.cat([ids, random_ids(1, 9, seed=3)], 1)).past_key_values, 49)[..., :40]
-    assert not torch.equal(agnostic, aware)
-    assert_close("window", agnostic[..., 32:].float(), torch.ones(1, 2, 2, 8), atol=0)
-
-
 def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(monkeypatch):
     said = []
     monkeypatch.setattr(logging.getLogger("kvpass"), "warning", lambda text, *args: said.append(text % args))

@@ -1,4 +1,4 @@
-"""Threads and conversations that share one compiled model."""
+"""Threads that share one compiled model; test_cache_fuzz.py has conversations that take turns."""
 
 from __future__ import annotations
 
@@ -78,21 +78,3 @@ def test_threads_that_need_a_phase_at_once_compile_it_once():
     for i, ids in enumerate(prompts):
         expected = alone(question, past_key_values=alone(ids).past_key_values).logits
         assert torch.equal(answers[i], expected), f"thread {i}"
-
-
-def test_interleaved_turns_of_two_conversations_do_not_mix():
-    _, fast = compiled(recompress="every_turn")
-    turns = [[random_ids(1, n, seed=10 * who + n) for n in (40, 12, 1, 25, 1)] for who in range(2)]
-
-    def talk(order):
-        caches, logits = [None, None], [[], []]
-        for who, turn in order:
-            out = fast(turns[who][turn], past_key_values=caches[who])
-            caches[who] = out.past_key_values
-            logits[who].append(out.logits[:, -1])
-        return [torch.cat(found) for found in logits]
-
-    interleaved = talk([(who, turn) for turn in range(5) for who in range(2)])
-    one_by_one = talk([(who, turn) for who in range(2) for turn in range(5)])
-    for who in range(2):
-        assert torch.equal(interleaved[who], one_by_one[who])

@@ -273,6 +273,7 @@ def test_contract_4_padding_invariance_compiled():
         *[(family, "eager") for family in MASKED if family != "llama"],
         pytest.param("llama", "eager", marks=pytest.mark.exhaustive),
         *[pytest.param(family, "eager", marks=pytest.mark.exhaustive) for family in FAMILIES if family not in OTHER],
+        *[pytest.param("llama4", backend, marks=pytest.mark.exhaustive) for backend in ("eager", "inductor")],
         ("llama", "inductor"),
     ],
 )

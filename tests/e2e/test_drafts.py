@@ -103,22 +103,31 @@ def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
     torch.testing.assert_close(fast(behind, past_key_values=cache).logits[:, -1:], logits, atol=1e-4, rtol=0)
 
 
+LOOKUP = {"prompt_lookup_num_tokens": 4}
+
+
 @pytest.mark.parametrize(
-    ("family", "options", "message"),
+    ("family", "options", "asked", "message"),
     [
-        ("llama", {"policy": "h2o"}, "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for every draft"),
-        ("llama", {"recompress": "every_turn"}, "is not supported with recompress='every_turn'"),
-        ("gemma3", {}, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
-        pytest.param("lfm2", {}, "is not supported with recurrent layers: they hold the state after", marks=STATES),
+        (
+            "llama",
+            {"policy": "h2o"},
+            LOOKUP,
+            "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for",
+        ),
+        ("llama", {"recompress": "every_turn"}, LOOKUP, "is not supported with recompress='every_turn'"),
+        ("gemma3", {}, LOOKUP, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
+        pytest.param("lfm2", {}, LOOKUP, "is not supported with recurrent layers: they hold", marks=STATES),
+        ("llama", {}, {"assistant_early_exit": 1}, "is not supported: the compiled decoder runs all"),
     ],
-    ids=["evicts", "recompress", "sliding", "recurrent"],
+    ids=["evicts", "recompress", "sliding", "recurrent", "early exit"],
 )
-def test_refused_with_the_reason(family, options, message, calls):
+def test_refused_with_the_reason(family, options, asked, message, calls):
     _, fast = compiled_once(
         family, layers=2, **{"policy": "lava", "budget": 24, "window": 8, "backend": "eager", **options}
     )
     with pytest.raises(ValueError, match=message):
-        greedy(fast, REPEATING, prompt_lookup_num_tokens=4)
+        greedy(fast, REPEATING, **asked)
     assert not calls or family == "gemma3", "the prompt was read first"
 
 
@@ -131,12 +140,6 @@ def test_drafts_continue_a_filled_cache(question, calls):
     found = greedy(fast, ids, past_key_values=document, prompt_lookup_num_tokens=4)
     assert torch.equal(found.sequences, expected)
     assert calls[0] == question and len(calls) < NEW, "no draft was accepted"
-
-
-def test_early_exit_is_refused():
-    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
-    with pytest.raises(ValueError, match="'assistant_early_exit' is not supported: the compiled decoder runs all"):
-        greedy(fast, REPEATING, assistant_early_exit=1)
 
 
 def test_only_what_was_appended_can_be_taken_back():

@@ -21,7 +21,7 @@ from kvpass.ranks import Ranks
 from kvpass.rotation import rotated_back
 from numeric_checks import assert_close, rounded
 from pairwise import quick, quick_rows
-from tiny_models import left_pad, random_ids, sharing_captures, tiny_model
+from tiny_models import continuation, left_pad, random_ids, sharing_captures, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
@@ -56,16 +56,9 @@ def prompt() -> tuple[torch.Tensor, torch.Tensor]:
     return left_pad([random_ids(1, n, seed=n)[0] for n in (100, 31)])
 
 
-def continuation(fast: Any, cache: Any, calls: tuple[int, ...] = (1, 1, 4, 9, 1)) -> torch.Tensor:
-    logits = []
-    for tokens in calls:
-        out = fast(random_ids(2, tokens, seed=tokens), past_key_values=cache)
-        cache = out.past_key_values
-        logits.append(out.logits)
-    return torch.cat(logits, 1)
-
-
+OFTEN = [("llama", "int8"), ("llama", "rot4"), ("deepseek_v3", "rot4"), ("gemma2", "rot4"), ("gpt_oss", "int8")]
 MORE = [("llama", "fp8"), ("llama", "rot2"), ("llama", "rot3"), ("gemma3", "rot4"), ("qwen3", "rot4")]
+MORE += [("gemma3", "fp8"), ("deepseek_v3", "int8")]
 NOT_PLAIN = {"gemma2", "gpt_oss"}
 """Families whose logits have a soft cap or sinks."""
 
@@ -117,7 +110,15 @@ def round_prompt(store: Any, entries: str, means: torch.Tensor) -> None:
         store.tail_v[..., used, :] = rounded(store.tail_v[..., used, :].clone(), entries)
 
 
-def check_logits(entries: str, family: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "entries", "backend"),
+    [
+        *((family, entries, "eager") for family, entries in OFTEN),
+        *(pytest.param(family, entries, "eager", marks=pytest.mark.exhaustive) for family, entries in MORE),
+        *(pytest.param("llama", entries, "inductor", marks=pytest.mark.exhaustive) for entries in FORMATS),
+    ],
+)
+def test_attention_reads_rounded_entries(family: str, entries: str, backend: str) -> None:
     """Logits equal those against a cache in full precision that holds the rounded entries."""
     ids, mask = prompt()
     packed, plain = compiled(entries, family, backend), compiled("model", family)
@@ -131,29 +132,6 @@ def check_logits(entries: str, family: str, backend: str) -> None:
     found = continuation(packed, cache)
     with new_entries_rounded(entries, means):
         assert_close(family, found, continuation(plain, other), atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "entries"),
-    [
-        ("llama", "int8"),
-        pytest.param("gemma3", "fp8", marks=pytest.mark.exhaustive),
-        ("llama", "rot4"),
-        pytest.param("deepseek_v3", "int8", marks=pytest.mark.exhaustive),
-        ("deepseek_v3", "rot4"),
-        ("gemma2", "rot4"),
-        ("gpt_oss", "int8"),
-        *(pytest.param(family, entries, marks=pytest.mark.exhaustive) for family, entries in MORE),
-    ],
-)
-def test_attention_reads_rounded_entries(family: str, entries: str) -> None:
-    check_logits(entries, family, "eager")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("entries", FORMATS)
-def test_attention_reads_rounded_entries_compiled(entries: str) -> None:
-    check_logits(entries, "llama", "inductor")
 
 
 EVICTING = {"tova": {}, "r_kv": {"buffer": 16}, "h2o": {}, "cake": {"tau1": 1.6, "tau2": 0.4}, "streaming_llm": {}}
@@ -339,10 +317,7 @@ def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
         assert torch.equal(whole[name].view(torch.uint8), x.contiguous().view(torch.uint8)), name
 
 
-def test_refusals() -> None:
-    model = decoder("llama")
-    with pytest.raises(ValueError, match="entries='int3': must be one of model, int8, fp8, rot4, rot3, rot2"):
-        kvpass.compile(model, budget=64, entries="int3")  # type: ignore[call-overload]
+def test_head_dims_that_8_does_not_divide_are_refused() -> None:
     odd = tiny_model("llama", layers=1, head_dim=12)
     odd = kvpass.compile(odd, budget=20, window=8, entries="rot2", backend="eager")
     with pytest.raises(ValueError, match="entries='rot2': head dimensions must be multiples of 8"):

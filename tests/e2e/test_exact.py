@@ -20,7 +20,7 @@ from kvpass.ops import schemas
 from kvpass.ops.entry_formats import quantised
 from kvpass.ops.host_pool import layer_on_device
 from kvpass.transformers_compat import CACHE
-from tiny_models import compiled_once, random_ids, tiny_model
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW = 24
@@ -199,9 +199,7 @@ def test_processors_end_tokens_and_padding_count():
 
 def padded_prompts(*lengths: int) -> tuple[Tensor, Tensor]:
     """Prompts of these lengths, left-padded, and their mask."""
-    rows = [random_ids(1, n, seed=n)[0] for n in lengths]
-    padded = [torch.nn.functional.pad(x, (max(lengths) - len(row), 0)) for row in rows for x in (row, row * 0 + 1)]
-    return torch.stack(padded[::2]), torch.stack(padded[1::2])
+    return left_pad([random_ids(1, n, seed=n)[0] for n in lengths])
 
 
 @pytest.mark.parametrize("rows", [2, 5, pytest.param(8, marks=pytest.mark.exhaustive)])

@@ -118,17 +118,7 @@ def check(name: str, found: Tensor, expected: Tensor, error: float) -> None:
         assert relative <= error, f"{name}: relative error {relative:.2e} above {error:.0e}"
 
 
-# -- every operator is the eager reference -----------------------------------------------------------------------------
-
-
-@HALVES
-@SITES
-@pytest.mark.parametrize("sliding_window", [None, 17])
-def test_attention_of_a_prompt(dtype, dim, value_dim, softcap, with_sinks, sliding_window):
-    call = Attention(*site(dtype, dim, value_dim), dim**-0.5, softcap, sinks_of(with_sinks))
-    arguments = [call, STARTS, sliding_window]
-    expected = reference.attend_prompt(*map(exact, arguments))[0]
-    check("output", device.attend_prompt(*arguments)[0], expected, ERROR[dtype])
+# -- operators are the eager reference (attention of a prompt: tests/kernels) ------------------------------------------
 
 
 @HALVES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import kvpass
 from kvpass.compiler import backend as backends
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import quick, quick_rows
 from support_table import listed, supported_row
 from tiny_models import HYBRIDS, compiled_once, left_pad, random_ids, tiny_model
 
@@ -77,21 +77,19 @@ def check_padding(fast):
         assert not kept[row, ..., : width - n].any(), f"row {row} keeps padding"
 
 
-@pytest.mark.parametrize("family", FAMILY)
-def test_contracts_1_4_6_two_turns_and_a_padded_batch(family):
-    model, fast = pair(family) if family == "lfm2" else whole(family, "eager")
+COMPILED = ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    quick_rows([*product(HYBRIDS, ["eager"]), *product(COMPILED, ["inductor"])], [("lfm2", "eager")] * bool(HYBRIDS)),
+)
+def test_contracts_1_4_6_two_turns_and_a_padded_batch(family, backend):
+    model, fast = pair(family) if (family, backend) == ("lfm2", "eager") else whole(family, backend)
     check_two_turns(model, fast)
     check_padding(fast)
     fast(random_ids(1, 20))
     assert supported_row(family, fast) in listed(MODELS_PAGE.read_text())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid"])
-def test_contracts_1_and_4_compiled(family):
-    model, fast = whole(family, "inductor")
-    check_two_turns(model, fast)
-    check_padding(fast)
 
 
 @pytest.mark.parametrize("family", FAMILY)

@@ -13,7 +13,7 @@ import kvpass
 from kvpass.ops import latents, reference
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
-from tiny_models import LATENT, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(
@@ -30,32 +30,23 @@ def shared(**options):
     return compiled_once(FAMILY, layers=2, backend="eager", window=WINDOW, **options)
 
 
-def test_a_kept_entry_is_one_row_for_all_heads():
-    model, fast = shared(policy="snapkv", budget=BUDGET)
-    ids = random_ids(2, PROMPT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_entry_is_one_row_for_all_heads(dtype):
+    model = tiny_model(FAMILY, layers=2, dtype=dtype)
+    fast = kvpass.compile(model, policy="snapkv", budget=BUDGET, window=WINDOW, backend="eager")
+    ids, row_bytes = random_ids(2, PROMPT), ROW * dtype.itemsize
     cache = fast(ids).past_key_values
     (store,) = cache.full_layers
     g = store.geometry
-    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes()) == (1, ROW, 16, ROW * 4)
+    assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes()) == (1, ROW, 16, row_bytes)
     rows = 2 * 2 * (BUDGET - WINDOW) + 2 * 2 * store.tail_k.shape[3]  # of pool and tails: batch, layers, slots
-    assert sum(
-        getattr(store, name).untyped_storage().nbytes() for name in ("pool_k", "pool_v", "tail_k", "tail_v")
-    ) == (rows * ROW * 4)
+    held = (store.pool_k, store.pool_v, store.tail_k, store.tail_v)
+    assert sum(x.untyped_storage().nbytes() for x in held) == rows * row_bytes
     report = fast.report()
-    assert int(report.bytes_kept.sum()) == 2 * 2 * BUDGET * ROW * 4 and "expanded" not in str(report)
+    assert int(report.bytes_kept.sum()) == 2 * 2 * BUDGET * row_bytes and "expanded" not in str(report)
     theirs = DynamicCache(config=model.config)
     model(ids, past_key_values=theirs)
     assert report.bytes_full == sum(x.nbytes for layer in theirs.layers for x in (layer.keys, layer.values))
-
-
-def test_rows_of_16_bits_take_half_the_bytes():
-    model = tiny_model(FAMILY, layers=1, dtype=torch.bfloat16)
-    fast = kvpass.compile(model, policy="snapkv", budget=BUDGET, window=WINDOW, backend="eager")
-    cache = fast(random_ids(1, PROMPT)).past_key_values
-    (store,) = cache.full_layers
-    rows = BUDGET - WINDOW + store.tail_k.shape[3]
-    assert store.pool_k.untyped_storage().nbytes() + store.tail_k.untyped_storage().nbytes() == rows * ROW * 2
-    assert int(fast.report().bytes_kept.sum()) == BUDGET * ROW * 2
 
 
 @pytest.mark.parametrize("group", ["mean", "max"])
@@ -133,40 +124,36 @@ class _Wrapped(nn.Linear):
         return super().forward(x) * 1.5
 
 
-def of_another_class(attention):
+def of_another_class(attention, monkeypatch):
     wrapped = _Wrapped(attention.kv_b_proj.in_features, attention.kv_b_proj.out_features, bias=False)
     wrapped.weight = attention.kv_b_proj.weight
     attention.kv_b_proj = wrapped
-    return "_Wrapped"
+    return "model.layers.0.self_attn: kv_b_proj is a _Wrapped"
 
 
-def with_another_forward(attention):
+def with_another_forward(attention, monkeypatch):
     projection = attention.kv_b_proj
     projection.forward = lambda x: nn.functional.linear(x, projection.weight) * 1.5
-    return "Linear"
+    return "model.layers.0.self_attn: kv_b_proj is a Linear"
 
 
-@pytest.mark.parametrize("change", [of_another_class, pytest.param(with_another_forward, marks=pytest.mark.exhaustive)])
-def test_expanded_heads_are_cached_where_the_projection_is_no_plain_linear(change):
-    model = tiny_model(FAMILY, layers=2)
-    name = change(model.model.layers[1].self_attn)
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(1, PROMPT)
-    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
-    said = f"latents are cached as expanded heads: model.layers.1.self_attn: kv_b_proj is a {name}"
-    assert said in str(fast.report()).replace("\n", " ")
-
-
-def test_the_report_says_that_an_older_transformers_expands_heads(monkeypatch):
-    model = tiny_model(FAMILY, layers=1)
-    attention = model.model.layers[0].self_attn
+def of_an_older_transformers(attention, monkeypatch):
     attention.expand_kv = attention.expand_kv  # what its forward calls, where the class has no such method
     monkeypatch.delattr(type(attention), "expand_kv")
+    return "its layers have no expand_kv, as those of transformers before 5.16"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [of_another_class, of_an_older_transformers, pytest.param(with_another_forward, marks=pytest.mark.exhaustive)],
+)
+def test_expanded_heads_are_cached_where_latents_cannot_be_and_the_report_says_why(change, monkeypatch):
+    model = tiny_model(FAMILY, layers=1)
+    why = change(model.model.layers[0].self_attn, monkeypatch)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(1, PROMPT)
     assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
-    said = "latents are cached as expanded heads: its layers have no expand_kv, as those of transformers before 5.16"
-    assert said in " ".join(str(fast.report()).split())
+    assert f"latents are cached as expanded heads: {why}" in " ".join(str(fast.report()).split())
 
 
 def test_a_projection_replaced_after_compilation_raises():
@@ -175,13 +162,3 @@ def test_a_projection_replaced_after_compilation_raises():
     attention.kv_b_proj.register_forward_hook(lambda module, args, output: output * 1.5)
     with pytest.raises(kvpass.UnsupportedAttentionError, match="kv_b_proj has forward hooks"):
         fast(random_ids(1, PROMPT))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", LATENT)
-def test_every_family_keeps_latents(family):
-    _, fast = compiled_once(family, backend="eager", policy="lava", budget=BUDGET, window=WINDOW)
-    cache = fast(random_ids(1, PROMPT)).past_key_values
-    (store,) = cache.full_layers
-    assert (store.geometry.kv_heads, store.geometry.entry_bytes()) == (1, ROW * 4)
-    assert int(cache.lengths.sum()) == len(cache) * BUDGET

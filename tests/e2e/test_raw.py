@@ -13,7 +13,8 @@ from kvpass.ops import reference, slots
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import compiled_once, left_pad, random_ids, raw
+from recorded_calls import interrupt
+from tiny_models import compiled_once, in_session, left_pad, random_ids, raw
 
 NEW = 8
 
@@ -62,10 +63,6 @@ PARTS = slice(0, 90), slice(90, 92), slice(92, 93)
 class SelfNumbering(Decoder):
     def forward(self, ids):
         return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
-
-
-def positions_of(mask):
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def build(repeat, layers):
@@ -121,14 +118,10 @@ def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(deco
             ids = random_ids(2, tokens + NEW, seed=tokens)
             positions = torch.arange(tokens + NEW).expand(2, -1)
             expected = decoder(ids, positions)
-            with kvpass.session() as session:
-                pieces = [fast(ids[:, :tokens].contiguous(), positions[:, :tokens].contiguous())]
-                for i in range(tokens, tokens + 4):
-                    pieces.append(fast(ids[:, i : i + 1].contiguous(), positions[:, i : i + 1].contiguous()))
-                pieces.append(fast(ids[:, tokens + 4 :].contiguous(), positions[:, tokens + 4 :].contiguous()))
-            assert_close("logits", torch.cat(pieces, 1), expected, atol=1e-4)
-            assert session.cache.get_seq_length() == tokens + NEW
-            assert session.cache.lengths.shape[2] == 2, "the repeat was not stripped"
+            logits, cache = in_session(fast, [tokens, 1, 1, 1, 1, NEW - 4], ids, positions)
+            assert_close("logits", logits, expected, atol=1e-4)
+            assert cache.get_seq_length() == tokens + NEW
+            assert cache.lengths.shape[2] == 2, "the repeat was not stripped"
 
 
 @pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
@@ -138,15 +131,12 @@ def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(repeat):
     fast = raw(decoder, options)
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25, 12)]
     ids, mask = left_pad(prompts)
-    with torch.no_grad(), kvpass.session(attention_mask=mask) as session:
-        fast(ids, positions_of(mask))
-    assert session.cache.lengths.sum((1, 2)).tolist() == [16 * 4, 16 * 4, 12 * 4]
+    _, cache = in_session(fast, [40], ids, (mask.cumsum(1) - 1).clamp(min=0), attention_mask=mask)
+    assert cache.lengths.sum((1, 2)).tolist() == [16 * 4, 16 * 4, 12 * 4]
     for row, prompt in enumerate(prompts):
-        with torch.no_grad(), kvpass.session() as alone:
-            fast(prompt[None], torch.arange(prompt.numel())[None])
-        pad = ids.shape[1] - prompt.numel()
-        expected = kept_columns(alone.cache, prompt.numel())[0]
-        assert torch.equal(kept_columns(session.cache, ids.shape[1])[row, :, :, pad:], expected)
+        n = prompt.numel()
+        _, alone = in_session(fast, [n], prompt[None], torch.arange(n)[None])
+        assert torch.equal(kept_columns(cache, ids.shape[1])[row, :, :, -n:], kept_columns(alone, n)[0])
 
 
 def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
@@ -163,13 +153,9 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
     assert model.config._attn_implementation == "sdpa"
     options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "eager"}
     through_sdpa = raw(logits, options)
-    with torch.no_grad(), kvpass.session() as session:
-        actual = [through_sdpa(ids, torch.arange(60)[None])]
-        for i, piece in enumerate(new.split(1, 1)):
-            actual.append(through_sdpa(piece, torch.tensor([[60 + i]])))
-    assert torch.equal(session.cache.positions, cache.positions)
-    assert session.cache.layout == cache.layout
-    assert_close("logits", torch.cat(actual, 1), torch.cat(expected, 1), atol=1e-5)
+    found, other = in_session(through_sdpa, [60, 1, 1, 1], torch.cat([ids, new], 1), torch.arange(63)[None])
+    assert torch.equal(other.positions, cache.positions) and other.layout == cache.layout
+    assert_close("logits", found, torch.cat(expected, 1), atol=1e-5)
 
 
 def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
@@ -179,13 +165,10 @@ def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
         fast(ids)
 
 
-def test_a_raw_module_needs_a_session_and_no_grad(decoder):
+def test_a_raw_module_needs_no_grad(decoder):
     fast = raw(decoder, {"budget": 64, "compiler": "eager"})
-    arguments = (random_ids(1, 40), torch.arange(40)[None])
-    with torch.no_grad(), pytest.raises(RuntimeError, match="session"):
-        fast(*arguments)
     with pytest.raises(RuntimeError, match="no_grad"), kvpass.session():
-        fast(*arguments)
+        fast(random_ids(1, 40), torch.arange(40)[None])
 
 
 def options_of(**options):
@@ -205,20 +188,10 @@ def by_hand(fast, cache, ids):
 def test_an_interrupted_step_is_refused_or_did_not_happen(policy, monkeypatch):
     fast = raw(build(False, layers=2), options_of(policy=policy))
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
-    with torch.no_grad(), kvpass.session() as session:
-        fast(ids, torch.arange(40)[None])
-    cache = session.cache
+    _, cache = in_session(fast, [40], ids, torch.arange(40)[None])
     expected, _ = by_hand(fast, cache.clone(), token)
     module, name = (slots, "keep_mask") if policy == "h2o" else (reference, "attend_cache")
-    original, calls = getattr(module, name), []
-
-    def second_is_interrupted(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, second_is_interrupted)
+    interrupt(monkeypatch, module, name, 2)
     with pytest.raises(KeyboardInterrupt):
         by_hand(fast, cache, token)
     if policy == "h2o":
@@ -230,9 +203,8 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(policy, monkeypatch):
 
 def test_a_reusable_cache_stays_as_it_is(decoder):
     fast = raw(decoder, options_of())
-    with torch.no_grad(), kvpass.session() as session:
-        fast(random_ids(1, 40), torch.arange(40)[None])
-    cache, question = session.cache, random_ids(1, 5, seed=1)
+    _, cache = in_session(fast, [40], random_ids(1, 40), torch.arange(40)[None])
+    question = random_ids(1, 5, seed=1)
     cache.reusable = True
     found = [by_hand(fast, cache, question) for _ in range(2)]
     assert torch.equal(found[0][0], found[1][0])
@@ -266,10 +238,8 @@ def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
     for rows in (2, 3, 2):
         ids = random_ids(rows, sum(pieces), seed=rows)
         positions = torch.arange(sum(pieces)).expand(rows, -1)
-        given = zip(ids.split(pieces, 1), positions.split(pieces, 1), strict=True)
-        with torch.no_grad(), kvpass.session():
-            found = [fast(*(part.contiguous() for part in piece)) for piece in given]
-        assert_close("logits", torch.cat(found, 1), decoder(ids, positions), atol=1e-4)
+        found, _ = in_session(fast, pieces, ids, positions)
+        assert_close("logits", found, decoder(ids, positions), atol=1e-4)
 
 
 class Broken(Decoder):
@@ -347,32 +317,12 @@ def test_what_a_forward_reads_is_the_modules_own_between_sessions_and_cannot_cha
         raw(decoder.train(), options_of(budget=1 << 20))(ids, positions)
 
 
-class OfLength(Decoder):
-    """A decoder that scales its input by its length."""
-
-    def forward(self, ids, positions):
-        return super().forward(ids, positions) * (1 + 0.01 * ids.shape[1])
-
-
-def test_contract_7_what_a_module_computes_from_its_length_is_refused(decoder):
-    """In a graph made for one length it would be a number like any other, and that of one token while decoding."""
-    ids, positions = random_ids(1, 40), torch.arange(40)[None]
+def test_contract_7_a_graph_of_one_length_is_refused(decoder):
+    """It would be that of one token while decoding."""
     static = raw(decoder, options_of(), dynamic=False)
     fixed = pytest.raises(Exception, match=r"for 40 tokens and no other length.*dynamic=True")
     with torch.no_grad(), fixed, kvpass.session():
-        static(ids, positions)
-    with torch.no_grad(), pytest.raises(Exception, match="from the length of the input"), kvpass.session():
-        raw(OfLength(False, layers=1).eval(), options_of())(ids, positions)
-
-
-def test_slices_are_no_branches_on_strides():
-    """Inputs that are parts of longer ones have strides beside sizes."""
-    torch.manual_seed(0)
-    decoder = Decoder(False, layers=1).eval()
-    ids, positions = random_ids(1, 60), torch.arange(60)[None]
-    with torch.no_grad(), kvpass.session():
-        found = raw(decoder, options_of(budget=100))(ids[:, :40], positions[:, :40])
-        assert_close("logits", found, decoder(ids[:, :40], positions[:, :40]), atol=1e-4)
+        static(random_ids(1, 40), torch.arange(40)[None])
 
 
 class WithLoss(Decoder):
@@ -399,11 +349,6 @@ def test_an_unknown_compiler_is_refused(decoder):
     refused = pytest.raises(Exception, match="compiler='none': must be one of inductor, eager")
     with refused, torch.no_grad(), kvpass.session():
         fast(random_ids(1, 40), torch.arange(40)[None])
-
-
-def test_contract_7_a_session_in_which_nothing_was_compressed_says_so(decoder):
-    with pytest.raises(RuntimeError, match="nothing was compressed"), torch.no_grad(), kvpass.session():
-        decoder(random_ids(1, 40), torch.arange(40)[None])
 
 
 def test_lengths_that_a_phase_was_not_compiled_for_are_refused(decoder, monkeypatch):
