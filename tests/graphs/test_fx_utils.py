@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from kvpass.graphs.fx_utils import (
     DataFlow,
-    erase_dead_nodes,
     literals_of,
-    module_path_of,
     mutated_inputs,
     recorded,
     shape_of,
@@ -108,39 +106,6 @@ def test_evaluation_without_an_example_fails_by_name() -> None:
         evaluate(named(gm, "sin"), [named(gm, "sin")], {}, {})
 
 
-def test_only_dead_candidates_are_erased() -> None:
-    def function(x: Tensor, kept: Tensor) -> Tensor:
-        dead = torch.zeros(4)
-        dead[0] = x.sum()
-        dead.cos()
-        kept.add_(1.0)
-        alive = x.tanh()
-        alive.mul_(2.0)
-        return alive
-
-    gm = graph_of(function, torch.randn(5), torch.randn(6))
-    assert erase_dead_nodes(gm, []) == 0
-    erase_dead_nodes(gm, list(gm.graph.nodes))
-    gm.graph.lint()
-    left = [target_name(node) for node in gm.graph.nodes if node.op.startswith("call_")]
-    assert left == ["add_", "tanh", "mul_"]
-
-
 def test_literals_are_the_ints_of_calls_and_slices() -> None:
     gm = graph_of(lambda x: x[2:40].view(2, -1).sum(dim=-1) + 7 + 2.5, torch.randn(80, 3))
     assert literals_of(gm.graph.nodes) == {2, 40, -1, 7}
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Identity(), nn.Softsign()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](x) + x.sin()
-
-
-def test_module_path_names_the_innermost_module() -> None:
-    gm = graph_of(Outer(), torch.randn(5))
-    assert module_path_of(named(gm, "softsign")) == "layers.1"
-    assert module_path_of(named(gm, "sin")) == ""

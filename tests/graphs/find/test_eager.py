@@ -20,7 +20,6 @@ from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from pairwise import quick, quick_rows
-from tiny_models import tiny_model
 
 PASSES = [find_eager_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass]
 H, D, T = 4, 8, 11
@@ -307,26 +306,3 @@ def test_a_mask_stored_by_the_module_is_proved_at_any_length(dynamic, tokens, ca
     layers.train()
     with pytest.raises(UnsupportedAttentionError, match="dropout"):
         capture(attend, [qkv(tokens=tokens)], PASSES, dynamic=dynamic)
-
-
-FAMILIES = {
-    "gptj": ({}, [(None, None), (None, None)], 4),
-    "gemma2": ({"sliding_window": 5}, [(5, 50.0), (None, 50.0)], 2),
-    "llama": ({}, [(None, None), (None, None)], 2),
-}
-
-
-@pytest.mark.parametrize("family", quick([*FAMILIES], ["gemma2", "gptj"]))
-def test_transformers_eager_attention_is_found(family, capture, inputs) -> None:
-    changes, expected, kv_heads = FAMILIES[family]
-    model = tiny_model(family, layers=2, **{"attn_implementation": "eager", **changes})
-    gm, (found, stripped, _) = capture(
-        lambda ids, p: model(input_ids=ids, position_ids=p, use_cache=False).logits,
-        inputs(),
-        PASSES,
-        execute=family != "gemma2",
-    )
-    sites = find_sites(gm)
-    assert (found, stripped) == (2, 2 if kv_heads < 4 else 0)
-    assert [(site.sliding_window, site.softcap and round(site.softcap, 3)) for site in sites] == expected
-    assert {site.k.meta["example_value"].shape[1] for site in sites} == {kv_heads}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -94,43 +93,16 @@ def test_in_place_writes_to_what_lives_on_are_kept(decoder, capture, inputs) -> 
 FAMILIES = ["llama", "qwen3", "mistral", "phi3", "mixtral", "olmo2", "gpt_neox", "gpt2", "opt"]
 
 
-def logits_of(family: str, **changes: Any) -> Any:
-    model = tiny_model(family, **changes)
-
-    def logits(ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-
-    return logits
-
-
 @pytest.mark.parametrize("family", quick(FAMILIES, ["gpt2", "mixtral"]))
 def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs) -> None:
-    gm, (_, _, found, _, _, stripped, *_) = capture(logits_of(family, layers=1), inputs())
+    model = tiny_model(family, layers=1)
+    gm, (_, _, found, _, _, stripped, *_) = capture(
+        lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False).logits, inputs()
+    )
     grouped = family not in ("gpt2", "opt", "gpt_neox")
     assert (found, stripped) == (1, 1 if grouped else 0)
     assert [site.k.meta["example_value"].shape[1] for site in find_sites(gm)] == [2 if grouped else 4]
     assert not any(node.target in (torch.diff, "cumsum") for node in gm.graph.nodes)
-
-
-def test_transformers_module_paths_name_the_layer(capture, inputs) -> None:
-    gm, _ = capture(logits_of("llama", layers=2), inputs())
-    assert [site.module_path.partition("model.model.")[2] for site in find_sites(gm)] == [
-        "layers.0.self_attn",
-        "layers.1.self_attn",
-    ]
-
-
-@pytest.mark.parametrize("window", [5, 300])
-def test_transformers_sliding_window_is_found(window, capture, inputs) -> None:
-    gm, _ = capture(logits_of("mistral", layers=1, sliding_window=window), inputs(), execute=False)
-    assert [site.sliding_window for site in find_sites(gm)] == [window]
-
-
-def test_a_padding_mask_given_to_a_transformers_model_is_refused(capture, inputs) -> None:
-    padding = torch.ones(2, 11, dtype=torch.int64)
-    padding[0, :3] = 0
-    with pytest.raises(UnsupportedAttentionError, match=r"self_attn.*mask"):
-        capture(logits_of("llama", layers=1), (*inputs(), padding))
 
 
 REFUSED = {

@@ -249,17 +249,17 @@ def test_a_decoder_that_is_told_its_positions_passes(name, capture, inputs) -> N
     assert (found, changed) == (1, 0)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_decoder_that_numbers_its_tokens_is_refused(name, capture, inputs) -> None:
-    with pytest.raises(UnsupportedAttentionError, match="positions are made in the graph") as refusal:
-        capture(OneLayer(REFUSED[name]).eval(), inputs(), PASSES)
-    assert refusal.value.node
-
-
-@pytest.mark.parametrize("name", LENGTH_AS_A_NUMBER)
-def test_a_length_that_is_computed_with_is_refused(name, capture, inputs) -> None:
-    with pytest.raises(UnsupportedAttentionError, match=r"computes with \w+, a number made from the length") as refusal:
-        capture(OneLayer(LENGTH_AS_A_NUMBER[name]).eval(), inputs(), PASSES)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *((change, "positions are made in the graph") for change in REFUSED.values()),
+        *((change, r"computes with \w+, a number made from the length") for change in LENGTH_AS_A_NUMBER.values()),
+    ],
+    ids=[*REFUSED, *LENGTH_AS_A_NUMBER],
+)
+def test_a_decoder_that_numbers_its_tokens_or_computes_with_their_number_is_refused(change, said, capture, inputs):
+    with pytest.raises(UnsupportedAttentionError, match=said) as refusal:
+        capture(OneLayer(change).eval(), inputs(), PASSES)
     assert refusal.value.node
 
 
