@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvpass.config import EntryFormat
 from kvpass.kernels import (
+    append_codes,
     gather,
     prefill_attention,
     ragged_decode,
@@ -26,8 +29,11 @@ from kvpass.kernels.prompt_attention import Machine
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
+from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
 from numeric_checks import observe, prefill_buffers
+from pairwise import pairwise
+from policy_variants import VARIANTS
 from tiny_models import POLICY_OPTIONS
 
 LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
@@ -59,7 +65,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     module: ModuleType
     attend = (prefill_attention, ragged_decode, ragged_extend, slot_decode)
-    for module in (*attend, gather, slot_lines, window_statistics):
+    for module in (*attend, append_codes, gather, slot_lines, window_statistics):
         monkeypatch.setattr(module, "launch", launch)
     yield names
 
@@ -69,32 +75,43 @@ def check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -
     assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["kernel", "flash"])
-@pytest.mark.parametrize("name", sorted(POLICIES))
+PREFILLED = [*((name, POLICY_OPTIONS.get(name, {})) for name in sorted(POLICIES)), *(v for v in VARIANTS if v[1])]
+
+
+@pairwise(variant=PREFILLED, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
 def test_a_prefill_up_to_its_packed_pool(
-    name: str, dtype: torch.dtype, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    variant: tuple[str, dict[str, Any]],
+    parity: str,
+    dtype: torch.dtype,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By Triton's kernel, and by that of a library."""
     monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))
-    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
+    name, options = variant
+    policy = resolve(name, window=WINDOW, parity=parity, **options)
     entries = 6 if policy.needs_budget else TOKENS
     call = Attention(*site(TOKENS, dtype), 0.3)
-    first = on_device(ROWS, dtype=torch.int64)
+    first, rule = on_device(ROWS, dtype=torch.int64), policy.decode_rule()
+    rows = 0 if rule is None else rule.rows_per_head
     asked = PolicyInputs(
         on_device(24, HEADS * DIM, dtype=dtype),
         on_device(DIM // 2),
         on_device(ROWS, dtype=torch.int64),
         replayed=on_device(ROWS, KV_HEADS, TOKENS),
+        rule_rows=on_device(LAYERS, ROWS, KV_HEADS, GROUP, rows, DIM) if rows else None,
         entered=on_device(ROWS, KV_HEADS, TOKENS),
     )
-    out, scores, stats, weight = observe(device, call, STARTS, first, 1, LAYERS, policy, asked)
-    assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
-    check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
-    check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
-    check("stats", stats, (policy.stat_planes, ROWS, KV_HEADS, TOKENS), torch.float32)
-    check("weight", weight, (ROWS,), torch.float64)
     shape = (LAYERS, ROWS, KV_HEADS, (DIM, DIM), CAPACITY)
     buffers = prefill_buffers(policy, entries, *shape, dtype=dtype, device="meta")
-    device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, first), 1, policy)
+    for layer in (1, LAYERS - 1):
+        out, scores, stats, weight = observe(device, call, STARTS, first, layer, LAYERS, policy, asked)
+        assert ("_prefill_kernel" in launched) == (dtype == torch.float32)
+        check("output", out.transpose(1, 2), (ROWS, TOKENS, HEADS, DIM), dtype)
+        check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
+        check("stats", stats, (policy.stat_planes, ROWS, KV_HEADS, TOKENS), torch.float32)
+        check("weight", weight, (ROWS,), torch.float64)
+        device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, first), layer, policy)
     device.pack(buffers)
     assert "_gather_kernel" in launched
 
@@ -112,16 +129,23 @@ OPTIONAL = pytest.mark.parametrize(
 
 
 @OPTIONAL
+@pytest.mark.parametrize("entry_format", ["model", "rot3"])
 @pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_piece"), (8, "_attend_piece"), (9, "_attend_queries")])
 def test_a_step_on_the_cache(
-    tokens: int, kernel: str, softcap: float | None, sinks: Tensor | None, launched: list[str]
+    tokens: int,
+    kernel: str,
+    entry_format: EntryFormat,
+    softcap: float | None,
+    sinks: Tensor | None,
+    launched: list[str],
 ) -> None:
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
-    arrivals = on_device(ROWS * KV_HEADS, 64, dtype=torch.int32)
-    call = Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks)
-    out = device.attend_cache(call, AppendBuffers(*cached(torch.bfloat16), *used, arrivals), 1)
+    held = AppendBuffers(*cached(torch.bfloat16), *used, on_device(ROWS * KV_HEADS, 64, dtype=torch.int32))
+    if entry_format != "model":
+        held = packed(held, entry_format)
+    out = device.attend_cache(Attention(*site(tokens, torch.bfloat16), 0.3, softcap, sinks), held, 1)
     check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), torch.bfloat16)
-    assert launched == [kernel]
+    assert launched == ([kernel] if entry_format == "model" else ["_append_codes", kernel])
 
 
 @OPTIONAL

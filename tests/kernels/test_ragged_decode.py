@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.kernels import append_codes, ragged_decode, ragged_extend
 from kvpass.kernels.cached_attention import HALF_TERMS, LEVEL_TERMS
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, attend_ragged, chunks_of
@@ -380,16 +379,3 @@ def test_more_query_rows_than_counters() -> None:
     case = decode_case(THREE_HEADS, tokens=600, slots=640, dim=16)
     with pytest.raises(ValueError, match="rows for a KV head"):
         ragged(case)
-
-
-@pytest.mark.parametrize("entry_format", [None, "rot3"])
-def test_no_value_reaches_the_host(entry_format: EntryFormat | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launchers on meta tensors: reading a value would raise."""
-    case = decode_case(THREE_HEADS, sinks=True)
-    case = case.packed(entry_format) if entry_format else case
-    held = AppendBuffers(*(None if x is None else x.to("meta") for x in counted(case)))
-    call = Attention(*(x.to("meta") if isinstance(x, Tensor) else x for x in case.call))
-    for module in (append_codes, ragged_decode, ragged_extend):
-        monkeypatch.setattr(module, "launch", lambda *args: None)
-    for attend in (attend_extend, attend_ragged):
-        assert attend(call, held, case.layer).is_meta

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -23,7 +22,6 @@ from kvpass.policies.tova import Tova
 from tiny_models import compiled_once, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 TAUS = {"tau1": 1.0, "tau2": 1.0}
 
 
@@ -330,18 +328,3 @@ def test_register_policy_refuses_what_cannot_work(registry):
 
     with pytest.raises(ValueError, match=r"'snapkv'.*SnapKV"):
         register_policy(Thief)
-
-
-def test_the_page_on_writing_a_policy_runs(registry, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "write-a-policy.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    page: dict[str, object] = {"__name__": "page"}
-    exec(compile("".join(blocks), "write-a-policy.md", "exec", dont_inherit=True), page)
-    assert page["decision"].lengths.sum().item() == 24 * 2 * 2
-    keys = page["keys"][0, 0, 0, :48]
-    cosine = torch.nn.functional.cosine_similarity(keys, keys.mean(0), dim=-1)
-    kept = page["decision"].keep[0, 0, 0, :48]
-    assert torch.equal(kept.nonzero().flatten(), cosine.argsort()[:8].sort().values)
-    assert capsys.readouterr().out.count("tensor") == 2
-    first, second = page["by_values"].lengths.sum((1, 2)).tolist()
-    assert first + second == 24 * 2 * 2 and second - first > 8
