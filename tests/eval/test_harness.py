@@ -166,16 +166,10 @@ def test_rolling_likelihood_is_the_stock_models_or_refused(stock, tight):
 # -- generation --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_generated_token_is_computed_against_the_compressed_cache(tight):
-    lm, rows = tight[1], []
-    for text in CONTEXTS:
-        ids = torch.tensor([TOKENIZER(text)["input_ids"]])
-        cache = lm.model.compress(ids[:, :-1])
-        rows.append(TOKENIZER.decode(lm.model(ids[:, -1:], past_key_values=cache).logits[0, -1].argmax()))
-    one = {**GREEDY, "until": [], "max_gen_toks": 1}
-    assert generations(lm, CONTEXTS, one) == rows
+def test_tokens_of_the_prompt_alone_are_not_scored_without_an_uncompressed_one():
     plain = build(num_uncompressed_tokens=0, **TIGHT)
-    assert generations(plain, CONTEXTS, one) == generations(build(), CONTEXTS, one) != rows
+    one = {**GREEDY, "until": [], "max_gen_toks": 1}
+    assert generations(plain, CONTEXTS, one) == generations(build(), CONTEXTS, one)
     with pytest.raises(ValueError, match="num_uncompressed_tokens=0"):
         likelihoods(plain, MULTIPLE_CHOICE)
 
@@ -374,6 +368,33 @@ def test_model_info_says_what_was_kept(tight):
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "lavaa", "budget": 64}, r"policy='lavaa': did you mean 'lava'"),
+        ({"policy": "lava", "budget": 64, "kernel": 3}, r"kernel=3: no argument .* did you mean 'kernel_size'"),
+        ({"budgets": 64}, r"budgets=64: no argument .* did you mean 'budget'"),
+        ({"policy": "full", "kernel_size": 3}, r"kernel_size=3: no argument"),
+        ({"policy": "lava"}, r"budget=None: policy 'lava' needs one"),
+        ({"policy": "lava", "budget": 8}, r"budget=8: must be at least window \+ 1"),
+        ({"budget": 64}, r"budget=64: policy 'full' keeps everything"),
+        ({"scope": "question"}, r"scope='question': must be one of 'prompt', 'context'"),
+        ({"num_uncompressed_tokens": -1}, r"num_uncompressed_tokens=-1: must be an int >= 0"),
+        ({"num_uncompressed_tokens": 2, "scope": "context"}, r"num_uncompressed_tokens=2: scope='context'"),
+        ({"truncation": True}, r"truncation=True: must be one of 'left', 'middle'"),
+        ({"compiler": "jit"}, r"compiler='jit'"),
+        ({"backend": "seq2seq"}, r"backend='seq2seq'"),
+        ({"parallelize": True}, r"parallelize=True: not supported"),
+        ({"batch_size": "auto"}, r"batch_size='auto': must be an int"),
+        ({"batch_size": 0}, r"batch_size=0: must be an int >= 1"),
+        ({"batch_size": "auto:4"}, r"batch_size='auto:4': must be an int"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_model_is_loaded(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        KVPassLM(pretrained="no such model", **arguments)
 
 
 def test_a_fraction_that_leaves_too_little_is_refused_before_anything_is_computed():

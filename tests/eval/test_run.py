@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import kvpass
+from command_line import invoke
 from kvpass import builtin
-from kvpass.cli.main import app
 from kvpass.compiler.prompt import Prefill
 from kvpass.eval import run, workers
 from kvpass.eval.environment import fingerprint
@@ -271,7 +270,7 @@ def test_other_weights_have_another_fingerprint():
 def test_the_command_runs_a_grid_and_draws_it(tmp_path):
     words = "eval builtin --tasks needle_grid --policies streaming_llm --budgets 0.5 --scope prompt --samples 20"
     words += f" --length 240 --batch 3 --backend eager --output {tmp_path}"
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, words.split())
+    result = invoke(*words.split(), columns=200)
     assert result.exit_code == 0, result.output
     assert "needle_grid" in result.output
     assert (tmp_path / "needle_grid.png").read_bytes().startswith(b"\x89PNG")
@@ -279,22 +278,3 @@ def test_the_command_runs_a_grid_and_draws_it(tmp_path):
     deep = [record["score"] for record in records if record["labels"]["depth"] == 1.0]
     middle = [record["score"] for record in records if record["labels"]["depth"] == 0.25]
     assert sum(deep) > sum(middle)  # recent tokens are all it keeps
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ("--tasks haystack", "tasks='haystack'"),
-        ("--policies snapkw", "did you mean 'snapkv'"),
-        ("--budgets nan", "budget=nan"),
-        ("--scope answer", "scope='answer'"),
-        ("--backend jit", "backend='jit'"),
-        ("--samples 0", "samples=0"),
-    ],
-)
-def test_a_bad_value_is_one_line_and_exit_code_2(tmp_path, words, part):
-    result = CliRunner().invoke(app, ["eval", "builtin", "--output", str(tmp_path / "out"), *words.split()])
-    assert result.exit_code == 2
-    assert part in result.stderr
-    assert result.stderr.startswith("error: ")
-    assert not (tmp_path / "out").exists()
