@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -17,18 +17,18 @@ Tasks = Annotated[str, Option(help="Tasks, or groups of them (ruler, longbench),
 Policies = Annotated[str, Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
 Budgets = Annotated[str, Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")]
 Scopes = Annotated[str, Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")]
-Samples = Annotated[int, Option(help="Samples of each task.")]
-Length = Annotated[int, Option(help="Longest prompt in tokens; longer ones lose their middle.")]
-Batch = Annotated[int, Option(help="Prompts answered at once.")]
-NewTokens = Annotated[int, Option(help="Longest answer in tokens.")]
+Samples = Annotated[int, Option(min=1, help="Samples of each task.")]
+Length = Annotated[int, Option(min=2, help="Longest prompt in tokens; longer ones lose their middle.")]
+Batch = Annotated[int, Option(min=1, help="Prompts answered at once.")]
+NewTokens = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
 Folder = Annotated[
     Path, Option(file_okay=False, help="Folder for samples, tables and pictures; a rerun goes on there.")
 ]
 Json = Annotated[Path | None, Option("--json", help="Also write everything measured to this file.")]
-Seed = Annotated[int, Option(help="Seed of texts and weights that are made up.")]
-Backend = Annotated[str, Option(help="'inductor', or 'eager' to run without it.")]
+Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are made up.")]
+Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
 Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
-Dtype = Annotated[str, Option(help="'auto', 'float32', 'bfloat16' or 'float16'.")]
+Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help="Of the weights.")]
 Entries = Annotated[
     str, Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3', 'rot2', or several.")
 ]
@@ -57,8 +57,10 @@ class EvalOptions:
     entries: Entries = "model"
     seed: Seed = 0
     batch: Batch = 1
-    workers: Annotated[int, Option(help="Processes that answer, each with its own model; on CUDA one device each.")] = 1
-    num_uncompressed_tokens: Annotated[int, Option(help="Scope prompt: last tokens, fed after compression.")] = 1
+    workers: Annotated[
+        int, Option(min=1, help="Processes that answer, each with its own model; on CUDA one device each.")
+    ] = 1
+    num_uncompressed_tokens: Annotated[int, Option(min=0, help="Scope prompt: last tokens, fed after compression.")] = 1
     chat: Annotated[bool, Option(help="Use the tokenizer's chat template where the task wants one.")] = True
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
@@ -90,7 +92,7 @@ class ExactOptions:
     budgets: Budgets = "0.125,0.25,0.5"
     samples: Samples = 20
     length: Length = 1024
-    new_tokens: NewTokens = 64
+    new_tokens: Annotated[int, Option(min=2, help="Longest answer in tokens.")] = 64
     json_path: Json = None
     seed: Seed = 0
     backend: Backend = "inductor"
@@ -125,8 +127,10 @@ class BenchOptions:
             "config.json; with its own: smollm2-135m, a .gguf file, or a folder."
         ),
     ] = "small-mha"
-    device: Annotated[str, Option(help="'cpu' or 'cuda'; weights are made there.")] = "cpu"
-    dtype: Annotated[str | None, Option(help="'bf16' (usual on CUDA), 'fp16' or 'fp32' (usual on a CPU).")] = None
+    device: Annotated[Literal["cpu", "cuda"], Option(help="Weights are made there.")] = "cpu"
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, Option(help="If not given, bf16 on CUDA and fp32 on a CPU.")
+    ] = None
     contexts: Annotated[
         str, Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
     ] = ""
@@ -136,15 +140,15 @@ class BenchOptions:
     budget: Annotated[
         str, Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
     ] = "256"
-    window: Annotated[int, Option(help="Last prompt tokens, always kept.")] = 32
+    window: Annotated[int, Option(min=1, help="Last prompt tokens, always kept.")] = 32
     policies: Policies = "lava,snapkv"
     entries: Entries = "model"
     systems: Annotated[
         str | None,
         Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
     ] = None
-    new_tokens: Annotated[int, Option(help="Tokens decoded in each repeat.")] = 32
-    repeats: Annotated[int, Option(help="Timed rounds over all systems.")] = 3
+    new_tokens: Annotated[int, Option(min=1, help="Tokens decoded in each repeat.")] = 32
+    repeats: Annotated[int, Option(min=1, help="Timed rounds over all systems.")] = 3
     backend: Backend = "inductor"
     shared_prompt: Annotated[
         bool, Option("--shared-prompt", help="Prefill one row and repeat its cache for the batch.")
@@ -191,13 +195,14 @@ class BenchOptions:
             "is read, whole and in chunks.",
         ),
     ] = False
-    requests: Annotated[int, Option(help="Requests of each context, with --serve and --waits.")] = 32
-    cache_mib: Annotated[int, Option(help="MiB of an engine's KV cache, with --serve and --waits.")] = 64
+    requests: Annotated[int, Option(min=1, help="Requests of each context, with --serve and --waits.")] = 32
+    cache_mib: Annotated[int, Option(min=1, help="MiB of an engine's KV cache, with --serve and --waits.")] = 64
     question_tokens: Annotated[
         int,
         Option(
+            min=0,
             help="With --serve: each request is a question of so many tokens about one text of --contexts tokens, "
-            "compressed before."
+            "compressed before.",
         ),
     ] = 0
     task: Annotated[

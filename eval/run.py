@@ -19,8 +19,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.compiler.backend import COMPILERS
-from kvpass.config import Budget, EntryFormat, one_of
+from kvpass.config import Budget, EntryFormat
 from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, save_json, versions
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.plots import plot_grid
@@ -78,7 +77,7 @@ class Evaluation:
     """
 
     def __init__(self, options: EvalOptions) -> None:
-        self.options, self.compiler = options, one_of("backend", options.backend, COMPILERS)
+        self.options = options
         self.policies, self.formats = parse_policies(options.policies), parse_formats(options.entries)
         self.budgets: tuple[BudgetValue, ...] = tuple(map(typed, names(options.budgets)))
         self.scopes = names(options.scopes)
@@ -105,10 +104,6 @@ class Evaluation:
 
     def _check_options(self) -> None:
         options = self.options
-        lowest = {"samples": 1, "length": 2, "seed": 0, "batch": 1, "workers": 1, "num_uncompressed_tokens": 0}
-        for name, low in lowest.items():
-            if getattr(options, name) < low:
-                raise ValueError(f"{name}={getattr(options, name)}: must be >= {low}")
         if not self.scopes or not set(self.scopes) <= set(SCOPES):
             raise ValueError(f"scope={options.scopes!r}: must be one of {', '.join(SCOPES)}, or both")
         if options.workers > 1 and launched()[1] > 1:
@@ -207,7 +202,7 @@ class Evaluation:
     def _runner(self, entry_format: EntryFormat) -> Runner:
         """With one compiled model for each entry format: the decoder is captured once for all policies."""
         if entry_format not in self._runners:
-            model = kvpass.compile(self.model, policy="full", backend=self.compiler, entries=entry_format)
+            model = kvpass.compile(self.model, policy="full", backend=self.options.backend, entries=entry_format)
             self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.options.batch)
         return self._runners[entry_format]
 
@@ -264,7 +259,7 @@ class Evaluation:
                 num_uncompressed_tokens=self.options.num_uncompressed_tokens if scope == "prompt" else 0,
                 model=self.fingerprint,
                 code=self.code + policy_digest(policy),
-                backend=self.compiler,
+                backend=self.options.backend,
                 device=self.model.device.type,
                 seed=self.options.seed,
                 max_new_tokens=sample.max_new_tokens,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvpass.compiler.backend import COMPILERS
-from kvpass.config import EntryFormat, one_of
+from kvpass.config import EntryFormat
 from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.options import BenchOptions, names, numbers
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
@@ -161,15 +160,8 @@ class BenchSettings(BenchOptions):
     """
 
     def __post_init__(self) -> None:
-        for name in ("window", "new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be >= 1")
-        one_of("backend", self.backend, COMPILERS)
-        one_of("device", self.device, ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
-        if self.dtype is not None:
-            one_of("dtype", self.dtype, DTYPES)
         if not self.rows or min(self.rows) < 1:
             raise ValueError(f"batches={self.batches}: must be one or more numbers >= 1")
         parse_formats(self.entries)

@@ -20,8 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpass
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.backend import COMPILERS
-from kvpass.config import one_of
 from kvpass.eval.bench.systems import storage_bytes
 from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
@@ -93,7 +91,6 @@ class Demo:
 
     def __init__(self, options: DemoOptions) -> None:
         self.options, document = options, options.document
-        self.compiler = one_of("backend", options.backend, COMPILERS)
         if (document is None) != (options.question is None):
             raise ValueError("document and question: give both, or none")
         if document and options.tokens:
@@ -128,7 +125,7 @@ class Demo:
 
     def run(self) -> None:
         """Ask every system every question; print the answers, the summary and what was measured."""
-        model = kvpass.compile(self.decoder, policy="full", backend=self.compiler)
+        model = kvpass.compile(self.decoder, policy="full", backend=self.options.backend)
         conditions = [("full", None), *itertools.product(POLICIES, self.budgets)]
         plain, kept = Answers("transformers"), [Answers(f"kvpass {policy}", budget) for policy, budget in conditions]
         with progress_bar(progress_console()) as progress:
@@ -224,7 +221,7 @@ class Demo:
             last = f"One text and {options.facts} questions"
         device, dtype = self.decoder.device, str(self.decoder.dtype).removeprefix("torch.")
         return f"""\
-Measured on {device}, {torch.get_num_threads()} threads, {dtype}, batch 1, backend {self.compiler}; \
+Measured on {device}, {torch.get_num_threads()} threads, {dtype}, batch 1, backend {options.backend}; \
 torch {torch.__version__}, transformers {transformers.__version__}. Model: {options.model}.
 Prompts: {prompts}; greedy decoding. \
 kvpass reads each once for all policies, without its last token, and goes on from there: a prefill computes with full \

@@ -13,8 +13,6 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
-from kvpass.compiler.backend import COMPILERS
-from kvpass.config import one_of
 from kvpass.eval.environment import command_line, conditions, machine, versions
 from kvpass.eval.options import ExactOptions, names
 from kvpass.eval.policy_spec import parse_policies, typed
@@ -23,7 +21,6 @@ from kvpass.eval.runner import each_cache
 from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import load_model
-from kvpass.policies.options import check_int
 from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
 
@@ -58,16 +55,14 @@ class Exact:
 
     def __init__(self, options: ExactOptions) -> None:
         self.options = options
-        compiler, policies = one_of("backend", options.backend, COMPILERS), parse_policies(options.policies)
-        for name, low in {"samples": 1, "length": 2, "new_tokens": 2, "seed": 0}.items():
-            check_int(name, getattr(options, name), low)
+        policies = parse_policies(options.policies)
         for spec in policies:
             if not spec.resolve().needs_budget or spec.resolve().decode_rule() is not None:
                 raise ValueError(f"policies={str(spec)!r}: must compress a prompt and only append while decoding")
         tasks = find_tasks(names(options.tasks))
         decoder, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.ends = sorted(stop_tokens(decoder, tokenizer)) or None
-        self.fast = kvpass.compile(decoder, policy="full", backend=compiler)
+        self.fast = kvpass.compile(decoder, policy="full", backend=options.backend)
         self.prompts = [
             torch.tensor([encode(tokenizer, sample, chat=task.chat, limit=options.length).ids])
             for task in tasks

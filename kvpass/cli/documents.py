@@ -109,10 +109,8 @@ class Document:
         Args:
             exact: that of the full cache.
         Raises:
-            ValueError: the question is empty, ``new_tokens`` below 1, or the full cache was not kept.
+            ValueError: the question is empty, or the full cache was not kept.
         """
-        if new_tokens < 1:
-            raise ValueError(f"new_tokens={new_tokens}: must be >= 1")
         asked = self.tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
         tokens = asked.input_ids.shape[1]
         if tokens == 0:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,9 +31,6 @@ from kvpass.eval.options import (
     read_text,
 )
 from kvpass.progress import working
-
-if TYPE_CHECKING:
-    from kvpass.compiler.backend import Compiler
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -248,7 +245,6 @@ def compress(options: CompressOptions) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     _import_libraries()
     from kvpass.cli.documents import Document
-    from kvpass.config import ENTRY_FORMATS, one_of
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
@@ -264,10 +260,10 @@ def compress(options: CompressOptions) -> None:
             model=options.model,
             policy=chosen[0].name,
             budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
-            entries=one_of("entries", options.entries, ENTRY_FORMATS),
+            entries=options.entries,
             dtype=options.dtype,
             device=options.device,
-            backend=_compiler(options.backend),
+            backend=options.backend,
             keep_full=options.keep_full,
             **({} if window is None else {"window": window}) | dict(chosen[0].options),
         )
@@ -291,11 +287,14 @@ def ask(options: AskOptions) -> None:
     with _bad_values():
         if options.policy is not None:
             policy_class(options.policy)
-        compiler, exact = _compiler(options.backend), options.exact
         found = Document.load(
-            options.cache, model=options.model, device=options.device, backend=compiler, with_full=exact
+            options.cache,
+            model=options.model,
+            device=options.device,
+            backend=options.backend,
+            with_full=options.exact,
         )
-        answer = found.ask(options.question, new_tokens=options.new_tokens, exact=exact)
+        answer = found.ask(options.question, new_tokens=options.new_tokens, exact=options.exact)
     if launched()[0] == 0:
         typer.echo(answer)
 
@@ -348,13 +347,6 @@ def policies() -> None:
 
 def _goes_on(folder: Path) -> str:
     return f"the same command goes on; the samples finished so far are in {str(folder)!r}"
-
-
-def _compiler(name: str) -> Compiler:
-    from kvpass.compiler.backend import COMPILERS
-    from kvpass.config import one_of
-
-    return one_of("backend", name, COMPILERS)
 
 
 def _make_folder(option: str, folder: Path) -> None:

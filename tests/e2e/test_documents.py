@@ -155,8 +155,6 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("ask", damaged, "is"), "truncated"),
         (("ask", text, "is"), "no cache file"),
         (("ask", path, ""), "question has no tokens"),
-        (("ask", path, "is", "--new-tokens", "0"), "new_tokens=0"),
-        (("ask", path, "is", "--backend", "cuda"), "backend='cuda'"),
         (("ask", path, "is", "--model", tmp_path / "nowhere"), "nowhere"),
         (("compress", empty, "-o", path), "document is empty"),
         (("compress", binary, "-o", path), "document="),

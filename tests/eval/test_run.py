@@ -46,11 +46,6 @@ def options(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 0}, "samples=0"),
-        ({"length": 1}, "length=1"),
-        ({"batch": 0}, "batch=0"),
-        ({"workers": 0}, "workers=0"),
-        ({"num_uncompressed_tokens": -1}, "num_uncompressed_tokens=-1"),
         ({"scopes": "answer"}, "scope='answer'"),
         ({"scopes": ""}, "scope=''"),
         ({"dtype": "int8"}, "dtype='int8'"),
