@@ -17,7 +17,7 @@ HIGHLIGHTED = ("lava", "snapkv", "pyramidkv", "streaming_llm")
 """Of many policies, those that have a panel of their own."""
 
 
-def without_shared_window(policies: Sequence[str]) -> tuple[dict[str, str], str]:
+def _without_shared_window(policies: Sequence[str]) -> tuple[dict[str, str], str]:
     """Policies as typed -> shorter names, and ``", window=8"`` if that option stands behind all that have a window."""
     found = {option for policy in policies for option in re.findall(r"window=\d+", policy)}
     if len(found) != 1:
@@ -40,7 +40,7 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """
     figure_type = import_figure()
     scopes = list(dict.fromkeys(row.scope for row in rows))
-    names, window = without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
+    names, window = _without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
     drawn = list(dict.fromkeys(row.policy for row in rows if row.budget != "all"))
     chosen = sorted(drawn, key=lambda policy: (*HIGHLIGHTED, names[policy]).index(names[policy]))[:4]
     columns = max(1, len(chosen))
@@ -80,7 +80,7 @@ def plot_formats(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Plot score against the bytes of kept entries: a panel per scope, a line per policy and entry format."""
     figure_type = import_figure()
     scopes = list(dict.fromkeys(row.scope for row in rows))
-    names, window = without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
+    names, window = _without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
     figure = figure_type(figsize=(4.2 * len(scopes) + 0.5, 3.6), layout="constrained")
     axes = figure.subplots(1, len(scopes), sharey=True, squeeze=False)[0]
     for scope, panel in zip(scopes, axes, strict=True):

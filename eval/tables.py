@@ -28,31 +28,6 @@ def rich_table(header: Sequence[str], rows: Cells, *, left: int = 1, **style: An
 
 
 @dataclass(frozen=True)
-class FirstThatFits:
-    """The first of several tables that fits the terminal, else the last."""
-
-    tables: Sequence[Table]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.update(width=10_000)
-        fits = (t for t in self.tables if Measurement.get(console, wide, t).maximum <= options.max_width)
-        yield next(fits, self.tables[-1])
-
-
-def fitting_table(header: Sequence[str], rows: Cells, *, spare: Sequence[str], **style: Any) -> FirstThatFits:
-    """A table for a terminal that leaves out columns of ``spare``, the first ones first, until it fits."""
-    cells, spare = list(rows), [name for name in spare if name in header]
-    tables = []
-    for count in range(len(spare) + 1):
-        shown = [index for index, name in enumerate(header) if name not in spare[:count]]
-        chosen = ([row[index] for index in shown] for row in cells)
-        left_out = ", ".join(" ".join(name.split()) for name in spare[:count])
-        caption = f"no room for: {left_out}" if left_out else None
-        tables.append(rich_table([header[i] for i in shown], chosen, caption=caption, caption_justify="left", **style))
-    return FirstThatFits(tables)
-
-
-@dataclass(frozen=True)
 class Tables:
     """Tables with a title each, and what is to be said of all: prints in a terminal, or as Markdown.
 
@@ -69,10 +44,29 @@ class Tables:
     spare: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        style: dict[str, Any] = {"left": self.left, "title_justify": "left"} | ({"padding": 0} if self.spare else {})
-        for title, header, rows in self.tables:
-            yield fitting_table(header, rows, spare=self.spare, title=title or None, **style)
+        for table in self.tables:
+            yield self._fitting(*table, console, options)
         yield from map(Text, self.notes)
+
+    def _fitting(
+        self, title: str, header: Sequence[str], rows: Cells, console: Console, options: ConsoleOptions
+    ) -> Table:
+        """A table without as many of the spare columns as there is no room for."""
+        style: dict[str, Any] = {"title": title or None, "title_justify": "left", "caption_justify": "left"}
+        cells, spare = list(rows), [name for name in self.spare if name in header]
+        for count in range(len(spare) + 1):
+            shown = [index for index, name in enumerate(header) if name not in spare[:count]]
+            left_out = ", ".join(" ".join(name.split()) for name in spare[:count])
+            table = rich_table(
+                [header[index] for index in shown],
+                ([row[index] for index in shown] for row in cells),
+                left=self.left,
+                caption=f"no room for: {left_out}" if left_out else None,
+                **style | ({"padding": 0} if spare else {}),
+            )
+            if Measurement.get(console, options.update(width=10_000), table).maximum <= options.max_width:
+                break
+        return table
 
     def markdown(self) -> str:
         parts = []

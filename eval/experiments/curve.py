@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from rich.console import Console, Group
+from rich.console import Console
 
 from kvpass.eval.options import CurveOptions, EvalOptions, names
-from kvpass.eval.plots import plot_curve, plot_formats, without_shared_window
+from kvpass.eval.plots import plot_curve, plot_formats
 from kvpass.eval.policy_spec import PolicySpec, parse_policies
 from kvpass.eval.records import Record, Row, mass_text
 from kvpass.eval.run import Evaluation
-from kvpass.eval.tables import FirstThatFits, markdown_table, rich_table
+from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import find_tasks
 from kvpass.policies import POLICIES
 from kvpass.report import import_figure
@@ -48,28 +48,38 @@ def curve_run(options: CurveOptions) -> Evaluation:
 
 
 def draw_curve(evaluation: Evaluation) -> None:
-    """Answer what a checked run asks, draw ``curve.png``, write ``curve.md`` and print what it has."""
+    """Answer what a checked run asks, draw ``curve.png``, write ``curve.md`` and print the scores."""
     s, rows, console = evaluation.options, evaluation.run(), Console()
     title = f"{s.model}: {rows[0].task}, {s.length} tokens, {rows[0].samples} questions a point, 95 % intervals"
     several = len(evaluation.formats) > 1
     (plot_formats if several else plot_curve)(rows, s.output / "curve.png", title=title)
-    text = curve_table(rows)
+    scores = curve_tables(rows, f"{rows[0].samples} questions a point", _cell)
+    tables = [scores, curve_tables(rows, "window's attention in the kept entries", mass_text)]
     if several:
-        text += "\n" + formats_table(rows, agreement(evaluation.records()))
+        tables.append(formats_table(rows, agreement(evaluation.records())))
         console.print(f"answers as with entries='model': {s.output / 'curve.md'}", highlight=False)
-    (s.output / "curve.md").write_text(text, encoding="utf-8")
-    console.print(terminal_tables(rows))
+    (s.output / "curve.md").write_text("\n".join(each.markdown() for each in tables), encoding="utf-8")
+    console.print(scores)
     console.print(f"written: {s.output / 'curve.png'}, curve.md, samples.jsonl, manifest.json", highlight=False)
 
 
-def curve_table(rows: Sequence[Row]) -> str:
-    """Markdown tables per scope, policies down, budgets across: percent and 95 % interval, then attention mass."""
-    return "\n".join(
-        f"Scope `{scope}`, {said.format(own[0].samples)}:\n\n"
-        + markdown_table(header, [[f"`{policy}`", *cells] for policy, *cells in lines])
-        for said, cell in (("{} questions a point", _cell), ("window's attention in the kept entries", mass_text))
-        for scope, own, header, lines in _blocks(rows, cell)
-    )
+def curve_tables(rows: Sequence[Row], what: str, cell: Callable[[Row], str]) -> Tables:
+    """A table for each scope, policies down, budgets across.
+
+    Args:
+        what: is in the cells. cell: text of one.
+    """
+    tables = []
+    for scope in dict.fromkeys(row.scope for row in rows):
+        own = [row for row in rows if row.scope == scope]
+        budgets = list(dict.fromkeys(row.budget for row in own if row.budget != "all"))
+        cells = {(row.policy, row.budget): cell(row) for row in own}
+        lines = [
+            [policy, *(cells.get((policy, b), cells.get((policy, "all"), "")) for b in budgets)]
+            for policy in dict.fromkeys(row.policy for row in own)
+        ]
+        tables.append((f"scope {scope}: {what}", ["policy", *map(_heading, budgets)], lines))
+    return Tables(tables)
 
 
 def agreement(records: Sequence[Record]) -> dict[tuple[str, str, str], float]:
@@ -90,8 +100,8 @@ def agreement(records: Sequence[Record]) -> dict[tuple[str, str, str], float]:
     return found
 
 
-def formats_table(rows: Sequence[Row], same: Mapping[tuple[str, str, str], float]) -> str:
-    """Markdown: bytes and accuracy of each format of kept entries, fewest bytes first.
+def formats_table(rows: Sequence[Row], same: Mapping[tuple[str, str, str], float]) -> Tables:
+    """Bytes and accuracy of each format of kept entries, fewest bytes first.
 
     Args:
         same: as :func:`agreement` gives it.
@@ -99,47 +109,11 @@ def formats_table(rows: Sequence[Row], same: Mapping[tuple[str, str, str], float
     lines = []
     for row in sorted(rows, key=lambda row: (row.scope, row.kept_bytes)):
         agreed = same.get((row.policy, row.budget, row.scope))
-        lines.append(
-            [
-                row.scope,
-                f"`{row.policy}`",
-                _heading(row.budget),
-                f"{row.kept_bytes / 1024:.0f}",
-                _cell(row),
-                "" if agreed is None else f"{100 * agreed:.1f}",
-            ]
-        )
-    return markdown_table(["scope", "policy", "budget", "kept KiB", "score %", "answers unchanged %"], lines, left=2)
-
-
-def terminal_tables(rows: Sequence[Row]) -> Group:
-    """The same for a terminal; a narrow one has no room for intervals."""
-    names, window = without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
-    tables = []
-    for wide, narrow in zip(_blocks(rows, _cell), _blocks(rows, _score), strict=True):
-        forms = []
-        for scope, own, header, lines in (wide, narrow):
-            title = f"scope {scope}, {own[0].samples} questions a point{window}"
-            cells = [[names[policy], *line] for policy, *line in lines]
-            forms.append(rich_table(header, cells, title=title, title_justify="left"))
-        tables.append(FirstThatFits(forms))
-    return Group(*tables)
-
-
-_Block = tuple[str, list[Row], list[str], list[list[str]]]
-
-
-def _blocks(rows: Sequence[Row], cell: Callable[[Row], str]) -> Iterator[_Block]:
-    """Of each scope its name, rows, and the header and lines of a table."""
-    for scope in dict.fromkeys(row.scope for row in rows):
-        own = [row for row in rows if row.scope == scope]
-        budgets = list(dict.fromkeys(row.budget for row in own if row.budget != "all"))
-        cells = {(row.policy, row.budget): cell(row) for row in own}
-        lines = [
-            [policy, *(cells.get((policy, b), cells.get((policy, "all"), "")) for b in budgets)]
-            for policy in dict.fromkeys(row.policy for row in own)
-        ]
-        yield scope, own, ["policy", *map(_heading, budgets)], lines
+        unchanged = "" if agreed is None else f"{100 * agreed:.1f}"
+        condition = [row.scope, row.policy, _heading(row.budget)]
+        lines.append([*condition, f"{row.kept_bytes / 1024:.0f}", _cell(row), unchanged])
+    header = ["scope", "policy", "budget", "kept KiB", "score %", "answers unchanged %"]
+    return Tables([("", header, lines)], left=3)
 
 
 def _heading(budget: str) -> str:
@@ -150,9 +124,5 @@ def _heading(budget: str) -> str:
     return f"{share:.0%}" if "." in budget else budget
 
 
-def _score(row: Row) -> str:
-    return f"{100 * row.score:.1f}"
-
-
 def _cell(row: Row) -> str:
-    return f"{_score(row)} ({100 * row.low:.0f}-{100 * row.high:.0f})"
+    return f"{100 * row.score:.1f}\n{100 * row.low:.0f}-{100 * row.high:.0f}"

@@ -15,16 +15,16 @@ import kvpass
 from command_line import invoke
 from kvpass import builtin
 from kvpass.eval.experiments.curve import (
+    _cell,
     agreement,
     curve_run,
-    curve_table,
+    curve_tables,
     default_policies,
     formats_table,
-    terminal_tables,
 )
 from kvpass.eval.options import CurveOptions, EvalOptions
 from kvpass.eval.plots import plot_curve, plot_formats, plot_grid
-from kvpass.eval.records import Row
+from kvpass.eval.records import Row, mass_text
 from kvpass.policies import Policy
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -60,8 +60,8 @@ def test_formats_of_entries_are_compared_by_bytes_and_by_their_answers(tmp_path)
     same = agreement(records)
     assert same == {("int8 lava", "0.03", "prompt"): 0.75}
     rows = [ROWS[1], replace(ROWS[1], policy="int8 lava", kept_bytes=0.5)]
-    lines = formats_table(rows, same).splitlines()
-    assert [line.split("|")[2].strip() for line in lines[2:]] == ["`int8 lava`", "`lava`"]
+    lines = formats_table(rows, same).markdown().splitlines()
+    assert [line.split("|")[2].strip() for line in lines[2:]] == ["int8 lava", "lava"]
     assert lines[2].endswith("| 75.0 |")
     plot_formats(rows, tmp_path / "formats.png", title="formats")
     assert (tmp_path / "formats.png").stat().st_size > 1000
@@ -79,14 +79,15 @@ def test_every_policy_for_any_model_is_in_the_curve_and_fits_in_3_percent_of_its
 
 
 def test_the_table_has_a_block_a_scope_a_line_a_policy_and_a_column_a_budget():
-    lines = curve_table(ROWS).splitlines()
-    assert "Scope `prompt`, 10 questions a point:" in lines
+    lines = curve_tables(ROWS, "scores", _cell).markdown().splitlines()
+    assert "**scope prompt: scores**" in lines
     assert "| policy | 3% | 100% |" in lines
-    assert "| `lava` | 50.0 (40-60) | 87.5 (78-98) |" in lines
-    assert "| `full` | 100.0 (90-100) | 100.0 (90-100) |" in lines
-    assert "| `lava` | 25.0 (15-35) |" in lines
-    assert "Scope `context`, window's attention in the kept entries:" in lines
-    assert "| `lava` | - | 62.5% |" in lines and "| `full` | 62.5% |" in lines
+    assert "| lava | 50.0 (40-60) | 87.5 (78-98) |" in lines
+    assert "| full | 100.0 (90-100) | 100.0 (90-100) |" in lines
+    assert "| lava | 25.0 (15-35) |" in lines
+    lines += curve_tables(ROWS, "attention", mass_text).markdown().splitlines()
+    assert "**scope context: attention**" in lines
+    assert "| lava | - | 62.5% |" in lines and "| full | 62.5% |" in lines
     for line in lines:
         assert line.count("|") in (0, 3, 4)
 
@@ -166,7 +167,7 @@ def test_the_command_draws_what_it_measured_and_goes_on_with_more_samples(tmp_pa
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "curve.md").read_text()
     assert all(word in result.output for word in ("scope prompt", "scope context", "streaming_llm", "12%"))
-    cells = dict(re.findall(r"\| `(\w+)` \| (.*) \|", table.split("Scope `context`")[0]))
+    cells = dict(re.findall(r"\| (\w+) \| (.*) \|", table.split("scope context")[0]))
     full = [
         record["score"] for record in records if record["label"] == "full" and record["question"]["scope"] == "prompt"
     ]
@@ -179,18 +180,17 @@ def test_a_policy_without_a_window_gets_one_that_fits_and_the_table_says_which(t
     words = f"--samples 1 --length 256 --budgets 0.06 --scope prompt --policies lava --output {tmp_path}"
     result = invoke("curve", *words.split())
     assert result.exit_code == 0, result.output
-    assert "window=8" in result.output and "`lava:window=8`" in (tmp_path / "curve.md").read_text()
+    assert "lava:window=8" in result.output and "| lava:window=8 |" in (tmp_path / "curve.md").read_text()
 
 
-def test_a_narrow_terminal_shows_every_policy_and_budget_without_intervals(capsys):
+def test_a_narrow_terminal_shows_every_policy_and_budget(capsys):
     rows = [
         row(f"lava:window={n}", str(budget), "prompt", 0.5) for n in (8, 16) for budget in (0.03, 0.06, 0.12, 0.25, 0.5)
     ]
-    for width, cell in ((80, "50.0"), (120, "50.0 (40-60)")):
-        Console(width=width).print(terminal_tables(rows))
-        out = capsys.readouterr().out
-        assert "lava:window=16" in out and "50%" in out and "…" not in out
-        assert re.findall(r"lava:window=8 +(.*?)  ", out) == [cell]
+    Console(width=80).print(curve_tables(rows, "scores", _cell))
+    out = capsys.readouterr().out
+    assert "lava:window=16" in out and "50%" in out and "…" not in out
+    assert re.findall(r"lava:window=8 +(.*?)  ", out) == ["50.0"] and out.count("40-60") == len(rows)
 
 
 @pytest.mark.parametrize("command", ["demo", "curve"])
