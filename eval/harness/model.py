@@ -41,7 +41,6 @@ from kvpass.eval.harness.settings import (
     library_versions,
     prefix_keys,
     refuse_unsupported,
-    take_policy_options,
 )
 from kvpass.eval.prompt import (
     SEPARATOR,
@@ -85,7 +84,7 @@ class KVPassLM(HFLM):
         compiler: ``"inductor"`` or ``"eager"``.
         truncation: which tokens go when a prompt is longer than ``max_length`` minus what is generated or scored: those
             on the ``"left"``, as in the harness, or in the ``"middle"``, as in LongBench.
-        arguments: those of the harness's Hugging Face model, and options of the policy.
+        arguments: those of the harness's Hugging Face model; all others are options of the policy.
     Raises:
         ValueError: an argument is unknown, out of range, or not supported.
     """
@@ -120,8 +119,8 @@ class KVPassLM(HFLM):
         self._truncation: Truncation = truncation
         self._num_uncompressed_tokens = 1 if num_uncompressed_tokens is None else num_uncompressed_tokens
         self._compiler = one_of("compiler", compiler, COMPILERS)
-        own, harness = (inspect.signature(cls.__init__).parameters for cls in (KVPassLM, HFLM))
-        options = take_policy_options(policy, arguments, own=own.keys(), harness=harness.keys() - {"self", "kwargs"})
+        harness = inspect.signature(HFLM.__init__).parameters
+        options = {name: arguments.pop(name) for name in [*arguments] if name not in harness}
         refuse_unsupported(arguments, batch_size)
         name = pretrained if isinstance(pretrained, str) else str(pretrained.config.name_or_path)
         rules = read_rules(policy, budget, "never", window=None, options=options, model_name=name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -16,31 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.eval.environment import answering_digest
-from kvpass.policies import PREFIX, Policy, policy_class
-
-
-def take_policy_options(
-    policy: str | Policy, arguments: dict[str, Any], *, own: Collection[str], harness: Collection[str]
-) -> dict[str, Any]:
-    """Move the policy's options out of the arguments.
-
-    Args:
-        policy: a name or a value. arguments: what nobody has taken yet; changed. own: arguments that have been taken
-            already. harness: arguments of the harness's Hugging Face model.
-    Raises:
-        ValueError: unknown policy, or an argument that neither the policy nor the harness's model has.
-    """
-    kind = type(policy) if isinstance(policy, Policy) else policy_class(policy)
-    options = [field.name for field in dataclasses.fields(kind)]
-    options += [name for name in arguments if name.startswith(PREFIX)]
-    for name, value in arguments.items():
-        if name not in harness and name not in options:
-            near = difflib.get_close_matches(name, sorted({*own, *harness, *options}), n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"{name}={value!r}: no argument of the model 'kvpass' and no option of policy {kind.name!r}, which has "
-                f"{', '.join(options)}; did you mean {near!r}?"
-            )
-    return {name: arguments.pop(name) for name in options if name in arguments}
 
 
 def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:

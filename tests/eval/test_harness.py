@@ -374,9 +374,9 @@ def test_model_info_says_what_was_kept(tight):
     ("arguments", "message"),
     [
         ({"policy": "lavaa", "budget": 64}, r"policy='lavaa': did you mean 'lava'"),
-        ({"policy": "lava", "budget": 64, "kernel": 3}, r"kernel=3: no argument .* did you mean 'kernel_size'"),
-        ({"budgets": 64}, r"budgets=64: no argument .* did you mean 'budget'"),
-        ({"policy": "full", "kernel_size": 3}, r"kernel_size=3: no argument"),
+        ({"policy": "lava", "budget": 64, "kernel": 3}, r"kernel=3: not an option .* did you mean 'kernel_size'"),
+        ({"budgets": 64}, r"budgets=64: not an option .* did you mean 'budget'"),
+        ({"policy": "full", "kernel_size": 3}, r"kernel_size=3: not an option"),
         ({"policy": "lava"}, r"budget=None: policy 'lava' needs one"),
         ({"policy": "lava", "budget": 8}, r"budget=8: must be at least window \+ 1"),
         ({"budget": 64}, r"budget=64: policy 'full' keeps everything"),
