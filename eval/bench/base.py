@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,9 @@ Result = dict[str, Any]
 @dataclass
 class Benchmark(ABC):
     """A checked measurement."""
+
+    name: ClassVar[str]
+    """Of the option that asks for it, and of the records in the result."""
 
     settings: BenchSettings
     failed: list[str] = field(default_factory=list, init=False)
@@ -71,3 +74,9 @@ class Benchmark(ABC):
     @abstractmethod
     def measure(self, result: Result) -> Iterator[str]:
         """Add to a result what is measured; yields the description of each step before it is done."""
+
+
+def named(result: Result, *more: object) -> str:
+    """Model and dtype of a result, and what else its title begins with."""
+    model = result["model"]
+    return ", ".join(map(str, (model["name"], model["dtype"], *more)))

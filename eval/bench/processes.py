@@ -24,11 +24,12 @@ import torch
 from torch._inductor.utils import fresh_cache
 
 from kvpass.compiler.blocks import tokens_of
-from kvpass.eval.bench.base import Benchmark, Result
+from kvpass.eval.bench.base import Benchmark, Result, named
 from kvpass.eval.bench.measure import Meter, first_line
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import Kvpass
 from kvpass.eval.environment import conditions
+from kvpass.eval.options import numbers
 from kvpass.eval.tables import Tables
 
 START_TOKENS = 256
@@ -158,17 +159,18 @@ class Start(Benchmark):
 
     Args:
         settings: of them model, device, dtype, budget, window, the first policy, backend, seed, repeats (of every
-            start) and batches are used. layers: the depths; batches have the first one.
+            start), batches and start, the depths, are used; batches have the first one.
 
     Raises:
         ValueError: a depth below 1, or a model whose config does not take it.
     """
 
-    layers: tuple[int, ...]
+    name = "start"
 
     def __post_init__(self) -> None:
+        self.layers = numbers("start", self.settings.start)
         if not self.layers or min(self.layers) < 1:
-            raise ValueError(f"start={','.join(map(str, self.layers))}: must be one or more numbers of layers >= 1")
+            raise ValueError(f"start={self.settings.start}: must be one or more numbers of layers >= 1")
         for depth in self.layers:
             find_model(self.settings.model, depth)
 
@@ -201,8 +203,8 @@ class Start(Benchmark):
             if start["warm"]:
                 parts = " + ".join(str(record["parts"]) for record in start["cold"][0]["compiled"])
                 rows.append([str(start["layers"]), parts, *_seconds(start["cold"]), *_seconds(start["warm"])])
-        named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
-        tables = [(f"{named}: seconds of a start", header, rows)]
+        title = named(result, result["policy"])
+        tables = [(f"{title}: seconds of a start", header, rows)]
         if runs := result["batches"]["runs"]:
             cells = [
                 [
@@ -212,7 +214,7 @@ class Start(Benchmark):
                 ]
                 for run in runs
             ]
-            title = f"{named}, {result['batches']['layers']} layers: batch sizes in one process"
+            title += f", {result['batches']['layers']} layers: batch sizes in one process"
             tables.append((title, ["rows", "first calls s", "again s", "parts so far"], cells))
         said = f"{conditions(result)} {result['repeats']} starts of each, medians."
         return Tables(tables, (said, START_LEGEND))
@@ -229,6 +231,8 @@ class PrefillMemory(Benchmark):
     Raises:
         ValueError: the model's config names no size of an MLP, or the CPU's memory cannot be read here.
     """
+
+    name = "prefill_memory"
 
     def __post_init__(self) -> None:
         config: Any = self.settings.bench_model.config.get_text_config()
@@ -274,8 +278,7 @@ class PrefillMemory(Benchmark):
             peak, needed = found["peak_bytes"] / _MIB, sum(found["needed_bytes"].values()) / _MIB
             figures = [f"{peak:.0f}", f"{needed:.0f}", f"{peak / needed:.2f}", f"{found['prefill_s']:.2f}"]
             rows.append([*cells, way, *figures])
-        named = f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']}"
-        title = f"{named}: memory of a prompt beside the model"
+        title = f"{named(result, result['policy'])}: memory of a prompt beside the model"
         return Tables([(title, header, rows)], (conditions(result), MEMORY_LEGEND))
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 
 from kvpass.eval.bench import kernels
-from kvpass.eval.bench.base import Result
+from kvpass.eval.bench.base import Result, named
 from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
@@ -83,10 +83,10 @@ def _first_steps(record: Result) -> float | None:
 
 
 def title(result: Result, run: Result) -> str:
-    model, budget = result["model"], run["budget"]
+    budget = run["budget"]
     return (
-        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; budget "
-        f"{budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
+        f"{named(result)}: prompt {run['context']} tokens, batch {run['batch']}; budget {budget['entries']} entries "
+        f"per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
     )
 
 
@@ -105,13 +105,12 @@ def stages(result: Result) -> Tables:
     return Tables([("", ["stage", "status", "last line"], rows)], left=3)
 
 
+INSTEAD = {kind.name: kind for kind in (Start, PrefillMemory, SharedModel, Serve, Waits)}
+"""What ``kvpass bench`` measures instead of systems, by the option that asks for it."""
+
 SHOWN: dict[str, Callable[[Result], Tables]] = {
     "runs": comparison,
-    "start": Start.shown,
-    "prefill_memory": PrefillMemory.shown,
-    "tensor_parallel": SharedModel.shown,
-    "serve": Serve.shown,
-    "waits": Waits.shown,
+    **{name: kind.shown for name, kind in INSTEAD.items()},
     "decode": kernels.shown,
     "stages": stages,
     "conditions": exact_table,

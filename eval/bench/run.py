@@ -95,64 +95,6 @@ class Measurement:
         return max(0.0, self.warm_up - usual)
 
 
-def record(
-    measurement: Measurement,
-    measured: Iterable[Measurement],
-    wanted: Comparison,
-    weights: int | None,
-    bandwidth: float,
-    room: int | None,
-    held: int,
-) -> dict[str, Any]:
-    """The figures of a system, beside those of the others.
-
-    Args:
-        measured: all systems with this context and batch. weights: bytes of them that a step reads; None: not known.
-        bandwidth: of copies, bytes per second. room: bytes beside the weights; None: not known. held: bytes that were
-            allocated before the first system, the weights.
-    """
-    name, scoring = measurement.system.name, measurement.scoring
-    if measurement.failure is not None:
-        return {"name": name, "failure": measurement.failure}
-    others = {other.system.name: other for other in measured if other.failure is None and other.steps}
-    prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
-    bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / bandwidth
-    eager = others.get("hf-eager")
-    largest = longest = None
-    if room is not None and measurement.step_bytes is not None and measurement.peak_bytes is not None:
-        largest = room * wanted.batch // (measurement.cache_bytes + measurement.step_bytes)
-        longest = room * wanted.context // (measurement.peak_bytes - held)
-    return {
-        "name": name,
-        "failure": None,
-        "prefill_s": prefill | {"all": measurement.prefill},
-        "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
-        "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
-        "generate_ms": None if measurement.generate is None else 1e3 * measurement.generate,
-        "tokens_per_s": 1e3 * wanted.batch / decode["median"],
-        **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes", "step_bytes")},
-        "compile_s": measurement.compile_seconds,
-        "scoring": None
-        if scoring is None
-        else {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
-        "bound_ms": bound,
-        "share_of_bound": None if bound is None else bound / decode["median"],
-        "largest_batch": largest,
-        "longest_prompt": longest,
-        "decode_speedup": {
-            other: spread(others[other].decode_ms)["median"] / decode["median"]
-            for other in ("hf-eager", "hf-static", "full")
-            if other in others
-        },
-        "prefill_ratio": {
-            other: prefill["median"] / spread(others[other].prefill)["median"]
-            for other in ("hf-static", "full")
-            if other in others
-        },
-        "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
-    }
-
-
 @dataclass
 class Bench(Benchmark):
     """A checked comparison of systems.
@@ -160,6 +102,8 @@ class Bench(Benchmark):
     Raises:
         ValueError: the budget cannot hold the window and one more entry of a prompt.
     """
+
+    name = "runs"
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -185,7 +129,7 @@ class Bench(Benchmark):
     def measure(self, result: Result) -> Iterator[str]:
         """Add to ``runs`` one record a system for each context and batch."""
         settings, config = self.settings, self.model.config
-        result["machine"]["copy_bandwidth"] = bandwidth = copy_bandwidth(self.device)
+        result["machine"]["copy_bandwidth"] = self.bandwidth = copy_bandwidth(self.device)
         self.meter.release()
         parameters = {"parameters": self.model.num_parameters(), "step_weight_bytes": self.step_weight_bytes}
         result["model"] |= {**parameters, "vocabulary": config.vocab_size, **asdict(self.geometry)}
@@ -200,12 +144,55 @@ class Bench(Benchmark):
                 yield f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
                 if measurement.failure is None:
                     self._take(measurement, function)
-                bounds = self.step_weight_bytes, bandwidth, self.room, self.held
-                run["systems"] = [
-                    record(each, measured, wanted, *bounds)
-                    for each in measured
-                    if each.steps or each.failure is not None
-                ]
+                known = [each for each in measured if each.steps or each.failure is not None]
+                run["systems"] = [self._record(each, known, wanted) for each in known]
+
+    def _record(self, measurement: Measurement, measured: Iterable[Measurement], wanted: Comparison) -> Result:
+        """The figures of a system, beside those of all systems with this context and batch."""
+        name, scoring = measurement.system.name, measurement.scoring
+        if measurement.failure is not None:
+            return {"name": name, "failure": measurement.failure}
+        others = {other.system.name: other for other in measured if other.failure is None}
+        prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
+        weights, room = self.step_weight_bytes, self.room
+        bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / self.bandwidth
+        eager = others.get("hf-eager")
+        largest = longest = None
+        if room is not None and measurement.step_bytes is not None and measurement.peak_bytes is not None:
+            largest = room * wanted.batch // (measurement.cache_bytes + measurement.step_bytes)
+            longest = room * wanted.context // (measurement.peak_bytes - self.held)
+        return {
+            "name": name,
+            "failure": None,
+            "prefill_s": prefill | {"all": measurement.prefill},
+            "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
+            "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
+            "generate_ms": None if measurement.generate is None else 1e3 * measurement.generate,
+            "tokens_per_s": 1e3 * wanted.batch / decode["median"],
+            **{
+                name: getattr(measurement, name)
+                for name in ("cache_bytes", "attended_bytes", "peak_bytes", "step_bytes")
+            },
+            "compile_s": measurement.compile_seconds,
+            "scoring": None
+            if scoring is None
+            else {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
+            "bound_ms": bound,
+            "share_of_bound": None if bound is None else bound / decode["median"],
+            "largest_batch": largest,
+            "longest_prompt": longest,
+            "decode_speedup": {
+                other: spread(others[other].decode_ms)["median"] / decode["median"]
+                for other in ("hf-eager", "hf-static", "full")
+                if other in others
+            },
+            "prefill_ratio": {
+                other: prefill["median"] / spread(others[other].prefill)["median"]
+                for other in ("hf-static", "full")
+                if other in others
+            },
+            "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
+        }
 
     def _turns(
         self, wanted: Comparison, measured: list[Measurement]

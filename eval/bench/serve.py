@@ -7,17 +7,18 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from transformers import AutoTokenizer
 
 from kvpass.config import EntryFormat
-from kvpass.eval.bench.base import Benchmark, Result
+from kvpass.eval.bench.base import Benchmark, Result, named
 from kvpass.eval.bench.processes import in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
@@ -131,14 +132,14 @@ class _Questions:
         return self.task.metric(str(self.tokenizer.decode(tokens, skip_special_tokens=True)), self.samples[sample])
 
 
-def measure_requests(settings: BenchSettings, tokens: int, system: str) -> Result:
+def measure_requests(settings: BenchSettings, system: str, tokens: int) -> Result:
     """Send all requests at once, and step the engine until the last has its answer; ``settings.repeats`` times.
 
     Args:
         settings: with ``question_tokens`` each prompt is a question about one text of ``tokens``. vLLM holds the text
             in its prefix cache; kvpass as a document, whose bytes count.
-        tokens: of each prompt, of a task at most; no two prompts are equal.
         system: one of the three; kvpass with the first entry format.
+        tokens: of each prompt, of a task at most; no two prompts are equal.
     Returns:
         a list of the rounds: seconds in all (``seconds``) and of the processors (``cpu_s``); of each request, to its
         first token (``first_token_s``), a token afterwards (``token_s``) and prompt tokens that it did not read
@@ -221,6 +222,9 @@ class Serve(Benchmark):
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
     """
 
+    name = "serve"
+    recorded: ClassVar[Sequence[str]] = ("new_tokens", "repeats", "requests", "cache_mib", "question_tokens", "task")
+
     def __post_init__(self) -> None:
         from kvpass.vllm.settings import Settings
 
@@ -241,24 +245,28 @@ class Serve(Benchmark):
         if find_spec("vllm") is None:
             raise ValueError("serve: vLLM is not installed; pip install 'kvpass[vllm]' in an environment of its own")
 
+    def systems(self) -> list[tuple[str, Callable[[int], Result]]]:
+        """Names of the systems, and what measures each with prompts of so many tokens."""
+        systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
+        systems += [(KVPASS, entries) for entries in self.settings.formats]
+        return [
+            (with_format(system, entries), partial(measure_requests, replace(self.settings, entries=entries), system))
+            for system, entries in systems
+        ]
+
     @property
     def steps(self) -> int:
-        return len(self.settings.prompts) * (2 + len(self.settings.formats))
+        return len(self.settings.prompts) * len(self.systems())
 
     def measure(self, result: Result) -> Iterator[str]:
-        """Add to ``serve`` a record for every length and system."""
+        """Add a record for every length and system."""
         settings, records = self.settings, list[Result]()
-        result |= {"policy": str(settings.specs[0]), "new_tokens": settings.new_tokens, "repeats": settings.repeats}
-        result |= {name: getattr(settings, name) for name in ("requests", "cache_mib", "question_tokens", "task")}
-        result["serve"] = records
-        systems: list[tuple[str, EntryFormat]] = [(CHUNKED, "model"), (WHOLE, "model")]
-        systems += [(KVPASS, entries) for entries in settings.formats]
+        result |= {"policy": str(settings.specs[0]), self.name: records}
+        result |= {name: getattr(settings, name) for name in self.recorded}
         with mock.patch.dict(os.environ, ENVIRONMENT):
-            for tokens, (system, entries) in itertools.product(settings.prompts, systems):
-                name = with_format(system, entries)
+            for tokens, (name, measure) in itertools.product(settings.prompts, self.systems()):
                 yield f"{tokens} tokens, {name}"
-                found = in_new_process(measure_requests, replace(settings, entries=entries), tokens, system)
-                records.append({"tokens": tokens, "system": name, **found})
+                records.append({"tokens": tokens, "system": name, **in_new_process(measure, tokens)})
 
     @staticmethod
     def shown(result: Result) -> Tables:
@@ -282,8 +290,8 @@ class Serve(Benchmark):
             for found in result["serve"]
         ]
         title = (
-            f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']} {result['budget']}: "
-            f"{result['requests']} requests of {result['new_tokens']} new tokens, {result['cache_mib']} MiB"
+            f"{named(result, result['policy'])} {result['budget']}: {result['requests']} requests of "
+            f"{result['new_tokens']} new tokens, {result['cache_mib']} MiB"
         )
         return Tables([(title, header, rows)], (conditions(result), SERVE_LEGEND), left=2)
 

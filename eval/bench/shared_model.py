@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvpass.adapt.tensor_parallel import check_heads
-from kvpass.eval.bench.base import Benchmark, Result
+from kvpass.eval.bench.base import Benchmark, Result, named
 from kvpass.eval.bench.measure import Meter, spread
 from kvpass.eval.bench.settings import WARM_UP_STEPS, BenchSettings, build
 from kvpass.eval.environment import conditions
@@ -96,6 +96,8 @@ class SharedModel(Benchmark):
         ValueError: less than two processes, more than there are devices, or heads that they cannot share alike.
     """
 
+    name = "tensor_parallel"
+
     def __post_init__(self) -> None:
         processes = self.settings.tensor_parallel
         if processes < 2:
@@ -139,8 +141,9 @@ class SharedModel(Benchmark):
         header = ["system", "processes", "prefill s", "decode ms", "MiB of each", "fullest", "tokens"]
         tables: dict[str, list[list[str]]] = {}
         for found in result["tensor_parallel"]:
-            named = f"{result['model']['name']}, {result['model']['dtype']}, budget {result['budget']}"
-            title = f"{named}: prompt {found['tokens']} tokens, batch {found['rows']}"
+            title = named(
+                result, f"budget {result['budget']}: prompt {found['tokens']} tokens", f"batch {found['rows']}"
+            )
             sizes = sorted({f"{size / 2**20:.2f}" for size in found["cache_bytes"]}, key=float)
             fullest = found["imbalance"]
             tables.setdefault(title, []).append(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from unittest import mock
 
-from kvpass.eval.bench.base import Result
-from kvpass.eval.bench.processes import in_new_process
-from kvpass.eval.bench.serve import ENVIRONMENT, Serve, policy_settings, start_engine
+from kvpass.eval.bench.base import Result, named
+from kvpass.eval.bench.serve import Serve, policy_settings, start_engine
 from kvpass.eval.bench.settings import BenchSettings
 from kvpass.eval.environment import conditions
 from kvpass.eval.tables import Tables
@@ -27,12 +25,12 @@ CHUNK = 512
 """Tokens of a step where prompts come in chunks."""
 
 
-def measure_waits(settings: BenchSettings, tokens: int, chunk: int | None, compressed: bool) -> Result:
+def measure_waits(settings: BenchSettings, chunk: int | None, compressed: bool, tokens: int) -> Result:
     """Have requests run, and send a long prompt; ``settings.repeats`` times.
 
     Args:
-        settings: ``requests`` run. tokens: of the long prompt. chunk: tokens of a step; None: prompts are read whole.
-        compressed: by kvpass.
+        settings: ``requests`` run. chunk: tokens of a step; None: prompts are read whole. compressed: by kvpass.
+        tokens: of the long prompt.
     Returns:
         a list of the rounds: seconds between two tokens of a request that runs, of all of them, while the long prompt
         is read (``waits_s``), and until its first token (``first_token_s``).
@@ -85,26 +83,14 @@ class Waits(Serve):
         settings: as of :class:`Serve`, of which ``requests`` run, less entries, new tokens and questions.
     """
 
-    def systems(self) -> Iterator[tuple[str, int | None, bool]]:
-        """Yield name, tokens of a step, and whether prompts are compressed."""
-        for chunk, compressed in itertools.product((None, CHUNK), (False, True)):
-            how = "chunks" if chunk else "whole"
-            yield f"kvpass {how}" if compressed else how, chunk, compressed
+    name = "waits"
+    recorded = ("repeats", "requests", "cache_mib")
 
-    @property
-    def steps(self) -> int:
-        return len(self.settings.prompts) * len([*self.systems()])
-
-    def measure(self, result: Result) -> Iterator[str]:
-        """Add to ``waits`` a record for every length and system."""
-        settings, records = self.settings, list[Result]()
-        result |= {"policy": str(settings.specs[0]), "waits": records}
-        result |= {name: getattr(settings, name) for name in ("repeats", "requests", "cache_mib")}
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            for tokens, (name, *how) in itertools.product(settings.prompts, self.systems()):
-                yield f"{tokens} tokens, {name}"
-                found = in_new_process(measure_waits, settings, tokens, *how)
-                records.append({"tokens": tokens, "system": name, **found})
+    def systems(self) -> list[tuple[str, Callable[[int], Result]]]:
+        return [
+            (f"{who}{how}", partial(measure_waits, self.settings, chunk, bool(who)))
+            for (how, chunk), who in itertools.product((("whole", None), ("chunks", CHUNK)), ("", "kvpass "))
+        ]
 
     @staticmethod
     def shown(result: Result) -> Tables:
@@ -121,8 +107,8 @@ class Waits(Serve):
             cells = (f"{longest:.0f}", f"{middle:.0f}", f"{got:.0f}", f"{first:.2f}")
             rows.append([str(found["tokens"]), found["system"], *cells])
         title = (
-            f"{result['model']['name']}, {result['model']['dtype']}, {result['policy']} {result['budget']}: "
-            f"{result['requests']} requests run, {result['cache_mib']} MiB"
+            f"{named(result, result['policy'])} {result['budget']}: {result['requests']} requests run, "
+            f"{result['cache_mib']} MiB"
         )
         return Tables([(title, header, rows)], (conditions(result), LEGEND), left=2)
 

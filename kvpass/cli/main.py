@@ -27,7 +27,6 @@ from kvpass.eval.options import (
     DemoOptions,
     EvalOptions,
     ExactOptions,
-    numbers,
     read_text,
 )
 from kvpass.progress import working
@@ -98,11 +97,12 @@ def main(
 
 
 def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
-    """Let a command take each field of its ``options``, a dataclass, as a parameter."""
+    """Let a command take each field of its ``options``, a dataclass, as a parameter; libraries are imported before."""
     kind = inspect.signature(command, eval_str=True).parameters["options"].annotation
 
     @wraps(command)
     def run(**given: Any) -> None:
+        _import_libraries()
         command(kind(**given))
 
     run.__signature__ = inspect.signature(kind, eval_str=True)  # type: ignore[attr-defined]
@@ -113,7 +113,6 @@ def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
 @_with_options
 def demo(options: DemoOptions) -> None:
     """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
-    _import_libraries()
     from kvpass.eval.experiments.demo import Demo
 
     with _bad_values():
@@ -126,33 +125,20 @@ def demo(options: DemoOptions) -> None:
 @_with_options
 def bench(options: BenchOptions) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
-    _import_libraries()
     if options.tune:
         from kvpass.eval.bench.tune import tune
 
         with _interruptible("nothing is written before the end"), _bad_values():
             tune()
         return
-    from kvpass.eval.bench.base import Benchmark
-    from kvpass.eval.bench.processes import PrefillMemory, Start
-    from kvpass.eval.bench.report import show
+    from kvpass.eval.bench.report import INSTEAD, show
     from kvpass.eval.bench.run import Bench
-    from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.settings import BenchSettings
-    from kvpass.eval.bench.shared_model import SharedModel
-    from kvpass.eval.bench.waits import Waits
 
     path = options.json_path
     kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
     anew = f"the same command begins anew; {kept}"
-    others: dict[str, Callable[[BenchSettings], Benchmark]] = {
-        "start": lambda settings: Start(settings, numbers("start", settings.start)),
-        "prefill_memory": PrefillMemory,
-        "serve": Serve,
-        "tensor_parallel": SharedModel,
-        "waits": Waits,
-    }
-    instead = [name for name in others if getattr(options, name)]
+    instead = [name for name in INSTEAD if getattr(options, name)]
     with _interruptible(anew):
         with _bad_values():
             if len(instead) > 1:
@@ -160,7 +146,7 @@ def bench(options: BenchOptions) -> None:
             if instead and not options.serve and options.entries != "model":
                 raise ValueError(f"entries={options.entries!r}: {instead[0]} measures entries='model' alone")
             settings = BenchSettings(**vars(options))
-            checked = others[instead[0]](settings) if instead else Bench(settings)
+            checked = (INSTEAD[instead[0]] if instead else Bench)(settings)
             save = _writer(path)
         result = checked.run(save)
     console = Console()
@@ -173,7 +159,6 @@ def bench(options: BenchOptions) -> None:
 @_with_options
 def evaluate(options: EvalOptions) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
-    _import_libraries()
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import Evaluation
 
@@ -193,7 +178,6 @@ def evaluate(options: EvalOptions) -> None:
 @_with_options
 def curve(options: CurveOptions) -> None:
     """Draw accuracy against budget for all policies, with the question in the compressed prompt and after it."""
-    _import_libraries()
     from kvpass.eval.experiments.curve import curve_run, draw_curve
 
     with _interruptible(_goes_on(options.output)):
@@ -207,7 +191,6 @@ def curve(options: CurveOptions) -> None:
 @_with_options
 def exact(options: ExactOptions) -> None:
     """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
-    _import_libraries()
     from kvpass.eval.experiments.exact import Exact, exact_table
 
     with _bad_values():
@@ -221,7 +204,6 @@ def exact(options: ExactOptions) -> None:
 @_with_options
 def calibrate(options: CalibrateOptions) -> None:
     """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
-    _import_libraries()
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
 
@@ -243,7 +225,6 @@ def calibrate(options: CalibrateOptions) -> None:
 @_with_options
 def compress(options: CompressOptions) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
-    _import_libraries()
     from kvpass.cli.documents import Document
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
@@ -279,7 +260,6 @@ def compress(options: CompressOptions) -> None:
 @_with_options
 def ask(options: AskOptions) -> None:
     """Answer a question about a compressed document."""
-    _import_libraries()
     from kvpass.cli.documents import Document
     from kvpass.loading import launched
     from kvpass.policies import policy_class

@@ -198,7 +198,7 @@ def benched(
 def waited(folder: str, tokens: int) -> tuple[dict[str, Any], list[list[str]]]:
     """What ``kvpass bench --waits`` finds for a prompt of so many tokens while two requests run, and its rows."""
     usual = {"model": "small", "policies": "lava", "budget": "64", "repeats": 2, "requests": 2, "cache_mib": 64}
-    with patch.object(waits, "in_new_process", lambda function, *args: function(*args)):
+    with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):
         result = waits.Waits(BenchSettings(contexts=str(tokens), **usual)).run()
     [(_, _, rows)] = waits.Waits.shown(result).tables
     return result, rows
