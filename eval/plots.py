@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +16,6 @@ HIGHLIGHTED = ("lava", "snapkv", "pyramidkv", "streaming_llm")
 """Of many policies, those that have a panel of their own."""
 
 
-def _without_shared_window(policies: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Policies as typed -> shorter names, and ``", window=8"`` if that option stands behind all that have a window."""
-    found = {option for policy in policies for option in re.findall(r"window=\d+", policy)}
-    if len(found) != 1:
-        return {policy: policy for policy in policies}, ""
-    (window,) = found
-    return {
-        policy: policy.replace(f"{window},", "").replace(f",{window}", "").removesuffix(f":{window}")
-        for policy in policies
-    }, f", {window}"
-
-
 def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Plot score against kept share: a line of panels per scope, a panel per policy, the others in grey.
 
@@ -40,9 +27,8 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """
     figure_type = import_figure()
     scopes = list(dict.fromkeys(row.scope for row in rows))
-    names, window = _without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
     drawn = list(dict.fromkeys(row.policy for row in rows if row.budget != "all"))
-    chosen = sorted(drawn, key=lambda policy: (*HIGHLIGHTED, names[policy]).index(names[policy]))[:4]
+    chosen = sorted(drawn, key=lambda policy: [policy.partition(":")[0] != name for name in HIGHLIGHTED])[:4]
     columns = max(1, len(chosen))
     figure = figure_type(figsize=(3 * columns + 0.5, 2.6 * len(scopes) + 0.9), layout="constrained")
     axes = figure.subplots(len(scopes), columns, sharex=True, sharey=True, squeeze=False)
@@ -56,9 +42,9 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
             _plot_policy(panel, lines[chosen[index]] if chosen else [], others, f"C{index}")
             for row in rows:
                 if row.scope == scope and row.budget == "all":
-                    panel.axhline(100 * row.score, linestyle="--", color="black", linewidth=1, label=names[row.policy])
+                    panel.axhline(100 * row.score, linestyle="--", color="black", linewidth=1, label=row.policy)
             if scope == scopes[0] and chosen:
-                panel.set_title(names[chosen[index]], fontsize=10, color=f"C{index}", fontweight="bold")
+                panel.set_title(chosen[index], fontsize=10, color=f"C{index}", fontweight="bold")
             panel.grid(alpha=0.3)
         line_of_panels[0].set_ylabel(f"scope = {scope}\nexact answers, %")
     panel = axes[0][0]
@@ -72,7 +58,7 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     if handles:
         figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
     figure.supxlabel("entries kept, % of the compressed part", fontsize=10)
-    figure.suptitle(title + window)
+    figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 
@@ -80,20 +66,19 @@ def plot_formats(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Plot score against the bytes of kept entries: a panel per scope, a line per policy and entry format."""
     figure_type = import_figure()
     scopes = list(dict.fromkeys(row.scope for row in rows))
-    names, window = _without_shared_window(list(dict.fromkeys(row.policy for row in rows)))
     figure = figure_type(figsize=(4.2 * len(scopes) + 0.5, 3.6), layout="constrained")
     axes = figure.subplots(1, len(scopes), sharey=True, squeeze=False)[0]
     for scope, panel in zip(scopes, axes, strict=True):
-        for policy, name in names.items():
+        for policy in dict.fromkeys(row.policy for row in rows):
             line = sorted(
                 (row for row in rows if (row.scope, row.policy) == (scope, policy)), key=lambda r: r.kept_bytes
             )
-            _with_intervals(panel, [row.kept_bytes / 1024 for row in line], line, label=name)
+            _with_intervals(panel, [row.kept_bytes / 1024 for row in line], line, label=policy)
         panel.set(title=f"scope = {scope}", xlabel="KiB of kept entries, scales included", xscale="log", ylim=(-3, 103))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("exact answers, %")
     axes[0].legend(fontsize=8)
-    figure.suptitle(title + window, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 
 

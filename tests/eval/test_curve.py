@@ -126,8 +126,8 @@ def test_of_many_policies_four_have_panels_and_the_others_a_band(tmp_path, figur
     ]
     plot_curve(rows, tmp_path / "curve.png", title="a title")
     (figure,) = figures
-    assert [panel.get_title() for panel in figure.axes] == ["lava", "snapkv", "pyramidkv", "streaming_llm"]
-    assert figure.get_suptitle() == "a title, window=8"
+    names = ("lava", "snapkv", "pyramidkv", "streaming_llm")
+    assert [panel.get_title() for panel in figure.axes] == [f"{name}:window=8" for name in names]
     for panel in figure.axes:
         (band,) = panel.collections[:1]
         heights = band.get_paths()[0].vertices[:, 1]
