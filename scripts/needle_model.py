@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from kvpass.eval.needle.words import vocabulary
+from kvpass.eval.tasks.words import vocabulary
 
 POSITIONS = 16384
 IDS = {word: token for token, word in enumerate(vocabulary())}

@@ -1,6 +1,6 @@
 """Train the built-in needle model from scratch: ``.venv/bin/python scripts/train_needle.py --output DIR``.
 
-A small Qwen3 decoder learns the language of :mod:`kvpass.eval.needle.text` on texts that grow from 64 to 4096 tokens.
+A small Qwen3 decoder learns the language of :mod:`kvpass.eval.tasks.needle` on texts that grow from 64 to 4096 tokens.
 It must first learn to copy, then to match keys; the loss of the first number of each value shows the latter, so it is
 kept apart. Batches are drawn from the seed and the step, so a stopped run goes on from its checkpoint as if it had
 never stopped: give the same command again.

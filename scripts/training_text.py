@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 
-from kvpass.eval.needle.words import (
+from kvpass.eval.tasks.words import (
     ATTRIBUTES,
     DECOYS,
     FIRST_WORDS,

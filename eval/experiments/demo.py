@@ -21,12 +21,12 @@ from transformers.generation.streamers import BaseStreamer
 import kvpass
 from kvpass.cache.cache import CompressedCache
 from kvpass.eval.bench.systems import storage_bytes
-from kvpass.eval.needle.text import Task, sample
-from kvpass.eval.needle.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
 from kvpass.eval.options import DemoOptions, read_text
 from kvpass.eval.runner import each_cache
 from kvpass.eval.tables import rich_table
 from kvpass.eval.tasks.base import Sample, encode, largest
+from kvpass.eval.tasks.needle import Task, hide
+from kvpass.eval.tasks.words import ADJECTIVES, HELD_OUT_NAMES, NOUNS, english_sentence
 from kvpass.loading import load_model
 from kvpass.policies import PolicyName
 from kvpass.progress import progress_bar, progress_console
@@ -251,19 +251,9 @@ def _on_document(document: Path, question: str) -> Sample:
 
 
 def _made_for_builtin(tokens: int, facts: int, seed: int) -> list[Sample]:
-    """Samples in the language of the built-in model."""
-    made = sample(Task(keys=facts, questions=facts), tokens, seed)
-    longest = max(question.max_new_tokens for question in made.questions)
-    return [
-        Sample(
-            id=" ".join(question.text.split()[-3:-1]),  # the name
-            context=made.context,
-            question=f" {question.text}",
-            answers=question.answers,
-            max_new_tokens=longest,
-        )
-        for question in made.questions
-    ]
+    """Samples in the language of the built-in model, each with the name that it asks about as its id."""
+    samples = hide(Task(keys=facts, questions=facts), tokens, seed)
+    return [replace(sample, id=" ".join(sample.question.split()[-3:-1])) for sample in samples]
 
 
 def _made_for_others(tokenizer: PreTrainedTokenizerBase, tokens: int, facts: int, seed: int) -> list[Sample]:

@@ -1,29 +1,198 @@
 """Needle in a haystack: facts, lists and variables, and a grid of length x depth.
 
-The text is that of the built-in model, word for word one token there; any other tokenizer reads it as English with
-invented names. The prompt is completed, not answered in a chat.
+A text is words separated by one space; each word, three-digit number and mark is one token of the built-in model, and
+any other tokenizer reads it as English with invented names. Filler sentences hide *facts* (``the code of bara dador is
+482 913 .``: an attribute of a two-word name, with a value of one or two tokens), *lists* (``one code of bara dador is
+482 .``, several times with other values) and *variables* (``let bara = 482 .``, ``let lato = bara .``). Some filler is
+a decoy: it has names and numbers that answer nothing. A question repeats the words in front of the value: ``question
+the code of bara dador is``; the answer ends with a full stop. That of a list is its values in any order, ``482 , 913
+.``, that of a variable its chain, ``bara = 482 .``. The prompt is completed, not answered in a chat.
+
+One name in eight is held out: its two words occur in training, but never together. Everything is drawn from seeds.
 """
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.needle import text as needle_text
 from kvpass.eval.tasks.base import Sample, encode, largest
+from kvpass.eval.tasks.words import (
+    ATTRIBUTES,
+    DECOYS,
+    FIRST_WORDS,
+    HELD_OUT_NAMES,
+    LONGEST_SIMPLE_SENTENCE,
+    NUMBERS,
+    SECOND_WORDS,
+    SHORTEST_SENTENCE,
+    Fact,
+    Name,
+    chain_words,
+    decoy,
+    make_sentence,
+)
+
+LONGEST = 32768
+"""Tokens of the longest prompt; longer ones would need more numbers than there are."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a prompt hides and asks.
+
+    Attributes:
+        keys: names with facts, variables, or names with lists.
+        questions: how many are asked of one context.
+        form: see :class:`Fact`.
+        attributes: facts of each name, one an attribute: those not asked for are hard distractors.
+        values: length of a list; for other forms 1.
+        hops: for variables, the length of each chain behind the number.
+    """
+
+    keys: int
+    questions: int = 1
+    form: str = "long"
+    attributes: int = 1
+    values: int = 1
+    hops: int = 0
+
+
+TASKS = {
+    "single": Task(keys=1),
+    "multikey": Task(keys=4),
+    "multikey12": Task(keys=12),
+    "short12": Task(keys=12, form="short"),
+    "attributes": Task(keys=4, attributes=3),
+    "multiquery": Task(keys=8, questions=4),
+    "multivalue": Task(keys=2, form="list", values=3),
+    "tracking0": Task(keys=3, form="variable"),
+    "tracking1": Task(keys=3, form="variable", hops=1),
+    "tracking2": Task(keys=3, form="variable", hops=2),
+}
+
 
 LENGTHS = (0.25, 0.5, 0.75, 1.0)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 NAMES = {"needle": "single", "multi_needle": "multiquery"} | {
-    f"needle_{task}": task for task in needle_text.TASKS if task not in ("single", "multiquery")
+    f"needle_{task}": task for task in TASKS if task not in ("single", "multiquery")
 }
-"""Names in the registry, and what each hides and asks: a key of :data:`~kvpass.eval.needle.text.TASKS`."""
+"""Names in the registry, and what each hides and asks: a key of :data:`TASKS`."""
 _SEEDS = 100_000
 """Contexts that one seed can number before it meets those of the next."""
+
+
+def hide(task: str | Task, tokens: int, seed: int) -> list[Sample]:
+    """Hide what a task asks for at random places of random filler, and ask questions of that one text.
+
+    The answers' numbers occur nowhere else in the context; names of facts also occur in decoys. Greedy decoding of the
+    built-in model says the answer: several are separated by ``,`` and may come in any order.
+
+    Args:
+        task: a key of :data:`TASKS`, or another task.
+        tokens: length of the context and one question in tokens, ``<bos>`` included; met exactly.
+        seed: of everything random. Names never occur in training; variables are single words, all seen.
+
+    Raises:
+        ValueError: no such task, or tokens that do not hold it, or above :data:`LONGEST`, or more values than numbers.
+    """
+    if isinstance(task, str) and task not in TASKS:
+        raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
+    kind = TASKS[task] if isinstance(task, str) else task
+    rng = random.Random(f"{task}/{tokens}/{seed}/True")  # as ever, so that texts stay the same
+    left = rng.sample(NUMBERS, len(NUMBERS))[::-1]
+
+    def number() -> str:
+        if not left:
+            raise ValueError(f"tokens={tokens}: {kind.keys} keys and filler need more than {len(NUMBERS)} numbers")
+        return left.pop()
+
+    names = rng.sample(HELD_OUT_NAMES, kind.keys)
+    hidden, asked = (_variables if kind.form == "variable" else _facts)(rng, kind, names, number)
+    rng.shuffle(asked)
+    asked = asked[: kind.questions]
+    used = 1 + sum(len(sentence) for sentence in hidden) + len(asked[0][0])
+    shortest = used + 2 * SHORTEST_SENTENCE
+    if not shortest <= tokens <= LONGEST:
+        raise ValueError(f"tokens={tokens}: {len(hidden)} facts and a question need {shortest} to {LONGEST}")
+    sentences = _filler(rng, tokens - used, names, number)
+    places = sorted(rng.randrange(len(sentences) + 1) for _ in hidden)
+    for sentence, place in reversed(list(zip(hidden, places, strict=True))):
+        sentences.insert(place, sentence)
+    context = " ".join(word for sentence in sentences for word in sentence)
+    return [
+        Sample(
+            id=str(index),
+            context=context,
+            question=f" {' '.join(question)}",
+            answers=tuple(" ".join(value) for value in values),
+            max_new_tokens=sum(len(value) + 1 for value in values),  # full stop included
+        )
+        for index, (question, values) in enumerate(asked)
+    ]
+
+
+_Asked = tuple[list[str], list[tuple[str, ...]]]  # words of a question, values of its answer
+
+
+def _facts(
+    rng: random.Random, kind: Task, names: Sequence[Name], number: Callable[[], str]
+) -> tuple[list[list[str]], list[_Asked]]:
+    """Facts in random order, and what may be asked; values have one or two tokens."""
+    hidden, asked = [], []
+    for name in names:
+        for attribute in rng.sample(ATTRIBUTES, kind.attributes):
+            sizes = [1] * kind.values if kind.form == "list" else [rng.randint(1, 2)]
+            facts = [Fact((attribute, *name), tuple(number() for _ in range(size)), kind.form) for size in sizes]
+            hidden += [fact.sentence for fact in facts]
+            asked.append((facts[0].question, [fact.value for fact in facts]))
+    rng.shuffle(hidden)
+    return hidden, asked
+
+
+def _variables(
+    rng: random.Random, kind: Task, names: Sequence[Name], number: Callable[[], str]
+) -> tuple[list[list[str]], list[_Asked]]:
+    """Chains in random order, each link behind the one it names, and their last links."""
+    words = rng.sample(FIRST_WORDS, len(names) * (kind.hops + 1))
+    chains = [words[i :: len(names)] for i in range(len(names))]
+    values = [(number(),) for _ in chains]
+    links = [
+        [Fact((chain[0],), value, "variable").sentence]
+        + [Fact((word,), (before,), "variable").sentence for before, word in pairwise(chain)]
+        for chain, value in zip(chains, values, strict=True)
+    ]
+    turns = [i for i in range(len(links)) for _ in links[i]]
+    rng.shuffle(turns)
+    left = [iter(chain) for chain in links]
+    hidden = [next(left[i]) for i in turns]
+    asked = [
+        (Fact((chain[-1],), value, "variable").question, [chain_words([*chain[-2::-1], *value])])
+        for chain, value in zip(chains, values, strict=True)
+    ]
+    return hidden, asked
+
+
+def _filler(rng: random.Random, tokens: int, names: Sequence[Name], number: Callable[[], str]) -> list[list[str]]:
+    """Sentences of exactly ``tokens`` words; half of the decoys have one of ``names``."""
+    sentences = []
+    while tokens:
+        if rng.random() < DECOYS:
+            name = rng.choice(names) if rng.random() < 0.5 else (rng.choice(FIRST_WORDS), rng.choice(SECOND_WORDS))
+            sentence = decoy(rng, name, number())
+        else:
+            sentence = make_sentence(rng)
+        rest = tokens - len(sentence)
+        if rest == 0 or rest >= 2 * SHORTEST_SENTENCE or SHORTEST_SENTENCE <= rest <= LONGEST_SIMPLE_SENTENCE:
+            sentences.append(sentence)
+            tokens = rest
+    return sentences
 
 
 def code_match(prediction: str, answers: Sequence[str]) -> float:
@@ -79,28 +248,20 @@ def hidden_facts(
 
     Args:
         tokens: longest prompt; met exactly where each word is a token.
-        name: of the text; first part of each sample's id. task: a key of :data:`~kvpass.eval.needle.text.TASKS`.
+        name: of the text; first part of each sample's id. task: a key of :data:`TASKS`.
 
     Raises:
         ValueError: too few tokens.
     """
 
     def build(words: int) -> list[Sample]:
-        made = needle_text.sample(task, words, seed)
-        texts = (f" {' , '.join(question.answers)} ." for question in made.questions)
+        made = hide(task, words, seed)
+        texts = (f" {' , '.join(sample.answers)} ." for sample in made)
         limits = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-        return [
-            Sample(
-                id=f"{name}.{index}",
-                context=made.context,
-                question=f" {question.text}",
-                answers=question.answers,
-                max_new_tokens=limits[index],
-            )
-            for index, question in enumerate(made.questions)
-        ]
+        pairs = zip(made, limits, strict=True)
+        return [replace(sample, id=f"{name}.{sample.id}", max_new_tokens=limit) for sample, limit in pairs]
 
-    kind = needle_text.TASKS[task]
+    kind = TASKS[task]
     smallest = 32 + 12 * kind.keys * kind.attributes * kind.values * (kind.hops + 1)
     samples = build(max(tokens, smallest))
     if len(encode(tokenizer, samples[0], chat=False)) == tokens:

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.needle.words import ADJECTIVES, NOUNS, PLACES, english_sentence
 from kvpass.eval.tasks.base import Sample, largest, library
+from kvpass.eval.tasks.words import ADJECTIVES, NOUNS, PLACES, english_sentence
 
 _NOISE = "Coal is black and snow is white. Tides rise and fall. Leaves turn in autumn. On it goes, year after year."
 _KEY_WORDS = (ADJECTIVES, NOUNS, PLACES)

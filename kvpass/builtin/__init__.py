@@ -1,6 +1,6 @@
 """The model that ships with kvpass: 3.4M parameters, 6 layers of 4 KV heads, made to find values in a long text.
 
-Its language is that of :mod:`kvpass.eval.needle.text`; ``MODEL_CARD.md`` says how it was made and what it can do.
+Its language is that of :mod:`kvpass.eval.tasks.needle`; ``MODEL_CARD.md`` says how it was made and what it can do.
 """
 
 from __future__ import annotations

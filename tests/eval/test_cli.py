@@ -20,8 +20,8 @@ from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench import processes as bench_processes
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.experiments import demo
-from kvpass.eval.needle.text import Task, sample
 from kvpass.eval.run import Evaluation
+from kvpass.eval.tasks.needle import Task, hide
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -315,9 +315,9 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert rows["kvpass full"][:3] == ["all", "100%", "2/2"]
     assert rows["kvpass lava"][:3] == ["64", "25.0%", "2/2"]
     assert int(rows["kvpass lava"][3]) < int(rows["transformers"][3])
-    for question in sample(Task(keys=2, questions=2), 256, seed=0).questions:
-        (name,) = re.findall(r"of (\w+ \w+) is", question.text)
-        assert rows[name][:4] == [question.answers[0]] * 4
+    for sample in hide(Task(keys=2, questions=2), 256, seed=0):
+        (name,) = re.findall(r"of (\w+ \w+) is", sample.question)
+        assert rows[name][:4] == [sample.answers[0]] * 4
     assert "…" not in result.output
     for words in ("seed 0", "float32", "256 tokens", "lava, streaming_llm, with default options"):
         assert words in result.output.replace("\n", " ")

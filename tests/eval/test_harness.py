@@ -15,8 +15,8 @@ from lm_eval.models.huggingface import HFLM
 import kvpass
 from kvpass import builtin
 from kvpass.eval.harness.model import KVPassLM
-from kvpass.eval.needle.text import sample
 from kvpass.eval.prompt import SEPARATOR, split_at_separator
+from kvpass.eval.tasks.needle import hide
 from masked_oracle import MaskedOracle, kept_columns
 from tiny_models import tiny_model
 
@@ -30,8 +30,8 @@ MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_
 
 
 def texts(*lengths):
-    prompts = [sample("single", tokens=n, seed=n) for n in lengths]
-    return [prompt.ask(prompt.questions[0]) for prompt in prompts]
+    samples = [hide("single", tokens=n, seed=n)[0] for n in lengths]
+    return [sample.context + sample.question for sample in samples]
 
 
 CONTEXTS = texts(60, 130, 41, 97)

@@ -20,8 +20,8 @@ from lm_eval.api.registry import get_model
 import cheap_captures
 from kvpass import builtin
 from kvpass.eval.harness_tasks import documents, score
-from kvpass.eval.needle.text import sample
 from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
+from kvpass.eval.tasks.needle import hide
 from kvpass.lm_eval import SEPARATOR, TASKS, KVPassLM, main
 from tiny_models import tiny_model
 
@@ -86,9 +86,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     rows = []
     for seed, tokens in enumerate((90, 140, 110)):
-        prompt = sample("single", tokens, seed)
-        first = prompt.questions[0].answers[0].split()[0]
-        rows.append({"text": prompt.ask(prompt.questions[0]), "choices": [first, f"{999 - int(first):03}"], "label": 0})
+        (sample,) = hide("single", tokens, seed)
+        first, text = sample.answers[0].split()[0], sample.context + sample.question
+        rows.append({"text": text, "choices": [first, f"{999 - int(first):03}"], "label": 0})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shared = {
         "dataset_path": "json",

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from kvpass.eval.needle import text as needle_text
-from kvpass.eval.needle import words as needle_words
-from kvpass.eval.needle.text import TASKS, Question, Task, sample
-from kvpass.eval.needle.words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
+from kvpass.eval.tasks import needle
+from kvpass.eval.tasks import words as needle_words
+from kvpass.eval.tasks.needle import TASKS, Task, hide
+from kvpass.eval.tasks.words import HELD_OUT_NAMES, SEEN_NAMES, is_held_out, vocabulary
 from needle_model import tokenizer
 from train_needle import STAGES
 from training_text import Kind, Mix, TrainingText
@@ -22,7 +22,7 @@ GOLDEN = (
     "the blanket soon sold the old flute . the code of gope zulum is 887 688 . some sailor loudly lifted some bear . "
     "a chair rarely found the wooden mirror ."
 )
-GOLDEN_QUESTIONS = (Question("question the code of gope zulum is", ("887 688",), 3),)
+GOLDEN_QUESTION = (" question the code of gope zulum is", ("887 688",), 3)
 FIRST, SECOND = set(needle_words.FIRST_WORDS), set(needle_words.SECOND_WORDS)
 
 
@@ -59,7 +59,7 @@ def test_every_word_is_there_once_and_short_of_a_multiple_of_64_no_more():
 
 
 def test_the_examples_of_the_page_are_of_the_language():
-    examples = re.findall(r"``(.*?)``", needle_text.__doc__.split("\n", 2)[2].replace("\n", " "))
+    examples = re.findall(r"``(.*?)``", needle.__doc__.split("\n", 2)[2].replace("\n", " "))
     assert len(examples) > 5
     assert {word for example in examples for word in example.split()} <= set(vocabulary())
 
@@ -84,79 +84,77 @@ def test_training_never_shows_a_held_out_name(stage):
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_what_the_text_says_and_their_numbers_stand_there_once(task):
     for seed in range(20):
-        text = sample(task, 600, seed)
-        numbers = Counter(text.context.split())
-        assert len(text.questions) == TASKS[task].questions
-        assert len({question.text for question in text.questions}) == len(text.questions)
-        for question in text.questions:
-            assert sorted(read(text.context, question.text)) == sorted(question.answers)
+        samples = hide(task, 600, seed)
+        assert len({sample.question for sample in samples}) == len(samples) == TASKS[task].questions
+        for sample in samples:
+            numbers = Counter(sample.context.split())
+            assert sorted(read(sample.context, sample.question.strip())) == sorted(sample.answers)
             assert all(
-                numbers[number] == 1 for answer in question.answers for number in answer.split() if number.isdigit()
+                numbers[number] == 1 for answer in sample.answers for number in answer.split() if number.isdigit()
             )
-            assert question.max_new_tokens == len(" , ".join(question.answers).split()) + 1
-            assert all(is_held_out(name) for name in pairs(question.text.split()))
+            assert sample.max_new_tokens == len(" , ".join(sample.answers).split()) + 1
+            assert all(is_held_out(name) for name in pairs(sample.question.split()))
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("tokens", [220, 221, 222, 223, 224, 225, 226, 227, 1000, 4096])
 def test_a_prompt_has_exactly_the_length_asked_for_and_no_unknown_token(task, tokens):
     coder = tokenizer()
-    text = sample(task, tokens, seed=tokens)
-    for question in text.questions:
-        ids = coder(text.ask(question))["input_ids"]
+    for sample in hide(task, tokens, seed=tokens):
+        ids = coder(sample.context + sample.question)["input_ids"]
         assert len(ids) == tokens
         assert coder.unk_token_id not in ids
 
 
 @pytest.mark.parametrize("tokens", range(31, 46))
 def test_the_shortest_texts_have_exactly_the_length_asked_for(tokens):
-    text = sample("single", tokens, seed=0)
-    assert len(text.ask(text.questions[0]).split()) == tokens - 1  # <bos>
+    (sample,) = hide("single", tokens, seed=0)
+    assert len((sample.context + sample.question).split()) == tokens - 1  # <bos>
 
 
 @pytest.mark.parametrize("facts", [1, 8, 40])
 def test_any_number_of_facts_can_be_hidden_and_all_asked_for(facts):
-    text = sample(Task(keys=facts, questions=facts), 900, seed=1)
-    found = re.findall(rf"(?:^|(?<=\. ))(the (?:code|pin|number) of \w+ \w+ is) {VALUE} \.", text.context)
-    assert sorted(found) == sorted((q.text.removeprefix("question "), q.answers[0]) for q in text.questions)
+    samples = hide(Task(keys=facts, questions=facts), 900, seed=1)
+    found = re.findall(rf"(?:^|(?<=\. ))(the (?:code|pin|number) of \w+ \w+ is) {VALUE} \.", samples[0].context)
+    assert sorted(found) == sorted((s.question.removeprefix(" question "), s.answers[0]) for s in samples)
     assert len(set(found)) == facts
-    assert {len(text.ask(question).split()) for question in text.questions} == {899}
+    assert {len((sample.context + sample.question).split()) for sample in samples} == {899}
 
 
 def test_tasks_hide_as_much_as_they_say():
-    assert len(sample("multivalue", 300, 0).questions[0].answers) == 3
-    assert len(re.findall(r"(?<!one) (?:code|pin|number) of", " " + sample("attributes", 400, 0).context)) == 12
-    assert len(re.findall(r"(?:code|pin|number) \w+ \w+ \d", sample("short12", 400, 0).context)) == 12
-    assert sample("tracking2", 300, 0).context.count("let ") == 9
-    assert {len(q.answers[0].split()) for seed in range(20) for q in sample("single", 60, seed).questions} == {1, 2}
+    assert len(hide("multivalue", 300, 0)[0].answers) == 3
+    assert len(re.findall(r"(?<!one) (?:code|pin|number) of", " " + hide("attributes", 400, 0)[0].context)) == 12
+    assert len(re.findall(r"(?:code|pin|number) \w+ \w+ \d", hide("short12", 400, 0)[0].context)) == 12
+    assert hide("tracking2", 300, 0)[0].context.count("let ") == 9
+    assert {len(sample.answers[0].split()) for seed in range(20) for sample in hide("single", 60, seed)} == {1, 2}
 
 
 def test_facts_lie_all_over_the_text():
     places = []
     for seed in range(40):
-        text = sample("single", 600, seed)
-        places.append(text.context.index(f" {text.questions[0].answers[0]} .") / len(text.context))
+        (sample,) = hide("single", 600, seed)
+        places.append(sample.context.index(f" {sample.answers[0]} .") / len(sample.context))
     assert sum(place < 0.25 for place in places) > 4
     assert sum(place > 0.75 for place in places) > 4
 
 
 def test_filler_has_decoys_with_the_names_of_facts():
-    text = sample("single", 3000, 0)
-    name = " ".join(next(iter(pairs(text.questions[0].text.split()))))
+    (text,) = hide("single", 3000, 0)
+    name = " ".join(next(iter(pairs(text.question.split()))))
     assert text.context.count(name) > 5
     assert 20 < sum(word.isdigit() for word in text.context.split()) < 80
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
-    texts = [sample("multikey", 400, seed) for seed in (3, 3, 4)]
+    texts = [hide("multikey", 400, seed) for seed in (3, 3, 4)]
     assert texts[0] == texts[1]
-    assert texts[0].context != texts[2].context
+    assert texts[0][0].context != texts[2][0].context
 
 
 def test_the_text_of_a_seed_does_not_change_between_versions():
-    text = sample("single", 40, 0)
+    (text,) = hide("single", 40, 0)
     assert text.context == GOLDEN
-    assert text.questions == GOLDEN_QUESTIONS
+    assert (text.question, text.answers, text.max_new_tokens) == GOLDEN_QUESTION
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_the_text_of_a_seed_does_not_change_between_versions():
 )
 def test_what_cannot_be_met_is_refused(task, tokens, message):
     with pytest.raises(ValueError, match=message):
-        sample(task, tokens, 0)
+        hide(task, tokens, 0)
 
 
 @pytest.mark.parametrize("stage", STAGES[:4], ids=lambda stage: str(stage.length))

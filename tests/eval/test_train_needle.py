@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpass.eval.needle.text import sample
-from kvpass.eval.needle.words import vocabulary
+from kvpass.eval.tasks.needle import hide
+from kvpass.eval.tasks.words import vocabulary
 from needle_model import Shape, build, tokenizer
 from train_needle import STAGES, Run, Stage, batch, set_cross_entropy
 from training_text import Kind, Mix
@@ -162,6 +162,6 @@ def test_the_exported_model_is_the_trained_one_and_answers_with_stock_transforme
         assert torch.equal(model.state_dict()[name], weight.bfloat16().float()), name
     assert model.config._attn_implementation == "sdpa"
     coder = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    text = sample("multikey", 120, 0)
+    (text,) = hide("multikey", 120, 0)
     assert coder(text.context)["input_ids"] == tokenizer()(text.context)["input_ids"]
     assert coder.decode(coder(text.context)["input_ids"], skip_special_tokens=True) == text.context

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpass import builtin
-from kvpass.eval.needle import text as needle_text
+from kvpass.eval.tasks.needle import Task, hide
 
 FACTS = {"bara dador": "482 913", "lato tepas": "703", "gosha zulum": "192 048", "mivi fegil": "661"}
 FILLER = [
@@ -71,11 +71,11 @@ def test_it_answers_about_names_it_has_never_seen(loaded: tuple[PreTrainedModel,
     assert model.config.num_hidden_layers >= 6 and model.config.num_key_value_heads >= 4
     right = asked = 0
     for seed in range(3):
-        made = needle_text.sample(needle_text.Task(keys=8, questions=8), 512, seed)
-        for question in made.questions:
-            prompt = tokenizer(made.ask(question), return_tensors="pt", return_token_type_ids=False)
+        for sample in hide(Task(keys=8, questions=8), 512, seed):
+            text = sample.context + sample.question
+            prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
             assert tokenizer.unk_token_id not in prompt["input_ids"]
-            tokens = model.generate(**prompt, max_new_tokens=question.max_new_tokens, do_sample=False)
-            right += tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :]) == f"{question.answers[0]} ."
+            tokens = model.generate(**prompt, max_new_tokens=sample.max_new_tokens, do_sample=False)
+            right += tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :]) == f"{sample.answers[0]} ."
             asked += 1
     assert right >= 0.95 * asked, f"{right} of {asked}"

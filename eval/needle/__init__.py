@@ -1,1 +1,0 @@
-"""The built-in model: its text, its training."""
