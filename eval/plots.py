@@ -47,6 +47,8 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
                 panel.set_title(chosen[index], fontsize=10, color=f"C{index}", fontweight="bold")
             panel.grid(alpha=0.3)
         line_of_panels[0].set_ylabel(f"scope = {scope}\nexact answers, %")
+    for panel in axes[-1]:
+        panel.set_xlabel("entries kept, %")  # not of the figure: it would lie on the legend
     panel = axes[0][0]
     if drawn:
         panel.set_xscale("log")
@@ -57,7 +59,6 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     handles, labels = panel.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower right", ncols=len(labels), fontsize=8, frameon=False)
-    figure.supxlabel("entries kept, % of the compressed part", fontsize=10)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 

@@ -285,12 +285,10 @@ class Evaluation:
                 raise ValueError(f"policy {policy.name!r}, scope {scope!r}: {error}") from None
 
     def _settings(self) -> dict[str, Any]:
-        """The options, their lists as lists, without the paths of a machine."""
-        given = asdict(self.options) | {name: getattr(self, name) for name in ("budgets", "scopes")}
-        given |= {"tasks": names(self.options.tasks), "policies": [*map(str, self.policies)], "entries": self.formats}
-        given["data_dir"] = self.options.data_dir and self.options.data_dir.name
-        del given["output"]
-        return given
+        """The options as they were typed, without the paths of a machine."""
+        folder = self.options.data_dir
+        given = asdict(self.options) | {"data_dir": folder and folder.name}
+        return {name: value for name, value in given.items() if name != "output"}
 
     def _write_manifest(self, rows: Sequence[Row], seconds: float | None) -> None:
         """Write what the run was made of; ``seconds`` is None while it goes on."""

@@ -201,7 +201,7 @@ def test_records_tables_and_manifest_say_the_same(tmp_path):
     assert manifest["finished"]
     assert manifest["versions"]["kvpass"] == kvpass.__version__
     assert manifest["settings"]["seed"] == 0
-    assert manifest["settings"]["policies"] == ["full"]
+    assert manifest["settings"]["policies"] == "full"
     assert manifest["results"] == [dataclasses.asdict(row) for row in rows]
     assert [(row.kept_fraction, row.budget_bytes) for row in rows] == [(1.0, row.kept_bytes) for row in rows]
     assert str(tmp_path) not in (tmp_path / "manifest.json").read_text()
