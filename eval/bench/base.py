@@ -21,7 +21,7 @@ class Benchmark(ABC):
     """A checked measurement."""
 
     name: ClassVar[str]
-    """Of the option that asks for it, and of the records in the result."""
+    """Of the option that asks for it in place of a comparison of systems, and of the records in the result."""
 
     settings: BenchSettings
     failed: list[str] = field(default_factory=list, init=False)

@@ -103,8 +103,6 @@ class Bench(Benchmark):
         ValueError: the budget cannot hold the window and one more entry of a prompt.
     """
 
-    name = "runs"
-
     def __post_init__(self) -> None:
         settings = self.settings
         self.device = torch.device(settings.device)

@@ -141,8 +141,8 @@ class SharedModel(Benchmark):
         header = ["system", "processes", "prefill s", "decode ms", "MiB of each", "fullest", "tokens"]
         tables: dict[str, list[list[str]]] = {}
         for found in result["tensor_parallel"]:
-            title = named(
-                result, f"budget {result['budget']}: prompt {found['tokens']} tokens", f"batch {found['rows']}"
+            title = (
+                f"{named(result)}, budget {result['budget']}: prompt {found['tokens']} tokens, batch {found['rows']}"
             )
             sizes = sorted({f"{size / 2**20:.2f}" for size in found["cache_bytes"]}, key=float)
             fullest = found["imbalance"]
