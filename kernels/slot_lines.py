@@ -92,7 +92,8 @@ def _evict_lowest(  # type: ignore[no-untyped-def]
 
 
 def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """CUDA version of :func:`kvpass.ops.slots.evict_lowest`; all tensors are contiguous and on one device."""
+    """CUDA version of :func:`kvpass.ops.slots.evict_lowest`; all tensors are on one device, the tables contiguous."""
+    worth = worth.contiguous()
     check_eviction(worth, position, quota)
     rows, kv_heads, width = position.shape
     keep = torch.empty_like(position, dtype=torch.int8)

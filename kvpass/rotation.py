@@ -68,20 +68,26 @@ def rotated_back(x: Tensor, columns: int | None = None) -> Tensor:
 
 
 def rotated_queries(call: Attention, held: AppendBuffers | SlotCache) -> Attention:
-    """Return an attention op on a rotated cache: with rotated queries, in fp32.
+    """Return an attention op as a rotated cache takes it: with rotated queries, in fp32. For others it stays as it is.
 
     Values that are stored in keys are a part of them that a rotated key does not show, so whole keys are attended as
     values; :func:`rotated_output` returns the part.
     """
+    if not is_rotated(held, call.q.shape[3]):
+        return call
     return call._replace(q=rotated(call.q.float()), v=call.v if held.tail_v.shape[-1] else call.k)
 
 
 def rotated_call(call: Attention, held: AppendBuffers | SlotCache) -> Attention:
-    """Return an attention op on a rotated cache: with rotated queries, keys and values, in their dtype."""
+    """As :func:`rotated_queries`, with rotated queries, keys and values, in their dtype."""
+    if not is_rotated(held, call.q.shape[3]):
+        return call
     q, k = rotated(call.q), rotated(call.k)
     return call._replace(q=q, k=k, v=rotated(call.v) if held.tail_v.shape[-1] else k)
 
 
-def rotated_output(out: Tensor, call: Attention) -> Tensor:
-    """Return the output ``[B, H, T, Dv]`` of an attention op, from that of :func:`rotated_queries` or of its call."""
+def rotated_output(out: Tensor, call: Attention, held: AppendBuffers | SlotCache) -> Tensor:
+    """Return the output ``[B, H, T, Dv]`` of a call, from that of :func:`rotated_queries` or :func:`rotated_call`."""
+    if not is_rotated(held, call.q.shape[3]):
+        return out
     return rotated_back(out.transpose(1, 2), call.v.shape[3]).to(call.q.dtype).transpose(1, 2)

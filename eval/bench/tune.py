@@ -74,7 +74,7 @@ def workloads(
             many = replace(shape, layers=layers)
             for entry_format in CODES if shape is usual and dtype == torch.bfloat16 else CODES[:1]:
                 cache = TimedCase.make(many, ragged_lengths(many, rows, budget), entry_format)
-                call = cache.call if entry_format != "rot4" else rotated_call(cache.call, cache.held)
+                call = rotated_call(cache.call, cache.held)
                 decode_case = case_of(dtype, shape.dim, shape.geometry.value_dim, cache.held)
                 yield decode_case, partial(through_layers, attend_ragged, call, cache.held)
             cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))

@@ -1,7 +1,8 @@
 """``kvpass::`` operators on CUDA: kernels to read keys and values, plus the policies' tensor functions.
 
 Contracts as in :mod:`kvpass.ops.reference`. No operator reads a device value on the host: the start columns of a padded
-prompt are given on the CPU too, everything else stays where it is. Kernels are imported when an operator first runs.
+prompt are given on the CPU too, everything else stays where it is. The module needs Triton, and is imported when an
+operator first runs on CUDA.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.kernels import prompt_attention, slot_decode, window_statistics
+from kvpass.kernels.gather import gather_winners
+from kvpass.kernels.ragged_decode import attend_ragged
+from kvpass.kernels.ragged_extend import attend_extend
+from kvpass.kernels.slot_lines import evict_lowest, pool_in_order
 from kvpass.operands import (
     NO_POLICY_INPUTS,
     AppendBuffers,
@@ -26,9 +32,20 @@ from kvpass.operands import (
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
-from kvpass.policies.scores import Group, Pool
 from kvpass.ranks import ONE_PROCESS, Ranks
-from kvpass.rotation import is_rotated, rotated_call, rotated_output
+from kvpass.rotation import rotated_call, rotated_output
+
+__all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.reference` has them
+    "attend_cache",
+    "attend_prompt",
+    "attend_slots",
+    "cascade_step",
+    "column_sums",
+    "evict_lowest",
+    "pack",
+    "pool_in_order",
+    "score_layer",
+]
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
@@ -36,8 +53,6 @@ SPLIT_TOKENS = 8
 
 def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> Tensor:
     """See :func:`kvpass.ops.reference.column_sums`."""
-    from kvpass.kernels import window_statistics
-
     return window_statistics.column_sums(readable(call), first, lse, call.q.shape[2])
 
 
@@ -69,8 +84,6 @@ def cascade_step(
     buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
 ) -> None:
     """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
-    from kvpass.kernels.gather import gather_winners
-
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
     reference.cascade_step(buffers, candidates._replace(k=k, v=v), layer, policy, ranks, gather_winners)
 
@@ -83,40 +96,14 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
     The caller must ensure that T more tokens fit in the tails: the device is not asked.
     """
-    from kvpass.kernels.ragged_decode import attend_ragged
-    from kvpass.kernels.ragged_extend import attend_extend
-
     attend = attend_ragged if call.q.shape[2] <= SPLIT_TOKENS else attend_extend
-    if not is_rotated(held, call.q.shape[3]):
-        return attend(readable(call), held, layer)
-    return rotated_output(attend(readable(rotated_call(call, held)), held, layer), call)
+    return rotated_output(attend(readable(rotated_call(call, held)), held, layer), call, held)
 
 
 def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
     """See :func:`kvpass.ops.slots.attend_slots`; each line must have an empty slot, which is not checked."""
-    from kvpass.kernels.slot_decode import attend_slots
-
-    call = readable(call)
-    if not is_rotated(lines, call.q.shape[3]):
-        return attend_slots(call, lines, layer)
-    out, attention = attend_slots(readable(rotated_call(call, lines)), lines, layer)
-    return rotated_output(out, call), attention
-
-
-def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """See :func:`kvpass.ops.slots.evict_lowest`."""
-    from kvpass.kernels.slot_lines import evict_lowest
-
-    return evict_lowest(worth.contiguous(), position, quota, window)
-
-
-def pool_in_order(
-    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
-) -> Tensor:
-    """See :func:`kvpass.policies.decode_rules.pool_in_order`."""
-    from kvpass.kernels.slot_lines import pool_in_order
-
-    return pool_in_order(attention, position, storage_order, window, pool, kernel_size, group)
+    out, attention = slot_decode.attend_slots(readable(rotated_call(call, lines)), lines, layer)
+    return rotated_output(out, call, lines), attention
 
 
 def readable(call: Attention) -> Attention:
@@ -133,9 +120,7 @@ def attend_prompt(
     call: Attention, start: Tensor, sliding_window: int | None = None, chunked: bool = False
 ) -> tuple[Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding."""
-    from kvpass.kernels.prompt_attention import attend
-
-    return reference.attend_rows(readable(call), start, sliding_window, chunked, attend)
+    return reference.attend_rows(readable(call), start, sliding_window, chunked, prompt_attention.attend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,9 +149,7 @@ class SiteStatistics:
         return self._over(self.window, spread=True)
 
     def _over(self, window: int, spread: bool = False) -> tuple[Tensor, ...]:
-        from kvpass.kernels.window_statistics import window_statistics
-
-        return window_statistics(self.call, self.first, self.lse, window, spread=spread)
+        return window_statistics.window_statistics(self.call, self.first, self.lse, window, spread=spread)
 
     @cached_property
     def last_row(self) -> Tensor:
@@ -175,10 +158,8 @@ class SiteStatistics:
         return self._over(window=0)[0]
 
     def recent_sum(self, rows: int) -> Tensor:
-        from kvpass.kernels.window_statistics import column_sums
-
         if rows not in self.sums:
-            self.sums[rows] = column_sums(self.call, self.first, self.lse, rows)
+            self.sums[rows] = window_statistics.column_sums(self.call, self.first, self.lse, rows)
         return self.sums[rows]
 
 

@@ -29,7 +29,7 @@ from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 from kvpass.policies.scheduler import best_over_layers
 from kvpass.ranks import ONE_PROCESS, Ranks
-from kvpass.rotation import is_rotated, rotated_output, rotated_queries
+from kvpass.rotation import rotated_output, rotated_queries
 
 __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
     "attend_cache",
@@ -388,13 +388,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     Raises:
         ValueError: the tail cannot take T more tokens (nothing was written).
     """
-    if is_rotated(held, call.q.shape[3]):
-        return rotated_output(_attend_cache(rotated_queries(call, held), held, layer), call)
-    return _attend_cache(call, held, layer)
-
-
-def _attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    q, k, v, scale, softcap, sinks = call
+    q, k, v, scale, softcap, sinks = rotated_queries(call, held)
     b, h, t, key_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     group = h // kv_heads
@@ -417,4 +411,4 @@ def _attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
             logits = (q[i, heads].float() @ keys.T) * scale
             extra = None if sinks is None else sinks[heads, None, None]
             out[i, heads] = (attention_weights(logits, future, softcap, extra) @ values).to(q.dtype)
-    return out
+    return rotated_output(out, call, held)

@@ -15,7 +15,7 @@ from kvpass.operands import Attention, SlotCache
 from kvpass.ops.entry_formats import Side, entries_held, side_at, store
 from kvpass.policies.decode_rules import keep_mask
 from kvpass.policies.observation import attention_weights
-from kvpass.rotation import is_rotated, rotated_output, rotated_queries
+from kvpass.rotation import rotated_output, rotated_queries
 
 EMPTY, ABSENT = -1, -2
 """Positions of a free slot, and of an unusable one (such as behind a head's pool segment)."""
@@ -32,8 +32,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     Raises:
         ValueError: a line has no empty slot.
     """
-    new = rotated_queries(call, lines) if is_rotated(lines, call.q.shape[3]) else call
-    q, k, v, scale, softcap, sinks = new
+    q, k, v, scale, softcap, sinks = rotated_queries(call, lines)
     rows, heads, _, key_dim = q.shape
     position, now, value_dim = lines.position, lines.now, v.shape[3]
     kv_heads, width = position.shape[1:]
@@ -64,7 +63,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
             attention[row, of_head][:, index[live]] = weights
             if now is not None:
                 position[row, head, slot] = now[row]
-    return (out if new is call else rotated_output(out, call)), None if now is None else attention
+    return rotated_output(out, call, lines), None if now is None else attention
 
 
 def _line(lines: SlotCache, layer: int, row: int, head: int) -> tuple[Side, Side]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpass.kernels import cpu
 from kvpass.operands import BUFFERS, AppendBuffers, Attention
-from kvpass.ops import cuda, reference
+from kvpass.ops import reference
 from kvpass.vllm import versions
 
 
 class OnCPU:
     """vLLM's kernel for prompts, the eager operators to compress them, and the C++ kernel to decode."""
 
-    ops: ClassVar[ModuleType] = reference
+    ops: ModuleType = reference
 
     def __init__(self, rows: int, kv_heads: int, device: torch.device) -> None:
         """Args: rows: most of a step."""
@@ -43,21 +42,22 @@ class OnCPU:
 class OnCUDA(OnCPU):
     """The operators of :mod:`kvpass.ops.cuda`. **It has not run on a GPU yet**, only in Triton's interpreter."""
 
-    ops: ClassVar[ModuleType] = cuda
-
     def __init__(self, rows: int, kv_heads: int, device: torch.device) -> None:
+        from kvpass.ops import cuda  # needs Triton
+
+        self.ops = cuda
         self._arrivals, self._kv_heads = BUFFERS["arrivals"].new({"A": rows * kv_heads}, device), kv_heads
 
     def arrivals(self, rows: int) -> Tensor | None:
         return self._arrivals[: rows * self._kv_heads]
 
     def attend_prompt(self, call: Attention, out: Tensor) -> Tensor | None:
-        attended, lse = cuda.attend_prompt(call, torch.zeros(1, dtype=torch.int64, device="cpu"))
+        attended, lse = self.ops.attend_prompt(call, torch.zeros(1, dtype=torch.int64, device="cpu"))
         out.copy_(attended[0].transpose(0, 1))
         return lse
 
     def attend_blocks(self, call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-        return cuda.attend_cache(call, held, layer)
+        return self.ops.attend_cache(call, held, layer)
 
 
 def operators(device: torch.device) -> type[OnCPU]:

@@ -16,7 +16,7 @@ from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, att
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.operands import LEVELS, AppendBuffers, Attention
 from kvpass.ops import reference
-from kvpass.rotation import is_rotated, rotated_call, rotated_output
+from kvpass.rotation import rotated_call, rotated_output
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
 from pairwise import each_value, quick
 
@@ -45,9 +45,7 @@ def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
 
 def turned(case: DecodeCase, attend: Callable[[Attention], Tensor]) -> Tensor:
     """As ``ops.cuda`` calls kernels on a rotated cache."""
-    if not is_rotated(case.held, case.q.shape[3]):
-        return attend(case.call)
-    return rotated_output(attend(rotated_call(case.call, case.held)), case.call)
+    return rotated_output(attend(rotated_call(case.call, case.held)), case.call, case.held)
 
 
 BOTH = (ragged, extend)
