@@ -27,7 +27,7 @@ from kvpass.cache.part import CachePart, PromptFacts, RecurrentState, SlidingWin
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.serialization import write_cache_file
-from kvpass.cache.shared_heads import divided, joined, joined_facts, layout_of_all, of_part, record_of_all
+from kvpass.cache.shared_heads import divided, joined, layout_of_all, of_part, record_of_all
 from kvpass.config import Block, Budget, EntryFormat, Layout, PoolFacts
 from kvpass.errors import CacheMismatchError
 from kvpass.ops.host_pool import POOL
@@ -636,7 +636,6 @@ class CompressedCache(Cache):
             columns=self.columns,
             entries=tuple(self._budgets),
             reusable=self.reusable,
-            stores=tuple(store.facts for store in self.full_layers),
             notes=dict(notes or {}),
             entry_format=self.entry_format,
             own_budget=self.own_budget,
@@ -644,12 +643,11 @@ class CompressedCache(Cache):
         if not self.ranks.several:
             write_cache_file(path, tensors, metadata.to_dict())
             return
-        parts = self.ranks.gather_to_first(({name: x.cpu() for name, x in tensors.items()}, metadata.stores))
+        parts = self.ranks.gather_to_first({name: x.cpu() for name, x in tensors.items()})
 
         def write() -> None:
-            stores = joined_facts([facts for _, facts in parts])
-            whole = replace(metadata, layout=layout_of_all(layout, len(parts)), stores=stores)
-            write_cache_file(path, joined([part for part, _ in parts], layout), whole.to_dict())
+            whole = replace(metadata, layout=layout_of_all(layout, len(parts)))
+            write_cache_file(path, joined(parts, layout), whole.to_dict())
 
         self.ranks.first_does(write)
 
@@ -676,7 +674,7 @@ class CompressedCache(Cache):
         held = (of_part(tensors, part) for part in layout.names)
         stores = [FullAttentionLayers(group, policy, ranks, cache.entry_format) for group in layout.pools]
         cache.parts = [
-            *(store.holding(next(held), facts) for store, facts in zip(stores, metadata.stores, strict=True)),
+            *(store.holding(next(held)) for store in stores),
             *(SlidingWindowLayers(group, **next(held)) for group in layout.rings),
             *(RecurrentState(shape, **next(held)) for shape in layout.states),
         ]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.buffer_reuse import NO_REUSE
-from kvpass.cache.metadata import LayersFacts, saved_names
+from kvpass.cache.metadata import saved_names
 from kvpass.cache.part import CachePart, PromptFacts
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import EntryFormat, LayerGroup, PoolFacts
@@ -244,9 +243,15 @@ class FullAttentionLayers(CachePart):
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = self.policy.decode_quota(kept, held.entries, available, self.ranks).contiguous()
         self.next_position = columns - first
+        self._tail_bound = self._most_slots()
+
+    def _most_slots(self) -> int:
+        """Return the most slots of the tail that a head needs while decoding evicts."""
+        rule = self.policy.decode_rule()
+        assert rule is not None
         occupied = (self.slot_positions >= 0).sum(-1)
-        needed = rule.slots_needed(self.quota, occupied) - kept
-        self._tail_bound = max(int(needed.max()), 1)
+        needed = rule.slots_needed(self.quota, occupied) - self.pool_lengths.transpose(0, 1)
+        return max(int(needed.max()), 1)
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
@@ -347,15 +352,19 @@ class FullAttentionLayers(CachePart):
         sizes[BUFFERS[name].row_dim] = self.rows
         return tensor.expand(sizes)
 
-    def holding(self, tensors: Mapping[str, Tensor], facts: LayersFacts) -> FullAttentionLayers:
+    def holding(self, tensors: Mapping[str, Tensor], used: int | None = None) -> FullAttentionLayers:
         """Return a store of the same layers with the entries of these :attr:`saved`, one for each of ``saved_names``.
 
         Nothing is checked.
+
+        Args:
+            used: slots of the tails in use; None: all.
         """
         twin = copy.copy(self)
         vars(twin).update(tensors)
-        twin.used, twin._tail_bound = facts.used, facts.tail_bound
-        twin.tail_used = torch.tensor(facts.used, dtype=torch.int64, device=twin.offsets.device)
+        twin.used = twin.tail_k.shape[3] if used is None else used
+        twin._tail_bound = twin._most_slots() if self.evicts else 0
+        twin.tail_used = torch.tensor(twin.used, dtype=torch.int64, device=twin.offsets.device)
         twin._count_programs()
         return twin
 
@@ -384,14 +393,9 @@ class FullAttentionLayers(CachePart):
             for x, begin, end in zip(held, begins, ends, strict=True):
                 joined[tuple(map(slice, begin, end))] = x
             tensors[name] = joined.index_select(buffer.row_dim, order.to(joined.device))
-        return parts[0].holding(tensors, replace(parts[0].facts, used=used))
+        return parts[0].holding(tensors, used)
 
     # -- files and devices ------------------------------------------------------------------------------------------
-
-    @property
-    def facts(self) -> LayersFacts:
-        """What :meth:`holding` needs besides the tensors."""
-        return LayersFacts(used=self.used, tail_bound=self._tail_bound)
 
     @property
     def saved(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kvpass.config import MAX_ENTRIES, Budget, EntryFormat, Geometry, LayerGroup, Layout
+from kvpass.config import Budget, EntryFormat, Geometry, LayerGroup, Layout
 from kvpass.operands import BITS, BUFFERS, CODES, RingBuffers
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.base import Policy
@@ -21,30 +21,21 @@ from kvpass.policies.decode_rules import DecodeRule
 
 MOST_COLUMNS = 1 << 26
 """Most columns in a file: a mask over the columns must fit in memory."""
-MOST_SLOTS = 2 * MAX_ENTRIES
-"""Most slots of a tail: a head that decoding evicts from holds its budget, a window, and what gathers in between."""
 Shapes: TypeAlias = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]
 """Dtype and sizes of tensors by name; a named size is free, but equal wherever it occurs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersFacts:
-    """Of a store: tail slots in use, and the most slots a tail needs (0 where decoding does not evict)."""
-
-    used: int
-    tail_bound: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class CacheMetadata:
-    """JSON metadata of a file of format 1; names as in :class:`kvpass.cache.cache.CompressedCache`.
+    """JSON metadata of a file; names as in :class:`kvpass.cache.cache.CompressedCache`.
 
-    The numbers are checked for consistency here; :func:`check_tensors` checks the tensors.
+    The numbers are checked for consistency here; :func:`check_tensors` checks the tensors. Files of format 1 also say
+    how many slots of the tails are in use, which is not read: the tensors say so.
 
     Attributes:
         model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
-        policy: its ``spec``. entries: budget of each row in entries. stores: of the groups in ``layout.pools``. notes:
-            the user's. entry_format: of the entries of layers that share the budget.
+        policy: its ``spec``. entries: budget of each row in entries. notes: the user's. entry_format: of the entries of
+            layers that share the budget.
     Raises:
         ValueError: the numbers contradict each other.
     """
@@ -57,7 +48,6 @@ class CacheMetadata:
     columns: int
     entries: tuple[int, ...]
     reusable: bool
-    stores: tuple[LayersFacts, ...]
     notes: dict[str, Any]
     entry_format: EntryFormat = "model"
     own_budget: bool = False
@@ -67,11 +57,6 @@ class CacheMetadata:
             raise ValueError(f"columns={self.columns}: must be from 1 to 2**26")
         if not (self.layout.pools or self.layout.rings):
             raise ValueError("layout: must have a group of layers")
-        if len(self.stores) != len(self.layout.pools):
-            raise ValueError(f"stores: {len(self.stores)} for {len(self.layout.pools)} groups of layers with a budget")
-        for facts in self.stores:
-            if not (0 <= facts.used <= self.columns and 0 <= facts.tail_bound <= MOST_SLOTS):
-                raise ValueError(f"{facts} after {self.columns} columns")
         least, most = self._bounds_of_entries()
         if not self.entries or not all(least <= entries <= most for entries in self.entries):
             raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
@@ -144,13 +129,16 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     if "ids" in tensors:
         _check_range("ids", tensors["ids"], torch.iinfo(torch.int32).max)
     seen = metadata.columns - start
-    for i, facts in enumerate(metadata.stores):
+    for i in range(len(metadata.layout.pools)):
         store = {name: tensors[f"store{i}_{name}"] for name in parts[f"store{i}_"]}
         if rule is None:
-            _check_tail(store, facts, seen)
+            # the newest tokens are in the tail, older ones in the pool
+            before = seen - (store["tail_k"].shape[3] - store["tail_start"])
+            _check_range("first position of a tail", before, int(seen.max()))
+            _check_pool(store, before)
         else:
-            _check_pool(store, facts, seen)
-            _check_slots(store, facts, seen, rule)
+            _check_pool(store, seen)
+            _check_slots(store, seen)
 
 
 def _shapes(
@@ -197,22 +185,9 @@ def _check_range(name: str, values: Tensor, high: int) -> None:
         raise ValueError(f"{name} from {int(values.min())} to {int(values.max())}: must be from 0 to {high}")
 
 
-def _check_tail(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor) -> None:
-    """Check pool and tail of a policy that only appends: newest tokens in the tail, older ones in the pool.
-
-    Args:
-        seen: real tokens seen of each row, int64 ``[B]``.
-    """
-    if facts.used != store["tail_k"].shape[3] or facts.tail_bound != 0:
-        raise ValueError(f"{facts} with tails of {store['tail_k'].shape[3]} slots")
-    before = seen - (facts.used - store["tail_start"])
-    _check_range("first position of a tail", before, int(seen.max()))
-    _check_pool(store, facts, before)
-
-
-def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) -> None:
+def _check_pool(store: Mapping[str, Tensor], end: Tensor) -> None:
     """Check that the pool's segments are contiguous, with ascending positions below ``end``, int64 ``[B]``."""
-    _check_range("tail_start", store["tail_start"], facts.used)
+    _check_range("tail_start", store["tail_start"], store["tail_k"].shape[3])
     positions, offsets = store["pool_positions"].long(), store["offsets"].long()
     rows, slots = positions.shape
     if slots < 2:
@@ -229,8 +204,8 @@ def _check_pool(store: Mapping[str, Tensor], facts: LayersFacts, end: Tensor) ->
         raise ValueError("pool_positions do not ascend among the positions that were seen before")
 
 
-def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, rule: DecodeRule) -> None:
-    """Check the table of a policy that evicts while decoding: every line has room for coming tokens."""
+def _check_slots(store: Mapping[str, Tensor], seen: Tensor) -> None:
+    """Check the table of a policy that evicts while decoding; ``seen``: real tokens of each row, int64 ``[B]``."""
     position, capacity = store["slot_positions"].long(), store["tail_k"].shape[3]
     layers, rows, kv_heads, width = position.shape
     lengths = store["offsets"].long().diff(dim=1).view(rows, layers, kv_heads).transpose(0, 1)
@@ -241,15 +216,10 @@ def _check_slots(store: Mapping[str, Tensor], facts: LayersFacts, seen: Tensor, 
     absent = (slot >= lengths[..., None]) & (slot < behind)
     if bool(((position == ABSENT) != absent).any()):
         raise ValueError("slot_positions: other slots are absent than those behind a segment of the pool")
-    occupied = position >= 0
     in_order = position.sort(-1).values
     twice = (in_order.diff(dim=-1) == 0) & (in_order[..., 1:] >= 0)
     if bool((position < ABSENT).any()) or bool((position >= seen[None, :, None, None]).any()) or bool(twice.any()):
         raise ValueError("slot_positions: a position was not seen, or stands twice in a line")
     if not torch.equal(store["next_position"], seen):
         raise ValueError(f"next_position {store['next_position'].tolist()} after {seen.tolist()} tokens")
-    _check_range("entries of a tail", occupied[..., behind:].sum(-1), facts.used)
     _check_range("quota", store["quota"], torch.iinfo(torch.int64).max // 2)  # slots are added
-    needed = int((rule.slots_needed(store["quota"], occupied.sum(-1)) - lengths).max())
-    if facts.tail_bound < max(needed, 1):
-        raise ValueError(f"{facts}: a tail may need {needed} slots")

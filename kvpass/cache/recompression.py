@@ -5,8 +5,6 @@ Legend: B batch, L layers of this geometry, K KV heads, S slots of the longest h
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -87,7 +85,7 @@ class Recompression:
                 every = [torch.cat(pair) for pair in zip(rows[row], appended, strict=True)]
                 rows[row] = [x[keep[: len(x)]] for x, keep in zip(every, stay[row].flatten(0, 1), strict=True)]
             tensors[name] = pool_of(name, rows)
-        return store.holding(tensors, replace(store.facts, used=used))
+        return store.holding(tensors, used)
 
     def _in_tail(self, name: str, row: int, seen: int) -> Tensor:
         """What a buffer of the tails holds of one row, for each layer and head, ``[L * K, n, ...]``."""

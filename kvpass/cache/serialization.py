@@ -26,7 +26,7 @@ from kvpass.replace_file import replacing
 
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 """Version of metadata and tensors; a reader raises on newer ones."""
 
 _MARK = b'"sha256":"'

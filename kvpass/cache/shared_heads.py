@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpass.cache.metadata import LayersFacts
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
 from kvpass.cache.segments import pool_of, segments_of
 from kvpass.config import LayerGroup, Layout
@@ -53,11 +52,6 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
                 buffers[name] = _all_heads(name, [held[name] for held in own], bounds, group)
         found |= {f"{part}_{name}": x for name, x in buffers.items()}
     return found
-
-
-def joined_facts(parts: Sequence[tuple[LayersFacts, ...]]) -> tuple[LayersFacts, ...]:
-    """Return the facts of the stores of all heads, from those of each process."""
-    return tuple(replace(own[0], tail_bound=max(facts.tail_bound for facts in own)) for own in zip(*parts, strict=True))
 
 
 def record_of_all(record: PromptRecord, ranks: Ranks, device: torch.device) -> PromptRecord:

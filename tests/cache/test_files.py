@@ -138,7 +138,7 @@ def test_a_newer_format_is_refused_with_both_versions(tmp_path, monkeypatch):
     write_cache_file(path, {}, {"kvpass_version": "9.9"})
     monkeypatch.undo()
     with pytest.raises(
-        kvpass.CacheFileError, match=r"format 3, written by kvpass 9\.9; this kvpass reads formats up to 1"
+        kvpass.CacheFileError, match=r"format 3, written by kvpass 9\.9; this kvpass reads formats up to 2"
     ):
         read_cache_file(path)
 
@@ -188,7 +188,7 @@ HEADERS = {
     "a format of null": of_text('{"format": null}'),
     "format 0": of_text('{"format": 0}'),
     "a negative format": of_text('{"format": -1}'),
-    "a later format": of_text('{"format": 2}'),
+    "a later format": of_text('{"format": 3}'),
     "an endless format": of_text('{"format": 1e999}'),
     "a format of 5000 digits": of_text('{"format": ' + "1" * 5000 + "}"),
     "a name twice": of_text('{"format": 2, "format": 1}'),
