@@ -66,7 +66,8 @@ def register_policy(policy: P) -> P:
     """Register a policy class under its ``name``; usable as a decorator.
 
     Raises:
-        ValueError: not a frozen dataclass derived from Policy, no name, or another class has the name.
+        ValueError: not a frozen dataclass derived from Policy, no name, another class has the name, or it defines what
+            follows from its splits.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(f"policy={policy!r}: must be a class derived from kvpass.Policy")
@@ -75,6 +76,11 @@ def register_policy(policy: P) -> P:
         raise ValueError(f"name={name!r} of {policy.__qualname__}: must be an identifier such as 'key_variance'")
     if "__dataclass_fields__" not in vars(policy) or not policy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"{policy.__qualname__}: must be decorated with @dataclass(frozen=True, kw_only=True)")
+    for method in ("rank", "layer_budgets", "layer_weight", "capacity"):
+        if getattr(policy, method) is not getattr(Policy, method):
+            raise ValueError(
+                f"{policy.__qualname__}.{method}(): follows from heads() and layers(); define one of these"
+            )
     known = POLICIES.get(name)
     if known is not None and known is not policy and known.__qualname__ != policy.__qualname__:
         raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {known.__qualname__}")

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -27,17 +27,16 @@ from kvpass.ranks import ONE_PROCESS, Ranks
 class Policy(ABC):
     """Rule that decides which entries of the prompt to keep.
 
-    A policy has four pure tensor functions, without host synchronisation:
+    A subclass must define :meth:`score`, how much each evictable entry of one attention op is worth. It may define
+    :meth:`heads` and :meth:`layers`, which are uniform by default, and a :meth:`decode_rule`, if it evicts while
+    decoding. All are pure tensor functions, without host synchronisation. From heads and layers follow
 
-    * :meth:`score`: how much each evictable entry of one attention op is worth.
     * :meth:`layer_weight`: how much of the budget the layer should get; None if that does not depend on the prompt.
     * :meth:`rank`: the order in which the entries of one attention op enter as the layer's share grows.
     * :meth:`layer_budgets`: how many entries each layer may hold, given the layers prefilled so far.
 
-    A subclass must define only :meth:`score`. The others follow from :meth:`heads` and :meth:`layers`, which are
-    uniform by default. The scheduler keeps an entry of layer l exactly if ``rank < layer_budgets[l]``. Therefore
-    cascading (truncating earlier layers as later ones arrive) equals deciding once at the end. A policy that also
-    evicts while decoding has a :meth:`decode_rule`.
+    The scheduler keeps an entry of layer l exactly if ``rank < layer_budgets[l]``. Therefore cascading (truncating
+    earlier layers as later ones arrive) equals deciding once at the end.
 
     Args:
         window: last prompt tokens, which observe and are always kept.
@@ -194,6 +193,7 @@ class Policy(ABC):
         """Return the rule for eviction while decoding; None: tokens are only appended."""
         return None
 
+    @final
     def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         """Return this layer's relative share of the budget, fp64 ``[B]``, >= 0; None if fixed."""
         return self.layers().weight(obs, scores)
@@ -215,6 +215,7 @@ class Policy(ABC):
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"policy {self.name!r}: {gave} {shape}, must be {list(expected)}")
 
+    @final
     def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
         """Return the order of entry: an entry is kept if its layer may hold more than ``rank`` entries.
 
@@ -228,6 +229,7 @@ class Policy(ABC):
         """
         return self.heads().rank(scores, entries)
 
+    @final
     def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         """Return the entries each layer may hold, over all its KV heads, int64 ``[B, L]``.
 
@@ -241,14 +243,11 @@ class Policy(ABC):
         """
         return self.layers().budgets(weights, entries, available, kv_heads, seen)
 
+    @final
     def capacity(self, entries: int, num_layers: int, kv_heads: int) -> int:
         """Pool slots that no cascade stage exceeds, for ``entries`` evictable entries per KV head and layer."""
         spare = self.layers().overspend(entries, num_layers, kv_heads)
         return entries * num_layers * kv_heads + spare + num_layers * self.heads().overspend(entries, kv_heads)
-
-    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        """Return the final schedule for reports; differs from :meth:`layer_budgets` if released code does."""
-        return self.layer_budgets(weights, entries, available, kv_heads, weights.shape[1])
 
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
         """Return how many entries a head may hold while decoding, besides those its decode rule protects.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.layer_splits import zero_unseen_layers
+from kvpass.policies.layer_splits import AllLayers, LayerSplit
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_int, option
 from kvpass.policies.scores import hashed
@@ -27,9 +27,8 @@ class Full(Policy):
     def score(self, obs: Observation) -> Tensor:
         return obs.keys.new_zeros(obs.keys.shape[0], obs.kv_heads, obs.evictable, dtype=torch.float32)
 
-    def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        """Return all available entries, whatever ``entries`` is."""
-        return zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
+    def layers(self) -> LayerSplit:
+        return AllLayers()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from kvpass.config import Budget, BudgetLike
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
-from kvpass.policies.layer_splits import CakeLayers, LayerSplit, zero_unseen_layers
+from kvpass.policies.layer_splits import CakeLayers, LayerSplit
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
@@ -53,8 +52,8 @@ def temperatures(model: str, budget: BudgetLike) -> tuple[float, float]:
     )
 
 
-def cake_layers(tau1: float | None, tau2: float | None, parity: Parity) -> LayerSplit:
-    """Return CAKE's layer split.
+def cake_layers(tau1: float | None, tau2: float | None, parity: Parity, spared: int | None = None) -> LayerSplit:
+    """Return CAKE's layer split; ``spared``: as in :class:`CakeLayers`.
 
     Raises:
         ValueError: a temperature is missing.
@@ -65,7 +64,7 @@ def cake_layers(tau1: float | None, tau2: float | None, parity: Parity) -> Layer
             "temperatures as options, for instance tau1=1.6, tau2=0.4 (kvpass.policies.cake.TEMPERATURES lists the "
             "published ones)"
         )
-    return CakeLayers(tau1, tau2, parity)
+    return CakeLayers(tau1, tau2, parity, spared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ class Cake(Policy):
         return reduce_group(pool_scores(worth, self.pool, self.kernel_size), obs.kv_heads, self.group)
 
     def layers(self) -> LayerSplit:
-        return cake_layers(self.tau1, self.tau2, self.parity)
+        return cake_layers(self.tau1, self.tau2, self.parity, self.window if self.parity == "code" else None)
 
     def decode_rule(self) -> DecodeRule | None:
         if not self.evict_during_decode:
@@ -128,30 +127,7 @@ class Cake(Policy):
             released=self.parity == "code",
         )
 
-    def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        """As in the base class; the released code keeps prompts up to ``budget + window`` tokens whole."""
-        budgets = super().layer_budgets(weights, entries, available, kv_heads, seen)
-        if self.parity == "paper":
-            return budgets
-        whole = zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
-        return torch.where(self._spared(entries, available)[:, None], whole, budgets)
-
-    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        """As in the base class; for a prompt kept whole, the released code records the uniform budget."""
-        budgets = super().recorded_budgets(weights, entries, available, kv_heads)
-        if self.parity == "paper":
-            return budgets
-        return torch.where(self._spared(entries, available)[:, None], (entries * kv_heads)[:, None], budgets)
-
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
-        """As in the base class; the released code cuts such a prompt at the first new token."""
-        if self.parity == "paper":
-            return super().decode_quota(kept, entries, available)
-        return torch.where(self._spared(entries, available)[:, None], entries[:, None], kept)
-
-    def capacity(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        spared = self.window * num_layers * kv_heads if self.parity == "code" else 0
-        return super().capacity(entries, num_layers, kv_heads) + spared
-
-    def _spared(self, entries: Tensor, available: Tensor) -> Tensor:
-        return available <= entries + self.window
+        """As in the base class; the released code cuts a prompt that it spared at the first new token."""
+        spared = self.window if self.parity == "code" else 0
+        return super().decode_quota(kept, entries, available - spared)

@@ -45,6 +45,14 @@ class UniformLayers(LayerSplit):
 
 
 @dataclass(frozen=True)
+class AllLayers(LayerSplit):
+    """All evictable entries of every layer, whatever the budget is."""
+
+    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+        return zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
+
+
+@dataclass(frozen=True)
 class RandomLayers(LayerSplit):
     """Baseline of CAKE (arXiv 2503.12491, table 2): shares in proportion to a random weight of each layer, in [0, 1).
 
@@ -93,12 +101,14 @@ class CakeLayers(LayerSplit):
 
     a is the window's attention to evictable positions, not renormalised: ``H = sum of -a ln(a + 1e-10)`` and
     ``V = sum of the unbiased variance of a over the window rows``, both over all query heads. With ``parity="code"``,
-    as released, shares are whole numbers per head (:func:`kvpass.policies.released.cake_budgets`).
+    as released, shares are whole numbers per head (:func:`kvpass.policies.released.cake_budgets`); prompts that exceed
+    the budget by at most ``spared`` tokens, if it is given, are kept whole.
     """
 
     tau1: float
     tau2: float
     parity: Parity = "paper"
+    spared: int | None = None
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         h = obs.all_heads(obs.entropy[..., : obs.evictable]).double().sum((1, 2))
@@ -106,12 +116,16 @@ class CakeLayers(LayerSplit):
         return h.clamp(min=0.0) ** (1 / self.tau1) * v ** (1 / self.tau2)
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        if self.parity == "code":
-            return cake_budgets(weights, entries, available, kv_heads, seen)
-        return adaptive_budgets(weights, entries, available, kv_heads, seen)
+        if self.parity == "paper":
+            return adaptive_budgets(weights, entries, available, kv_heads, seen)
+        shared = cake_budgets(weights, entries, available, kv_heads, seen)
+        if self.spared is None:
+            return shared
+        whole = AllLayers().budgets(weights, entries, available, kv_heads, seen)
+        return torch.where((available <= entries + self.spared)[:, None], whole, shared)
 
     def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        return num_layers
+        return num_layers + (self.spared or 0) * num_layers * kv_heads
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def plan(
 def _plan_row(
     policy: Policy, sites: Sequence[Observation], entries: Tensor, decode: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keep mask and scores ``[L, 1, K, N]``, recorded budgets over all heads ``[L, 1]``, decode keep masks.
+    """Keep mask and scores ``[L, 1, K, N]``, budgets over all heads ``[L, 1]``, decode keep masks.
 
     Args:
         sites: the layers of one row. decode: queries, keys and values of further tokens of the row, as in :func:`plan`,
@@ -199,7 +199,7 @@ def _plan_row(
     ranks = torch.stack([policy.rank(site, entries) for site in scores])
     scored = scores > float("-inf")
     keep = ~scored | (ranks < limits.T[:, :, None, None])
-    budgets = policy.recorded_budgets(weights, entries, available, kv_heads).T
+    budgets = policy.layer_budgets(weights, entries, available, kv_heads, layers).T
     steps = None
     if decode is not None:
         rule = policy.decode_rule()

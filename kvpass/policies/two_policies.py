@@ -114,18 +114,3 @@ class TwoPolicies(Policy):
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         return self.prompt.replays(ids)
-
-    def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        return self.prompt.layer_weight(obs, scores)
-
-    def rank(self, scores: Tensor, entries: Tensor) -> Tensor:
-        return self.prompt.rank(scores, entries)
-
-    def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        return self.prompt.layer_budgets(weights, entries, available, kv_heads, seen)
-
-    def capacity(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        return self.prompt.capacity(entries, num_layers, kv_heads)
-
-    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        return self.prompt.recorded_budgets(weights, entries, available, kv_heads)

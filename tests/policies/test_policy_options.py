@@ -328,3 +328,13 @@ def test_register_policy_refuses_what_cannot_work(registry):
 
     with pytest.raises(ValueError, match=r"'snapkv'.*SnapKV"):
         register_policy(Thief)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Ranking(SnapKV):
+        name: ClassVar[str] = "ranking"
+
+        def rank(self, scores, entries):
+            return scores.int()
+
+    with pytest.raises(ValueError, match="follows from heads"):
+        register_policy(Ranking)
