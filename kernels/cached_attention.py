@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -21,13 +22,11 @@ from kvpass.kernels.launch import strides
 from kvpass.kernels.prefill_attention import (
     FLOOR,
     LOG2E,
-    PART,
     as_floats,
     block_dim,
     check_dims,
     dot_rows,
     hold_rows,
-    in_parts,
     load_parts,
     logits_base2,
     part_block,
@@ -273,10 +272,7 @@ def append_entries(  # type: ignore[no-untyped-def]
 
 def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
-    key_dim, value_dim = call.q.shape[3], call.v.shape[3]
-    check_dims(key_dim, value_dim)
-    if in_parts(key_dim, value_dim) and held.tail_k_scale is not None:
-        raise ValueError(f"tail_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
+    check_dims(call.q.shape[3], call.v.shape[3])
     if isinstance(held, SlotCache):
         check_slots(call, held, layer)
     else:
@@ -307,14 +303,15 @@ def codes_case(held: AppendBuffers | SlotCache, key_dim: int) -> str:
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
-    """Return the common arguments of the decode and the extend kernel."""
-    q, k, v, scale, softcap, _ = call
-    _, heads, tokens, key_dim = q.shape
+    """Return the common arguments of the decode and the extend kernel; ``out``, which they write, is new."""
+    q, k, v, scale, softcap, sinks = call
+    rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
     row = held.tail_k.shape[-1]  # strides of pool and tails are in entries
+    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     return {
-        "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim),
-        "tail_start": held.tail_start, "tail_used": held.tail_used, "row_index": held.row_index,
+        "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim), "offsets": held.offsets, "sinks": sinks,
+        "out": out, "tail_start": held.tail_start, "tail_used": held.tail_used, "row_index": held.row_index,
         **strides("bht", q=q, k=k, v=v), "stride_p": held.pool_k.stride(0) // row,
         "stride_tl": held.tail_k.stride(0) // row, "stride_tb": held.tail_k.stride(1) // row,
         "scale": scale, "softcap": softcap, "layer": layer,

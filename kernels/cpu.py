@@ -228,8 +228,6 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     tail_start, tail_used, row_index = held.tail_start, held.tail_used, held.row_index
     (layers, held_rows, _, slots, _), tokens = held.tail_k.shape, call.q.shape[2]
     used = 0 if row_index is not None else int(tail_used)
-    if used < 0 or used + tokens > slots:
-        raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
@@ -263,8 +261,6 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     (layers, rows, _, slots, _), heads, width = lines.tail_k.shape, call.q.shape[1], position.shape[2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    if position.stride(2) != 1:
-        raise ValueError(f"position has strides {position.stride()}: the last must be 1")
     _check_once("slots", (*call[:3], *lines), lambda: check_slots(_packed(call), lines, layer))
     weights = None if now is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
     line, line_sizes = (position, now, weights), (position.stride(0), position.stride(1), width)

@@ -255,7 +255,7 @@ def attend_ragged(
         ValueError: an argument's shape, dtype, strides or device do not fit, or there are more query rows than
             counters; nothing was written.
     """
-    q, _, v, _, _, sinks = call
+    q, v = call.q, call.v
     if held.arrivals is None:
         raise ValueError("arrivals are None: kernels on CUDA need counters of the programs of a KV head")
     rows, heads, tokens, key_dim = q.shape
@@ -271,7 +271,6 @@ def attend_ragged(
     num_partials = num_pieces + rows * kv_heads * tail_tiles
     partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)
     partial_ml = torch.empty(2, num_partials, query_rows, dtype=torch.float32, device=q.device)
-    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     block_rows = block_rows_of(q.dtype, key_dim, value_dim, query_rows)
     blocks, most = triton.cdiv(query_rows, block_rows), held.arrivals.shape[1]
     if blocks > most:
@@ -279,12 +278,13 @@ def attend_ragged(
             f"q has {query_rows} rows for a KV head, {blocks} blocks of {block_rows}: arrivals count {most} blocks"
         )
     arguments = {
-        **shared_arguments(call, held, layer), "offsets": held.offsets, "arrivals": held.arrivals, "sinks": sinks,
-        "out": out, "partial": partial, "partial_ml": partial_ml, "chunks": chunks, "num_pieces": num_pieces,
+        **shared_arguments(call, held, layer), "arrivals": held.arrivals,
+        "partial": partial, "partial_ml": partial_ml, "chunks": chunks, "num_pieces": num_pieces,
         "tail_tiles": tail_tiles, "BK": triton.next_power_of_2(kv_heads), "TAIL_TILE": TAIL_TILE,
         "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows, "MOST_BLOCKS": most,
     }  # fmt: skip
     grid = (num_partials, blocks)
     case = case_of(q.dtype, key_dim, value_dim, held)
     launch(_attend_piece, grid, arguments, case, config)
+    out: Tensor = arguments["out"]
     return out.transpose(1, 2)

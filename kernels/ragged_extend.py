@@ -132,19 +132,13 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     Returns:
         ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
     """
-    q, _, v, _, _, sinks = call
-    rows, heads, tokens, _ = q.shape
-    kv_heads, value_dim = v.shape[1], v.shape[3]
+    rows, heads, tokens, key_dim = call.q.shape
+    kv_heads, value_dim = call.v.shape[1], call.v.shape[3]
     check_call(call, held, layer)
     if held.tail_k_scale is not None:
         append_codes(call, held, layer)
-    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-    shared = shared_arguments(call, held, layer)
-    arguments = {
-        **shared, "sinks": sinks, "out": out, "offsets": held.offsets,
-    }  # fmt: skip
-    query_rows = heads // kv_heads * tokens
-    grid = blocks(query_rows, "BLOCK_R", rows * kv_heads)
-    case = _case(q.dtype, shared["D"], shared["DV"], held)
-    launch(_attend_queries, grid, arguments, case, config)
+    arguments = shared_arguments(call, held, layer)
+    grid = blocks(heads // kv_heads * tokens, "BLOCK_R", rows * kv_heads)
+    launch(_attend_queries, grid, arguments, _case(call.q.dtype, key_dim, value_dim, held), config)
+    out: Tensor = arguments["out"]
     return out.transpose(1, 2)

@@ -103,6 +103,9 @@ def levels(bits: int, device: torch.device) -> Tensor:
 
 
 BUFFERS = {
+    # of all layers: the first real column of each row, and the columns seen
+    "first": Buffer("B", _I64),
+    "seen": Buffer("", _I64),
     # layers that share the budget: one set for each KV geometry
     "pool_k": Buffer("Z E D", packed=True, written="evict", saved="always"),
     "pool_v": Buffer("Z E V", packed=True, written="evict", saved="always"),
@@ -369,17 +372,11 @@ def written_in(kind: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if kind in buffer.written.split()}
 
 
-_SHARED = {"first": Buffer("B", _I64), "seen": Buffer("", _I64)}
-"""Inputs that all buffers share."""
-
-
 def dynamic_dims(state: Iterable[str], rows: int, *, chosen: bool = False) -> dict[str, set[int]]:
     """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``.
 
     Args:
         rows: of the call. chosen: the cache has others, of which a row_index chooses these.
     """
-    found = {
-        name: (_SHARED.get(name) or BUFFERS[name.partition("_")[2]]).dynamic(2 if chosen else rows) for name in state
-    }
+    found = {name: BUFFERS[name.partition("_")[2] or name].dynamic(2 if chosen else rows) for name in state}
     return found | {name: {0} for name in state if chosen and name.endswith(("_tail_used", "_row_index"))}

@@ -6,7 +6,7 @@ Legend: B rows, E pool slots of a row, C tail slots.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,19 +28,23 @@ class RequestCache(CompressedCache):
 
     selects_rows = True
 
+    @torch.inference_mode(False)
     def __init__(self, prompt: CompressedCache, entries: int, room: int, rows: int) -> None:
         vars(self).update(vars(prompt))
         self.record, self.ids, self.fills = None, None, ()
         self.columns = self.appended = 1
-        self._stores = [_empty_rows(store, entries, room, rows) for store in prompt.full_layers]
+        self._stores = [copy.copy(store) for store in prompt.full_layers]
+        for store in self._stores:
+            made = _empty_rows(store, entries, room, rows, self._device)
+            vars(store).update(made, tail_used=torch.zeros(rows, dtype=torch.int64, device=self._device))
         self.parts: list[CachePart] = [*self._stores]
         self.choose([0], 0)
 
     @staticmethod
     def row_bytes(prompt: CompressedCache, entries: int, room: int) -> int:
         """Bytes of one row."""
-        stores = (_shapes(store, entries, room, 1) for store in prompt.full_layers)
-        return sum(torch.Size(shape).numel() * x.itemsize for shapes in stores for _, x, shape in shapes)
+        made = (_empty_rows(store, entries, room, 1, torch.device("meta")) for store in prompt.full_layers)
+        return sum(x.nbytes for buffers in made for x in buffers.values())
 
     @staticmethod
     def refusal(layout: Layout) -> str | None:
@@ -92,23 +96,15 @@ def _names(store: FullAttentionLayers) -> list[str]:
     return [name for name in store.saved_names if name in AppendBuffers._fields]
 
 
-def _shapes(
-    store: FullAttentionLayers, entries: int, room: int, rows: int
-) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """Yield name, buffer and shape of what takes the place of each buffer of a prompt."""
-    window = store.policy.window
+def _empty_rows(
+    store: FullAttentionLayers, entries: int, room: int, rows: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return what takes the place of a prompt's buffers where there are rows for requests."""
+    window, made = store.policy.window, dict[str, Tensor]()
     pool = max(store.capacity(max(entries - window, 0)), 2)
     sizes = {"B": rows, "Z": rows, "E": pool, "C": max(window, 1) + room}
     for name in _names(store):
         x: Tensor = getattr(store, name)
-        yield name, x, tuple(sizes.get(size, n) for size, n in zip(BUFFERS[name].sizes, x.shape, strict=True))
-
-
-@torch.inference_mode(False)
-def _empty_rows(store: FullAttentionLayers, entries: int, room: int, rows: int) -> FullAttentionLayers:
-    """Return a store of the same layers with rows for requests."""
-    twin = copy.copy(store)
-    for name, x, shape in _shapes(store, entries, room, rows):
-        setattr(twin, name, torch.zeros(shape, dtype=x.dtype, device=x.device))
-    twin.tail_used = torch.zeros(rows, dtype=torch.int64, device=store.offsets.device)
-    return twin
+        shape = [sizes.get(size, n) for size, n in zip(BUFFERS[name].sizes, x.shape, strict=True)]
+        made[name] = torch.zeros(shape, dtype=x.dtype, device=device)
+    return made
