@@ -131,7 +131,7 @@ def plan(
     factor = dim**-0.5 if scale is None else scale
     check_float("scale", factor, 0.0, open_low=True)
     attended = _attended(chosen, replays, q, k, v, projections, factor)
-    parsed, entries = _entries(chosen, budget, k, v)
+    parsed, entries, available = _entries(chosen, budget, k, v)
     every = [
         None if x is None else chosen.token_scores(x, layer, layers, kv_heads, ONE_PROCESS)
         for layer, x in enumerate(hidden)
@@ -139,78 +139,63 @@ def plan(
     scored = [None if found is None else found[..., :length] for found in every]
     new_scores = [torch.stack([x[..., length:] for x in every if x is not None]).movedim(3, 0)] if more else []
     given = [
-        PolicyInputs(weight, turns, entries.expand(batch), replayed=most, entered=found)
+        PolicyInputs(weight, turns, entries, replayed=most, entered=found)
         for weight, turns, most, found in zip(projections, frequencies, attended, scored, strict=True)
     ]
 
-    rows = []
-    for b in range(batch):
-        row = slice(b, b + 1)
-        sites = [
-            Observation(
-                *(q[i, row], k[i, row], v[i, row], factor, min(chosen.window, k.shape[3]), i, len(given)),
-                asked=asked.of(i, row, 0),
-            )
-            for i, asked in enumerate(given)
+    window = min(chosen.window, length)
+    sites = [
+        Observation(*tensors, factor, window, i, layers, asked=asked)
+        for i, (*tensors, asked) in enumerate(zip(q, k, v, given, strict=True))
+    ]
+    scores, weights, limits = _judged(chosen, sites, entries, available)
+    scored = scores > float("-inf")
+    ranks = torch.stack([chosen.rank(layer, entries) for layer in scores])
+    keep = ~scored | (ranks < limits.T[:, :, None, None])
+    steps = None
+    if decode is not None:
+        quota = chosen.decode_quota((keep & scored).sum(3), entries, available)
+        states = [None if rule is None else rule.start(obs, found) for obs, found in zip(sites, scores, strict=True)]
+        per_layer = [
+            decode_layer(rule, obs, keep[i], states[i], quota[i], *(x[:, i] for x in (*decode, *new_scores)))
+            for i, obs in enumerate(sites)
         ]
-        tokens = None if decode is None else tuple(tensor[:, :, row] for tensor in (*decode, *new_scores))
-        rows.append(_plan_row(chosen, sites, entries, tokens))
-    keep, scores, budgets, steps = zip(*rows, strict=True)
-    kept = torch.cat(keep, 1)
+        steps = torch.stack(per_layer, 1)
     return Plan(
         policy=chosen,
         budget=parsed,
-        keep=kept,
-        lengths=kept.sum(-1),
-        layer_budgets=torch.cat(budgets, 1).double() / kv_heads,
-        scores=torch.cat(scores, 1),
-        decode_keep=None if decode is None else torch.cat(steps, 2),
+        keep=keep,
+        lengths=keep.sum(-1),
+        layer_budgets=chosen.layer_budgets(weights, entries, available, kv_heads, layers).T.double() / kv_heads,
+        scores=scores.masked_fill(~scored, float("nan")),
+        decode_keep=steps,
     )
 
 
-def _plan_row(
-    policy: Policy, sites: Sequence[Observation], entries: Tensor, decode: tuple[Tensor, ...] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Keep mask and scores ``[L, 1, K, N]``, budgets over all heads ``[L, 1]``, decode keep masks.
+def _judged(
+    policy: Policy, sites: Sequence[Observation], entries: Tensor, available: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores fp32 ``[L, B, K, N]``, ``-inf`` in the window, layer weights and what each layer may hold.
 
-    Args:
-        sites: the layers of one row. decode: queries, keys and values of further tokens of the row, as in :func:`plan`,
-            and their scores ``[S, L, 1, K]`` where the rule reads them.
+    The last two are fp64 and int64 ``[B, L]``; a layer holds no more than at any stage of the cascade.
     """
-    layers, (_, kv_heads, length, _), window = len(sites), sites[0].keys.shape, sites[0].window
-    available = torch.full_like(entries, length - window)
-    device = entries.device
-    scores = torch.full((layers, 1, kv_heads, length), float("-inf"), device=device)
-    weights = torch.zeros(1, layers, dtype=torch.float64, device=device)
-    limits = torch.full((1, layers), torch.iinfo(torch.int64).max, device=device)
+    batch, kv_heads, length, _ = sites[0].keys.shape
+    layers, device = len(sites), entries.device
+    scores = torch.full((layers, batch, kv_heads, length), float("-inf"), device=device)
+    weights = torch.zeros(batch, layers, dtype=torch.float64, device=device)
+    limits = torch.full((batch, layers), torch.iinfo(torch.int64).max, device=device)
     for i, obs in enumerate(sites):
-        scores[i, :, :, : length - window] = found = policy.checked_score(obs)
+        scores[i, :, :, : obs.evictable] = found = policy.checked_score(obs)
         weight = policy.checked_weight(obs, found)
         if weight is not None:
             weights[:, i] = weight
         if policy.compares_layers:
-            held = scores[: i + 1, 0].flatten()[None]
-            of_layer = torch.arange(i + 1, device=device).repeat_interleave(kv_heads * length)[None]
-            total = entries * (layers * kv_heads)
-            weights = best_over_layers(held, of_layer, total, layers, policy.least_score)
+            held = scores[: i + 1].transpose(0, 1).flatten(1)
+            of_layer = torch.arange(i + 1, device=device).repeat_interleave(kv_heads * length).expand(held.shape)
+            weights = best_over_layers(held, of_layer, entries * (layers * kv_heads), layers, policy.least_score)
         stage = policy.layer_budgets(weights, entries, available, kv_heads, i + 1)
         limits[:, : i + 1] = torch.minimum(limits, stage)[:, : i + 1]
-
-    ranks = torch.stack([policy.rank(site, entries) for site in scores])
-    scored = scores > float("-inf")
-    keep = ~scored | (ranks < limits.T[:, :, None, None])
-    budgets = policy.layer_budgets(weights, entries, available, kv_heads, layers).T
-    steps = None
-    if decode is not None:
-        rule = policy.decode_rule()
-        per_layer = []
-        quota = policy.decode_quota((keep & scored).sum(3), entries, available)
-        for i, obs in enumerate(sites):
-            decode_state = None if rule is None else rule.start(obs, scores[i])
-            tokens = (tensor[:, i] for tensor in decode)
-            per_layer.append(decode_layer(rule, obs, keep[i], decode_state, quota[i], *tokens))
-        steps = torch.stack(per_layer, 1)
-    return keep, scores.masked_fill(~scored, float("nan")), budgets, steps
+    return scores, weights, limits
 
 
 def decode_layer(
@@ -273,16 +258,16 @@ def _positions(keep: Tensor) -> list[list[list[list[int]]]]:
     return [[[head.nonzero().flatten().tolist() for head in row] for row in layer] for layer in keep]
 
 
-def _entries(policy: Policy, budget: BudgetLike, k: Tensor, v: Tensor) -> tuple[Budget | None, Tensor]:
-    """Return the parsed budget and the evictable entries per KV head and layer, int64 ``[1]``."""
-    layers, _, kv_heads, length, dim = k.shape
-    window = min(policy.window, length)
+def _entries(policy: Policy, budget: BudgetLike, k: Tensor, v: Tensor) -> tuple[Budget | None, Tensor, Tensor]:
+    """Return the parsed budget, its evictable entries per KV head and layer, and those there are, int64 ``[B]``."""
+    layers, batch, kv_heads, length, dim = k.shape
+    available = torch.full((batch,), length - min(policy.window, length), device=k.device)
     parsed = parse_budget(policy, budget)
     if parsed is None:
-        return None, torch.tensor([length - window], device=k.device)
+        return None, available, available
     geometry = Geometry(layers=layers, kv_heads=kv_heads, key_dim=dim, value_dim=v.shape[-1], itemsize=k.element_size())
     entries = parsed.check(length, policy.window, geometry.token_bytes())
-    return parsed, torch.tensor([max(entries - policy.window, 0)], device=k.device)
+    return parsed, torch.full_like(available, max(entries - policy.window, 0)), available
 
 
 _READ_BY = {
