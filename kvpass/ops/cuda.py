@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.kernels import prompt_attention, slot_decode, window_statistics
+from kvpass.kernels import prompt_attention, slot_decode, slot_lines, window_statistics
 from kvpass.kernels.gather import gather_winners
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.kernels.slot_lines import evict_lowest, pool_in_order
 from kvpass.operands import (
     NO_POLICY_INPUTS,
     AppendBuffers,
@@ -34,18 +33,6 @@ from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import rotated_call, rotated_output
-
-__all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.reference` has them
-    "attend_cache",
-    "attend_prompt",
-    "attend_slots",
-    "cascade_step",
-    "column_sums",
-    "evict_lowest",
-    "pack",
-    "pool_in_order",
-    "score_layer",
-]
 
 SPLIT_TOKENS = 8
 """Up to so many new tokens the pool is split among programs; above, query blocks are enough."""
@@ -89,6 +76,8 @@ def cascade_step(
 
 
 pack = reference.pack
+evict_lowest = slot_lines.evict_lowest
+pool_in_order = slot_lines.pool_in_order
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
