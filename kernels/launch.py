@@ -57,9 +57,6 @@ class KernelConfig:
         """What Triton's compiler is told beside the blocks."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
 
-    def __getitem__(self, block: str) -> int:
-        return dict(self.blocks)[block]
-
     def __str__(self) -> str:
         limit = [] if self.registers is None else [f"registers={self.registers}"]
         blocks = [f"{name}={size}" for name, size in self.blocks]

@@ -154,6 +154,7 @@ class PrefillBuffers(NamedTuple):
 
     slots: planes owner, order of entry, position of each slot; slot_stats, window_stats: planes attention mass, numbers
     of the decode rule, score where layers compete; entries: evictable entries per KV head per layer of each row.
+    rule_rows: as in :class:`EvictBuffers`. output_errors: where kept entries are compacted, of each head.
     """
 
     pool_k: Tensor
@@ -166,6 +167,8 @@ class PrefillBuffers(NamedTuple):
     tail_v: Tensor
     offsets: Tensor
     entries: Tensor
+    rule_rows: Tensor | None = None
+    output_errors: Tensor | None = None
 
 
 class AppendBuffers(NamedTuple):

@@ -9,7 +9,7 @@ import copy
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -641,13 +641,13 @@ class CompressedCache(Cache):
             own_budget=self.own_budget,
         )
         if not self.ranks.several:
-            write_cache_file(path, tensors, metadata.to_dict())
+            write_cache_file(path, tensors, asdict(metadata))
             return
         parts = self.ranks.gather_to_first({name: x.cpu() for name, x in tensors.items()})
 
         def write() -> None:
             whole = replace(metadata, layout=layout_of_all(layout, len(parts)))
-            write_cache_file(path, joined(parts, layout), whole.to_dict())
+            write_cache_file(path, joined(parts, layout), asdict(whole))
 
         self.ranks.first_does(write)
 

@@ -90,7 +90,6 @@ class FullAttentionLayers(CachePart):
         self.arrivals: Tensor | None = None
         self._tail_bound = 0
         self._prefill: PrefillBuffers | None = None
-        self._output_errors: Tensor | None = None
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -121,12 +120,8 @@ class FullAttentionLayers(CachePart):
 
     @property
     def prefill_state(self) -> dict[str, Tensor]:
-        if self._prefill is None:
-            return {}
-        also = {"rule_rows": self.rule_rows} if self._rows_per_head else {}
-        if self._output_errors is not None:
-            also["output_errors"] = self._output_errors
-        return self._prefill._asdict() | also
+        assert self._prefill is not None
+        return {name: x for name, x in self._prefill._asdict().items() if x is not None}
 
     def capacity(self, entries: int) -> int:
         """Return the most slots of the pool that a prompt of any length takes.
@@ -157,17 +152,16 @@ class FullAttentionLayers(CachePart):
             found = place.empty((self.group, name), buffer.shape(sizes), buffer.dtype or prompt.dtype, prompt.device)
             return found if buffer.initial is None else found.fill_(buffer.initial)
 
-        self._prefill = PrefillBuffers(*map(allocate, PrefillBuffers._fields))
+        asked = {"rule_rows": self._rows_per_head > 0, "output_errors": self.policy.compact}
+        names = [name for name in PrefillBuffers._fields if asked.get(name, True)]
+        self._prefill = PrefillBuffers(**{name: allocate(name) for name in names})
         self._prefill.entries.copy_(torch.tensor(entries, device="cpu"))
-        if self._rows_per_head:
-            self.rule_rows = BUFFERS["rule_rows"].new(sizes, prompt.device)
-        self._output_errors = BUFFERS["output_errors"].new(sizes, prompt.device) if self.policy.compact else None
 
     def finish_prefill(self) -> LayersRecord:
         """Also drop tables that only the cascade needs."""
         held, g, n, device = self._prefill, self.geometry, self._prompt.columns, self._prompt.device
         assert held is not None
-        self._prefill, errors, self._output_errors = None, self._output_errors, None
+        self._prefill, errors = None, held.output_errors
         window = min(self.policy.window, n)
         if self._leaves_slots:
             held = _without_spare_slots(held)
@@ -243,6 +237,8 @@ class FullAttentionLayers(CachePart):
         available = (columns - first - self.policy.window).clamp(min=0)
         self.quota = self.policy.decode_quota(kept, held.entries, available, self.ranks).contiguous()
         self.next_position = columns - first
+        if held.rule_rows is not None:
+            self.rule_rows = held.rule_rows
         self._tail_bound = self._most_slots()
 
     def _most_slots(self) -> int:

@@ -7,7 +7,7 @@ Legend: B batch, L layers of one KV geometry, K KV heads, E pool slots, C tail c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -60,15 +60,6 @@ class CacheMetadata:
         least, most = self._bounds_of_entries()
         if not self.entries or not all(least <= entries <= most for entries in self.entries):
             raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, without those that files of before did not have where they say nothing."""
-        plain = asdict(self)
-        if not self.own_budget:
-            del plain["own_budget"]
-        if not self.layout.states:
-            del plain["layout"]["states"]
-        return plain
 
     def _bounds_of_entries(self) -> tuple[int, int]:
         """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""

@@ -181,8 +181,7 @@ class _ScoredPrompt(PromptRun):
         policy, buffers = fill.policy, location.buffers(PrefillBuffers, fill.state)
         projection = self._projection(site) if policy.reads_projection else None
         frequencies = self.known[rotary_frequencies(site)] if policy.reads_rotation else None
-        rows = fill.state.get(f"{location.prefix}_rule_rows")
-        asked = PolicyInputs(projection, frequencies, rule_rows=rows, **found)
+        asked = PolicyInputs(projection, frequencies, **found)
         compress_layer(self.ops, call, lse, self.start, self.first, location.layer, policy, buffers, self.ranks, asked)
 
     def _token_scores(self, policy: Policy, site: Site, location: SiteLocation) -> Callable[[Tensor], Tensor]:
@@ -255,7 +254,7 @@ class _Repetition(PromptRun):
             replayed: of each turn, queries of the replays, keys and values of prompt and replays. turns: what they are.
         """
         buffers = location.buffers(PrefillBuffers, fill.state)
-        errors = fill.state[f"{location.prefix}_output_errors"][:, location.layer]
+        errors = buffers.output_errors[:, location.layer]
         bounds, heads = buffers.offsets.tolist(), errors.shape[2]
         for row, column in enumerate(self.start.tolist()):
             window = max(self.tokens - fill.policy.window, column)

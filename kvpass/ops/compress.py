@@ -31,9 +31,9 @@ def compress_layer(
     Args:
         ops: the implementation, :mod:`kvpass.ops.reference` or :mod:`kvpass.ops.cuda`. call, lse, start, first, layer,
             ranks: as in :func:`kvpass.ops.reference.score_layer`. buffers: of all layers; what is kept goes there.
-            policy_inputs: as there, but for the entries, which are those of the buffers.
+            policy_inputs: as there, but for entries and rule_rows, which are those of the buffers.
     """
-    asked = policy_inputs._replace(entries=buffers.entries)
+    asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows)
     with record_function("kvpass::score_layer"):
         scores, stats, weight = ops.score_layer(
             call, lse, start, first, layer, buffers.layer_weights.shape[1], policy, asked, ranks

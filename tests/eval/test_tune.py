@@ -26,7 +26,8 @@ def test_the_search_goes_downhill_and_leaves_out_what_does_not_run() -> None:
         asked[config] += 1
         if config.num_stages > 3:
             return None
-        return abs(config["BLOCK_Q"] - 256) + abs(config["BLOCK_K"] - 32) + abs(config.num_warps - 8) + 10
+        blocks = dict(config.blocks)
+        return abs(blocks["BLOCK_Q"] - 256) + abs(blocks["BLOCK_K"] - 32) + abs(config.num_warps - 8) + 10
 
     assert tune.fastest(START, seconds) == KernelConfig.of(8, 2, BLOCK_Q=256, BLOCK_K=32)
     assert set(asked.values()) == {1}, "a config is timed twice"

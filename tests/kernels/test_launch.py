@@ -80,7 +80,7 @@ def test_an_architecture_without_a_row_takes_the_nearest_lower_one(
         launch(kernel, (7,), {"q": q}, "case", HIGHER)
     module.architecture_of.cache_clear()
     (_, _, chosen), (_, _, given) = kernel.launches
-    assert (chosen["BLOCK"], chosen["num_warps"]) == (expected["BLOCK"], expected.num_warps)
+    assert (chosen["BLOCK"], chosen["num_warps"]) == (dict(expected.blocks)["BLOCK"], expected.num_warps)
     assert given["BLOCK"] == 64
 
 

@@ -109,7 +109,8 @@ def is_allowed(path, new):
         (path == ("kvpass_version",) and new == "text")
         or (path == ("reusable",) and new is True)
         or (path == ("format",) and new is REMOVED)  # it is written anyway
-        or (path == ("entry_format",) and new is REMOVED)  # files written before there was another say none
+        or (path in (("entry_format",), ("own_budget",), ("layout", "states")) and new is REMOVED)  # as in older files
+        or (path == ("own_budget",) and new is True)
         or (path[:2] == ("layout", "pools") and path[-1] == "sliding_window" and new is REMOVED)
         or (path[:1] == ("layout",) and path[-1] in ("values_in_keys", "chunked") and new is REMOVED)
         or (path[:2] == ("layout", "rings") and path[-1] == "chunked" and new is True)  # no graph would take the cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -266,7 +268,7 @@ def test_pack_orders_entries_by_layer_head_and_position(entries, dim, value_dim,
         state.slots[reference.POSITION, row] = torch.randperm(entries * 10)[:entries]
     state.slots[:, -1, entries // 2 :] = -1  # as the cache allocates them
     state.pool_k[-1, entries // 2 :] = float("nan")
-    before = type(state)(*(x.clone() for x in state))
+    before = copy.deepcopy(state)
     for _ in range(2):  # the second time nothing moves
         reference.pack(state)
         for row in range(rows):
