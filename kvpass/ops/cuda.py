@@ -56,15 +56,12 @@ def score_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.score_layer`; one launch per statistic covers all rows."""
     call = readable(call)
-    sums = {} if policy_inputs.summed is None else {call.k.shape[2]: policy_inputs.summed}
-    site = SiteStatistics(call, first, lse, policy.window, sums)
+    site = SiteStatistics(call, first, lse, policy.window)
 
     def observed(obs: Observation, rows: slice, column: int) -> Observation:
         return KernelObservation(**vars(obs), site=site, rows=rows, column=column)
 
-    return reference.score_layer(
-        call, None, start, first, layer, num_layers, policy, policy_inputs._replace(summed=None), ranks, observed
-    )
+    return reference.score_layer(call, None, start, first, layer, num_layers, policy, policy_inputs, ranks, observed)
 
 
 def cascade_step(
@@ -169,7 +166,6 @@ class KernelObservation(Observation):
     variance = _sliced(lambda site: site.spread[1])
     entropy = _sliced(lambda site: site.spread[2])
     last_row = _sliced(lambda site: site.last_row)
-    column_sum = _sliced(lambda site: site.recent_sum(site.call.k.shape[2]))
 
     def recent_sum(self, rows: int) -> Tensor:
         return self.site.recent_sum(rows)[self.rows, :, self.column :]
