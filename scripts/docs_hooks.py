@@ -94,5 +94,5 @@ _OPTIONS = {
 }
 """The rest of a cache is for kvpass and transformers."""
 _COMPILED = """::: kvpass.frontends.transformers.CompressedModel
-    options: { heading_level: 3, show_root_full_path: false, show_bases: false }
+    options: { heading_level: 3, show_root_full_path: false, show_bases: false, inherited_members: [forward, device] }
 """

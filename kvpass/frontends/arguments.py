@@ -1,4 +1,4 @@
-"""Raise for unsupported models and for unsupported arguments of ``forward`` and ``generate``."""
+"""Raise for unsupported models and for unsupported arguments of ``generate``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpass.cache.cache import CompressedCache
-from kvpass.errors import CacheMismatchError, UnsupportedAttentionError
-from kvpass.policies.base import Policy
+from kvpass.errors import UnsupportedAttentionError
+from kvpass.frontends.forward import ONLY_LOGITS, OUTPUTS, UNSUPPORTED, check_cache
 from kvpass.policies.rules import Rules
 from kvpass.ranks import Ranks
 from kvpass.transformers_compat import CACHE
-
-_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-_ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
-_OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
-_TAKEN = (
-    "input_ids inputs_embeds attention_mask position_ids past_key_values cache use_cache logits_to_keep return_dict"
-).split()
-"""Arguments that a kvpass model's ``forward`` takes."""
-
-_OF_FORWARD = {
-    "labels": "a kvpass model computes no loss: compute it from the logits, or use the uncompiled model",
-    "token_type_ids": "a kvpass model takes none: call the tokenizer with return_token_type_ids=False",
-    **dict.fromkeys(_OUTPUTS, _ONLY_LOGITS),
-    **dict.fromkeys(_OF_WHOLE_TEXT, "the model's class prepares every step from the whole text and knows no cache"),
-}
-"""Unsupported arguments of ``forward``, with a reason for each."""
 
 _OF_GENERATE = {
     "assistant_early_exit": "the compiled decoder runs all of its layers; give an assistant_model",
@@ -60,9 +43,9 @@ def check_model(model: object) -> None:
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
-    for wish in _OUTPUTS:
+    for wish in OUTPUTS:
         if getattr(model.config, wish, None):
-            raise ValueError(f"config.{wish}=True: {_ONLY_LOGITS}, or set it to False")
+            raise ValueError(f"config.{wish}=True: {ONLY_LOGITS}, or set it to False")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{kind} is an encoder-decoder; kvpass compresses decoders only")
     if not model.can_generate():
@@ -92,92 +75,6 @@ def check_model(model: object) -> None:
             )
 
 
-def check_ids(ids: object, device: torch.device | None = None) -> None:
-    """Check that ``ids`` are token ids, int64 or int32 ``[B, T]``, on ``device`` if given."""
-    if isinstance(ids, Mapping):
-        raise ValueError(f"input_ids of type {type(ids).__name__}: give what it holds by name, as in model(**inputs)")
-    if not isinstance(ids, Tensor):
-        raise ValueError(
-            f"input_ids of type {type(ids).__name__}: must be a tensor of token ids, such as "
-            'tokenizer(text, return_tensors="pt").input_ids'
-        )
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids of {ids.dtype}: token ids must be int64 or int32, use input_ids.long()")
-    if ids.ndim != 2 or ids.numel() == 0:
-        hint = ", use input_ids[None]" if ids.ndim == 1 and ids.numel() else ""
-        raise ValueError(f"input_ids of shape {list(ids.shape)}: must be [B, T] with B, T >= 1{hint}")
-    if device is not None and ids.device != device:
-        raise ValueError(f"input_ids on {ids.device}, but the model is on {device}: use input_ids.to(model.device)")
-
-
-def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Policy, *, begun: bool) -> None:
-    """Check that ``inputs_embeds`` are a prompt that this model and policy take.
-
-    Args:
-        ids: ``input_ids`` of the same call of ``forward``, if any. begun: the cache is filled.
-    """
-    if ids is not None:
-        raise ValueError("input_ids and inputs_embeds are two forms of one prompt: give one of them")
-    if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.ndim != 3 or embeds.numel() == 0:
-        found = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise ValueError(f"inputs_embeds of {found}: must be floating numbers [B, T, D] with B, T >= 1")
-    if embeds.device != model.device:
-        raise ValueError(f"inputs_embeds on {embeds.device}, but the model is on {model.device}")
-    if begun:
-        raise ValueError(
-            "inputs_embeds with a filled cache are not supported, only as a prompt: pass the new tokens as input_ids, "
-            "or everything as inputs_embeds and no cache"
-        )
-    if policy.replays_prompt:
-        raise ValueError(
-            f"inputs_embeds with policy {policy.name!r} are not supported: it replays the ids of the prompt, which "
-            "embeddings do not have; take another policy, or pass input_ids"
-        )
-
-
-def unsupported_argument(given: Mapping[str, Any]) -> str | None:
-    """Return the first unsupported argument of ``forward``; arguments without effect do not count."""
-    for name, value in given.items():
-        harmless = value is None or name == "cache_position" or (name in _OUTPUTS and not value)
-        if name not in _TAKEN and not harmless:
-            return name
-    return None
-
-
-def check_forward(given: Mapping[str, Any]) -> None:
-    """Raise for unsupported arguments of ``forward``."""
-    name = unsupported_argument(given)
-    if name is not None:
-        reason = _OF_FORWARD.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
-        raise ValueError(f"forward argument {name!r} is not supported: {reason}")
-
-
-def take_cache(given: dict[str, Any]) -> Any:
-    """Take the cache out of the arguments, where it has one of two names."""
-    caches = [cache for cache in (given.pop("past_key_values", None), given.pop("cache", None)) if cache is not None]
-    if len(caches) > 1:
-        raise ValueError("past_key_values and cache are two names of one argument: give one of them")
-    return caches[0] if caches else None
-
-
-def check_cache(given: object) -> None:
-    """Check that ``past_key_values``, as the user gave it, is a cache of kvpass or None."""
-    if given is None or isinstance(given, CompressedCache):
-        return
-    kind = type(given).__name__
-    if not isinstance(given, Cache):
-        raise ValueError(f"past_key_values of type {kind}: must be a kvpass.CompressedCache, or None for a new prompt")
-    if given.get_seq_length() > 0:
-        raise CacheMismatchError(
-            f"past_key_values is a {kind} with {given.get_seq_length()} tokens; a kvpass model continues only on a "
-            "CompressedCache of its own: pass the whole text and no cache"
-        )
-    raise ValueError(
-        f"past_key_values is an empty {kind}, and would stay empty, since a kvpass model fills a cache of its own: "
-        "leave it out, and take the cache from the output (of generate with return_dict_in_generate=True)"
-    )
-
-
 def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     """Raise for unsupported arguments of ``generate``; ``given``, ``default``: generation configurations."""
     configured = given or default
@@ -196,7 +93,7 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             "the model is configured with use_cache=False, which computes the whole text again for every new token: "
             "pass use_cache=True, or use_cache=False if that is meant"
         )
-    for name, reason in (_OF_GENERATE | _OF_FORWARD).items():
+    for name, reason in (_OF_GENERATE | UNSUPPORTED).items():
         value = kwargs.get(name, getattr(configured, name, None))
         if value is not None and value is not False:
             raise ValueError(f"generate argument {name!r} is not supported: {reason}")

@@ -36,7 +36,7 @@ from kvpass.cache.requests import RequestCache
 from kvpass.compiler.step import append
 from kvpass.config import one_of
 from kvpass.frontends.attention import ATTENTION_NAME
-from kvpass.frontends.runtime import decoder_of
+from kvpass.frontends.forward import decoder_of
 from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE
 

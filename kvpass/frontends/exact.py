@@ -21,7 +21,8 @@ from transformers import StoppingCriteriaList
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import Acceptance
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import check_cache, check_drafts, check_one_process, drafts_asked, said, take_cache
+from kvpass.frontends.arguments import check_drafts, check_one_process, drafts_asked, said
+from kvpass.frontends.forward import check_cache, take_cache
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE

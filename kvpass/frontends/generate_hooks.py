@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedModel
 
 from kvpass.adapt.positions import check_rows_stay
 from kvpass.cache.cache import CompressedCache
-from kvpass.frontends.arguments import unsupported_argument
-from kvpass.frontends.runtime import Runtime
+from kvpass.frontends.forward import CompressedForward, unsupported_argument
 from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
 
-if TYPE_CHECKING:
 
-    class _Base(PreTrainedModel, GenerationMixin):
-        __getattr__: None  # type: ignore[assignment,misc]  # torch's would admit every attribute
-
-else:
-    _Base = object
-
-
-class GenerateHooks(_Base):
+class GenerateHooks(CompressedForward):
     """Base class before the model's own class, whose ``generate`` calls these methods."""
-
-    _kvpass: Runtime
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
         """Repeat the rows for beams or several answers, as transformers does; those of a filled cache too.

@@ -1,4 +1,4 @@
-"""The model ``kvpass.compile`` returns: the user's own class with our ``forward``."""
+"""The model that ``kvpass.compile`` returns: the user's own class with our methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpass.cache.cache import CompressedCache
@@ -20,28 +19,21 @@ from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
-    check_cache,
     check_drafts,
-    check_embeds,
-    check_forward,
     check_generate,
     check_generate_mask,
-    check_ids,
     check_one_process,
     drafts_asked,
     said,
-    take_cache,
 )
 from kvpass.frontends.exact import DraftTokens, generate_exactly
+from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
-from kvpass.frontends.runtime import continue_cache, read_prompt
 from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules, read_rules
-from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.report import Report
-from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
 
 
@@ -51,99 +43,6 @@ class CompressedModel(GenerateHooks):
     To type checkers it is a model of transformers with the methods below. Modules of its own class are unknown to them:
     use the original model, which shares the parameters.
     """
-
-    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        *,
-        cache: Cache | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Prefill a prompt and compress it, or continue on a compressed cache.
-
-        Args:
-            input_ids: int64 ``[B, T]``. With an empty cache (or none) this is the prompt; padding only on the left.
-            attention_mask: ``[B, tokens seen + T]``. Zeros of a prompt only before its first real token; among new
-                tokens of a filled cache anywhere: they are not stored. Zeros for the last tokens appended to a row take
-                these back. Of a mask on CUDA for one new token only the shape is read, to avoid host synchronisation.
-            position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
-                must ascend by one: a row is one sequence.
-            past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt. One of one
-                row serves any B: each row continues a copy, which is returned.
-            inputs_embeds: a prompt ``[B, T, D]`` in place of ``input_ids``, as the model's forward takes it; not with
-                a filled cache, nor with policies that replay ids.
-            cache: the same as ``past_key_values``, by the name that transformers gives it from 5.24 on.
-            logits_to_keep: compute logits of only this many last positions; 0 = all.
-        Returns:
-            fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
-            ``return_dict=False`` a tuple of those that are not None.
-        Raises:
-            ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
-        """
-        cache = take_cache({"past_key_values": past_key_values, "cache": cache})
-        runtime = self._kvpass
-
-        def checked() -> Tensor:
-            check_forward(kwargs)
-            begun = isinstance(cache, CompressedCache) and not cache.is_empty
-            if inputs_embeds is not None:
-                check_embeds(inputs_embeds, input_ids, self, runtime.rules_now.policy, begun=begun)
-                text = inputs_embeds
-            elif input_ids is None:
-                raise ValueError("input_ids=None: a kvpass model takes token ids, or inputs_embeds")
-            else:
-                check_ids(input_ids, self.device)
-                text = input_ids
-            if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-                raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
-            check_cache(cache)
-            if self.training:
-                raise ValueError("the model is in training mode; call model.eval() first")
-            if text.shape[1] > 1:  # walks over all modules, too slow for each decode step
-                runtime.identity.look_again()
-            if isinstance(cache, CompressedCache):
-                runtime.check_cache(cache, runtime.rules_now)
-            return text
-
-        def facts(_: Tensor) -> dict[str, str]:
-            tensors = {
-                "input_ids": input_ids,
-                "inputs_embeds": inputs_embeds,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-            }
-            seen = cache.columns if isinstance(cache, CompressedCache) else 0
-            return {
-                **{name: digest(x) for name, x in tensors.items()},
-                "logits_to_keep": str(logits_to_keep),
-                "tokens in the cache": str(seen),
-                **runtime.describe(),
-            }
-
-        one_token = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1
-        ranks = runtime.captures.compiler.ranks
-        text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
-        with torch.inference_mode(False), torch.no_grad():
-            assert cache is None or isinstance(cache, CompressedCache)
-            if cache is not None and cache.drafts is not None and cache.drafts.is_next:
-                logits = cache.drafts.next_logits()
-            elif cache is not None and not cache.is_empty:
-                cache, logits = continue_cache(self, cache, text, attention_mask, position_ids, logits_to_keep)
-            else:
-                cache = runtime.new_cache() if cache is None else cache
-                logits = read_prompt(self, cache, text, attention_mask, position_ids, logits_to_keep)
-                runtime.last_prompt = cache.record
-        held: dict[str, Any] = {CACHE: None if use_cache is False else cache}
-        output = CausalLMOutputWithPast(logits=logits, **held)
-        return output.to_tuple() if return_dict is False else output
 
     def generate(
         self,
@@ -383,11 +282,6 @@ class CompressedModel(GenerateHooks):
             f"a compiled {type(self).__name__} cannot be pickled, it holds captured graphs and compiled code: save the "
             "original model, and call kvpass.compile again after it is loaded",
         )
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the model computes; weights may stay on the host."""
-        return self._kvpass.adapted.device or super().device
 
     @property
     def policy(self) -> Policy:
