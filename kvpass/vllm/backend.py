@@ -27,10 +27,11 @@ from kvpass.ops import entry_formats, reference
 from kvpass.ops.compress import compress_layer
 from kvpass.vllm import devices, versions
 from kvpass.vllm.admission import Rows
+from kvpass.vllm.devices import Operators
 from kvpass.vllm.documents import Documents
 from kvpass.vllm.kept import Kept, Tables
 from kvpass.vllm.layout import BlockLayout
-from kvpass.vllm.refusals import check_heads, check_layer
+from kvpass.vllm.refusals import captures_steps, check_heads, check_layer
 from kvpass.vllm.settings import WITHOUT, Settings
 from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
@@ -91,7 +92,7 @@ def configured(config: Any, kv_heads: int, head_dim: int) -> tuple[Settings, Blo
     layout = settings.layout(model.get_num_layers(parallel), kv_heads, head_dim, parallel.tensor_parallel_size)
     chunks = config.scheduler_config.enable_chunked_prefill
     staged = layout.units_to_stage(model.max_model_len, model.dtype.itemsize) if chunks else 0
-    one_tail = versions.graphs(config)  # what a graph reads does not move
+    one_tail = captures_steps(config)  # what a graph reads does not move
     return settings, replace(layout, one_tail=one_tail, staged=staged)
 
 
@@ -107,10 +108,12 @@ class KVPassMetadata:
     """One step.
 
     Attributes:
-        step: its rows. order: index of each layer by its name. documents: None without any.
+        step: its rows. run: what runs on the device. order: index of each layer by its name. documents: None without
+            any.
     """
 
     step: Step
+    run: Operators
     tables: Tables
     order: dict[str, int]
     documents: Documents | None
@@ -141,7 +144,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Decode steps are CUDA graphs only where the user asks for it: it has not run on a GPU yet."""
-        if versions.graphs(vllm_config):
+        if captures_steps(vllm_config):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return AttentionCGSupport.NEVER
 
@@ -149,11 +152,10 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
     def tables(self) -> Tables:
         """Made for the first step: layers have no cache before."""
         units = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
-        rows, kv_heads = len(self.block), self.layout.kv_heads
-        device = devices.operators(self.device)(rows, kv_heads, self.device)
-        sizes = {"L": self.layout.layers, "B": rows, "K": kv_heads, "D": self.layout.head_dim}
+        rows, layers, kv_heads = len(self.block), self.layout.layers, self.layout.kv_heads
+        sizes = {"L": layers, "B": rows, "K": kv_heads, "D": self.layout.head_dim}
         means = BUFFERS["key_mean"].new(sizes, self.device) if self.layout.coded else None
-        return Tables(units, self.layout.layers * kv_heads, 2 * rows, device, self.device, means)
+        return Tables(units, rows, layers, kv_heads, self.device, means)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> KVPassMetadata:
         """Read a step; no value of the device is read on the host."""
@@ -161,8 +163,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         starts = common.query_start_loc_cpu[: rows + 1]
         lengths = common.seq_lens_cpu_upper_bound[:rows]  # exact without speculative decoding
         on_device = (common.query_start_loc[: rows + 1], common.seq_lens[:rows], common.block_table_tensor[:rows, 0])
-        chunks = self.layout.staged > 0
-        step = read_step(starts, lengths, on_device, self.rows, self.layout.shortest, chunks)
+        step = read_step(starts, lengths, on_device, self.rows, self.layout.shortest)
         if len(step.empty):
             tables.empty(step.empty)
         documents, going, first = self.rows.documents, [], 0
@@ -187,7 +188,8 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
             tables.used[block] = length.clamp(min=0)  # length 0: it only fills a graph
             going.append(rows_on._replace(block=block))
             first += len(block)
-        return KVPassMetadata(step._replace(going=going), tables, self.order, documents)
+        run = devices.operators(self.device)
+        return KVPassMetadata(step._replace(going=going), run, tables, self.order, documents)
 
 
 class KVPassImpl(AttentionImpl):
@@ -281,12 +283,12 @@ class KVPassImpl(AttentionImpl):
             offsets=tables.offsets[:rows],
             tail_start=tables.start[:rows],
             tail_used=tables.used[:rows],
-            arrivals=tables.device.arrivals(len(block)),
+            arrivals=tables.arrivals[: len(block) * self.num_kv_heads],
             row_index=block,
         )
         if tables.means is not None:
             call = entry_formats.centred(call, tables.means, (site, tables.number[block]))
-        return tables.device.attend_blocks(call, held, site)
+        return meta.run.attend_blocks(call, held, site)
 
     def _staged(self, call: Attention, kv_cache: Tensor, site: int, read: int) -> Attention:
         """Have tokens of a prompt wait behind those that were read before; return the call with keys of all of them."""
@@ -306,7 +308,7 @@ class KVPassImpl(AttentionImpl):
         """
         n, tables = row.prompt.length, meta.tables
         if row.end < n:
-            tables.device.attend_prompt(call, out)
+            meta.run.attend_prompt(call, out)
             return
         block = {name: x.narrow(BUFFERS[name].row_dim, row.block, 1) for name, x in buffers.items()}
         block |= {name: x[:, : row.prompt.size.pool] for name, x in block.items() if BUFFERS[name].of_pool}
@@ -318,19 +320,19 @@ class KVPassImpl(AttentionImpl):
         if site == 0:
             tables.enter(*self._place(row), row.prompt.digest, kept)
             tables.used[row.block] = n - self._before(n)
-        tables.device.attend_prompt(call, out)
+        meta.run.attend_prompt(call, out)
 
     def _prefill(
         self, call: Attention, out: Tensor, block: Buffers, site: int, row: PromptRow, meta: KVPassMetadata
     ) -> None:
         """Attend a prompt's last tokens and keep what the policy chooses; after the last layer, note what was kept."""
-        layers, ops = self.layout.layers, meta.tables.device.ops
+        layers, ops = self.layout.layers, meta.run.ops
         if row.buffers is None:
             row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1], call.k.dtype)
         buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
         first = start.to(call.k.device)
-        lse = meta.tables.device.attend_prompt(call, out)
+        lse = meta.run.attend_prompt(call, out)
         compress_layer(ops, call, lse, start, first, site, self.policy, buffers, self.ranks)
         if site == layers - 1:
             ops.pack(buffers)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass.operands import BUFFERS
 from kvpass.vllm.admission import Continued
-from kvpass.vllm.devices import OnCPU
 
 
 class Kept(NamedTuple):
@@ -23,24 +23,26 @@ class Tables:
     """What is known of each block of an engine, by the unit at which it begins, and what each prompt kept.
 
     Attributes:
-        most: digests to keep of prompts that are in no block: at least as many as requests run at once, since all of
-            them may be preempted together.
+        rows: requests that run at once. Of prompts that are in no block twice as many digests are kept: all that run
+            may be preempted together.
+        arrivals: counters that kernels of a GPU need, as in :class:`kvpass.operands.AppendBuffers`, of all rows.
         offsets: int32 ``[units, P]``. before: tokens of the prompt that are not in the tails, int64 ``[units]``.
             start, used: slots of the tails in use, likewise.
         means: subtracted from the keys of each head before they become codes, fp32 ``[L, requests, K, D]``; None where
             entries are no codes. number: row of a block's in there.
         kept: by digest of the prompt, so that a request that was preempted, and comes back with its answer so far, gets
             the cache back that it had. nothing: what a prompt of one token kept. digests: of the prompt that a block
-            had last, and the unit where it ends, if nothing else was entered there. device: its operators.
+            had last, and the unit where it ends, if nothing else was entered there.
     """
 
     def __init__(
-        self, units: int, segments: int, most: int, device: OnCPU, where: torch.device, means: Tensor | None = None
+        self, units: int, rows: int, layers: int, kv_heads: int, device: torch.device, means: Tensor | None = None
     ) -> None:
-        """Args: segments: layers times KV heads. where: the tables are."""
-        self.most, self.device, self.means = most, device, means
-        self.offsets = torch.zeros(units, segments + 1, dtype=torch.int32, device=where)
-        self.before, self.start, self.used, self.number = torch.zeros(4, units, dtype=torch.int64, device=where)
+        segments = layers * kv_heads
+        self.rows, self.means = rows, means
+        self.arrivals = BUFFERS["arrivals"].new({"A": rows * kv_heads}, device)
+        self.offsets = torch.zeros(units, segments + 1, dtype=torch.int32, device=device)
+        self.before, self.start, self.used, self.number = torch.zeros(4, units, dtype=torch.int64, device=device)
         self.kept = OrderedDict[bytes, Kept]()
         self.nothing = Kept(self.offsets.new_empty(0), self.offsets.new_zeros(segments + 1))
         self.digests = dict[int, tuple[bytes, int]]()
@@ -54,7 +56,7 @@ class Tables:
                 del self.digests[first]
         self.digests[block], self.kept[digest] = (digest, block + units), kept
         held = {known for known, _ in self.digests.values()}
-        for old in [known for known in self.kept if known not in held][: -self.most]:
+        for old in [known for known in self.kept if known not in held][: -2 * self.rows]:
             del self.kept[old]
 
     def continue_document(self, block: int, document: Continued, offsets: Tensor, mean: Tensor | None = None) -> None:

@@ -19,8 +19,8 @@ class Refusal(NamedTuple):
     advice: str
 
 
-def _captures_steps(config: Any) -> bool:
-    """Whether whole decode steps are CUDA graphs."""
+def captures_steps(config: Any) -> bool:
+    """Whether the user asks for CUDA graphs of whole decode steps; vLLM's default has them beside other graphs."""
     return getattr(config.compilation_config.cudagraph_mode, "name", None) == "FULL_DECODE_ONLY"
 
 
@@ -45,7 +45,7 @@ REFUSALS = [
             "a prompt would wait for ever: raise --max-num-batched-tokens, or --max-num-scheduled-tokens, to "
             "--max-num-seqs plus the window of the policy"),
     Refusal("chunked prefill in CUDA graphs of whole decode steps",
-            lambda config, _: config.scheduler_config.enable_chunked_prefill and _captures_steps(config),
+            lambda config, _: config.scheduler_config.enable_chunked_prefill and captures_steps(config),
             "a chunk of one token would be a part of them: leave cudagraph_mode out, or pass "
             "--no-enable-chunked-prefill"),
     Refusal("prefix caching", lambda config, _: config.cache_config.enable_prefix_caching,
@@ -117,10 +117,10 @@ REFUSALS = [
             lambda config, settings: bool(settings.documents and config.model_config.hf_overrides),
             "they are compared with the model as its folder says: leave --hf-overrides or documents out"),
     Refusal("documents in CUDA graphs of whole decode steps",
-            lambda config, settings: bool(settings.documents) and _captures_steps(config),
+            lambda config, settings: bool(settings.documents) and captures_steps(config),
             "which rows continue a document differs from step to step: leave cudagraph_mode out"),
     Refusal("entries in fewer bits in CUDA graphs of whole decode steps",
-            lambda config, settings: settings.entry_format != "model" and _captures_steps(config),
+            lambda config, settings: settings.entry_format != "model" and captures_steps(config),
             "a prompt of one token is a part of them, and is attended before it is codes: leave cudagraph_mode out"),
 ]  # fmt: skip
 """One row for each combination of flags that would not be exact."""

@@ -92,16 +92,13 @@ def read_step(
     on_device: tuple[Tensor, Tensor, Tensor],
     prompts: Rows,
     shortest: int = 2,
-    chunks: bool = False,
 ) -> Step:
     """Divide the rows of a step. Reads no value of the device on the host.
 
     Args:
         starts: first token of each row and the end, ``[rows + 1]`` on the host. lengths: of each row with the tokens of
             the step, ``[rows]`` on the host. on_device: starts, lengths and block of each row. prompts: of the rows.
-        shortest: tokens of the shortest prompt that begins. chunks: whether prompts may come in several steps.
-    Raises:
-        ValueError: a row has some of the tokens of a prompt, and there are no chunks.
+        shortest: tokens of the shortest prompt that begins.
     """
     device_starts, device_lengths, blocks = on_device
     new = starts[1:] - starts[:-1]
@@ -110,8 +107,6 @@ def read_step(
     continues = continues > 0
     begins = torch.where(continues, read == compressed, (read < compressed) & (compressed >= shortest))
     several = begins | (new > 1)
-    if not chunks and (several & ((read > compressed * continues) | (lengths < compressed))).any():
-        raise ValueError(f"rows of {new.tolist()} new tokens and {lengths.tolist()} in all: a prompt must come whole")
     found = [
         PromptRow(slice(int(starts[row]), int(starts[row + 1])), blocks[row], prompts[row], int(read[row]))
         for row in several.nonzero().flatten().tolist()

@@ -101,13 +101,6 @@ def cache_of(config: Any, layer: str) -> Any:
     return config.compilation_config.static_forward_context[layer].kv_cache
 
 
-def graphs(config: Any) -> bool:
-    """Whether the user asks for CUDA graphs of decode steps; vLLM's default has them beside other graphs."""
-    from vllm.config import CUDAGraphMode
-
-    return bool(config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY)
-
-
 def is_cpu() -> bool:
     """Whether vLLM runs on the CPU."""
     from vllm.platforms import current_platform

@@ -3,7 +3,6 @@
 import torch
 
 from kvpass.vllm.admission import Continued
-from kvpass.vllm.devices import OnCPU
 from kvpass.vllm.kept import Kept, Tables
 
 
@@ -11,10 +10,8 @@ def kept(number: int) -> Kept:
     return Kept(torch.full((6,), number, dtype=torch.int32), torch.tensor([0, number], dtype=torch.int32))
 
 
-def tables(most: int = 2) -> Tables:
-    where = torch.device("cpu")
-    device = OnCPU(4, 1, where)
-    return Tables(4, segments=1, most=most, device=device, where=where)
+def tables(rows: int = 1) -> Tables:
+    return Tables(4, rows, layers=1, kv_heads=1, device=torch.device("cpu"))
 
 
 def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
@@ -24,21 +21,21 @@ def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
         found.enter(number % 3, 1, number, bytes([number]), kept(number))
     assert found.before.tolist() == [48, 49, 47, 100] and found.offsets[:, 1].tolist() == [48, 49, 47, 0]
     assert b"long" in found.kept
-    assert len(found.kept) == 4 + found.most
+    assert len(found.kept) == 4 + 2 * found.rows
 
 
 def test_a_block_that_another_begins_in_is_forgotten():
-    found = tables(most=1)
+    found = tables()
     found.enter(0, 2, 7, b"long", kept(7))
     found.enter(2, 1, 8, b"beside", kept(8))
     found.enter(1, 1, 9, b"in", kept(9))
-    assert found.digests == {2: (b"beside", 3), 1: (b"in", 2)} and b"long" in found.kept, "most"
+    assert found.digests == {2: (b"beside", 3), 1: (b"in", 2)} and b"long" in found.kept
     found.enter(0, 3, 9, b"over", kept(9))
-    assert found.digests == {0: (b"over", 3)} and [*found.kept] == [b"in", b"over"]
+    assert found.digests == {0: (b"over", 3)} and [*found.kept] == [b"beside", b"in", b"over"]
 
 
 def test_all_that_were_preempted_together_come_back_in_each_others_blocks():
-    found = tables(most=4)
+    found = tables(rows=2)
     for number in range(50):
         found.enter(number % 4, 1, number, bytes([number]), kept(number))
     for block, number in enumerate([49, 48, 47, 46]):
@@ -47,7 +44,7 @@ def test_all_that_were_preempted_together_come_back_in_each_others_blocks():
 
 
 def test_one_prompt_may_be_in_two_blocks():
-    found = tables(most=1)
+    found = tables()
     for block in (0, 1):
         found.enter(block, 1, 7, b"same", kept(7))
     for number in range(5):

@@ -43,11 +43,10 @@ def read(
     blocks: list[int],
     documents: dict[int, int] | None = None,
     prompts: dict[int, int] | None = None,
-    chunks: bool = False,
 ) -> Step:
     starts, lengths, rows = given(new, lengths, documents, prompts=prompts)
     blocks = torch.tensor(blocks).int()
-    return read_step(starts, lengths, (starts.int(), lengths.int(), blocks), rows, chunks=chunks)
+    return read_step(starts, lengths, (starts.int(), lengths.int(), blocks), rows)
 
 
 def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], int, bool]]:
@@ -104,21 +103,6 @@ def test_rows_that_continue_documents_go_on_apart_from_the_others(begins):
 
 
 @pytest.mark.parametrize(
-    ("new", "length", "prompt"),
-    [(5, 10, 10), (1, 10, 10), (5, 5, 10), (5, 30, 10)],
-    ids=["last", "one", "first", "answer"],
-)
-def test_a_part_of_a_prompt_is_refused_where_there_are_no_chunks(new, length, prompt):
-    with pytest.raises(ValueError, match="a prompt must come whole"):
-        read([1, new], [9, length], [1, 2], prompts={1: prompt})
-
-
-def test_a_part_of_a_question_is_refused_where_there_are_no_chunks():
-    with pytest.raises(ValueError, match="a prompt must come whole"):
-        read([1, 5], [9, 106], [1, 2], {1: 100})
-
-
-@pytest.mark.parametrize(
     ("new", "length", "own", "appends", "waits"),
     [
         (20, 20, 20, False, True),
@@ -134,7 +118,7 @@ def test_a_part_of_a_question_is_refused_where_there_are_no_chunks():
     ],
 )
 def test_chunks_of_a_prompt_of_100_tokens_and_its_answer(new, length, own, appends, waits):
-    step = read([1, new], [9, length], [7, 3], prompts={1: 100}, chunks=True)
+    step = read([1, new], [9, length], [7, 3], prompts={1: 100})
     [row] = step.prompts
     assert (row.tokens, row.read, row.end) == (slice(1, 1 + new), length - new, length)
     assert (row.own, row.appends, row.waits) == (own, appends, waits)
@@ -142,13 +126,13 @@ def test_chunks_of_a_prompt_of_100_tokens_and_its_answer(new, length, own, appen
 
 
 def test_a_token_behind_a_prompt_that_came_in_chunks_goes_on():
-    step = read([1, 1], [9, 101], [7, 3], prompts={1: 100}, chunks=True)
+    step = read([1, 1], [9, 101], [7, 3], prompts={1: 100})
     [going] = step.going
     assert not step.prompts and going.block.tolist() == [7, 3] and not len(step.empty)
 
 
 def test_a_question_may_come_in_chunks_behind_its_document():
-    step = read([4, 5, 1], [104, 109, 110], [7, 3, 2], {0: 100, 1: 100, 2: 100}, chunks=True)
+    step = read([4, 5, 1], [104, 109, 110], [7, 3, 2], {0: 100, 1: 100, 2: 100})
     assert [(row.block, row.read, row.own, row.appends) for row in step.prompts] == [
         (7, 100, 0, True),
         (3, 104, 0, True),
@@ -157,7 +141,7 @@ def test_a_question_may_come_in_chunks_behind_its_document():
 
 
 def test_the_end_of_a_prompt_comes_before_the_begin_of_another():
-    step = read([8, 30], [8, 100], [7, 3], prompts={0: 50, 1: 100}, chunks=True)
+    step = read([8, 30], [8, 100], [7, 3], prompts={0: 50, 1: 100})
     assert [row.block for row in step.prompts] == [3, 7]
 
 

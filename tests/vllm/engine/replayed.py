@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from kvpass.kernels import ragged_decode
-from kvpass.vllm import versions
+from kvpass.vllm import backend
 from kvpass.vllm.backend import KVPassBuilder, KVPassImpl
 
 ROWS = 4
@@ -101,6 +101,6 @@ def replay_decode_steps() -> None:
         recording.replay()
         return output.copy_(static[3][: len(output)])
 
-    versions.graphs = lambda config: True
+    backend.captures_steps = lambda config: True
     KVPassBuilder.build = build_filled
     KVPassImpl.forward = forward_replayed

@@ -220,7 +220,7 @@ def cuda_kernels(
     """
     from kvpass.vllm import devices
 
-    devices.operators = lambda device: devices.OnCUDA
+    devices.operators = lambda device: devices.on_cuda()
     if graphs:
         from replayed import replay_decode_steps
 
