@@ -89,9 +89,15 @@ def test_where_no_policy_is_given_each_request_must_name_a_document():
         admission.admit(request(4))
 
 
-def test_rows_follow_the_batch():
-    rows, prompts = Rows(), [[1], [2, 2], [3, 3, 3]]
-    rows.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+@pytest.fixture
+def rows():
+    found = Rows()
+    found.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+    return found
+
+
+def test_rows_follow_the_batch(rows):
+    prompts = [[1], [2, 2], [3, 3, 3]]
     params = [SimpleNamespace(extra_args=None, max_tokens=30) for _ in prompts]
     params[1].extra_args = {DOCUMENT: ["manual", 1]}
     rows.update([], [(row, params[row], prompt, []) for row, prompt in enumerate(prompts)], [])
@@ -107,9 +113,7 @@ def test_rows_follow_the_batch():
         rows[2]
 
 
-def test_a_request_has_a_number_of_its_own_below_the_most_that_run():
-    rows = Rows()
-    rows.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+def test_a_request_has_a_number_of_its_own_below_the_most_that_run(rows):
     params = SimpleNamespace(extra_args=None, max_tokens=1)
     added = [(row, params, [1], []) for row in range(3)]
     rows.update([], added, [])
@@ -118,9 +122,7 @@ def test_a_request_has_a_number_of_its_own_below_the_most_that_run():
     assert sorted(rows[row].number for row in range(3)) == [0, 1, 2] and rows[0].number == 2
 
 
-def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known():
-    rows = Rows()
-    rows.layout = BlockLayout(layers=1, kv_heads=2, head_dim=8, pool=90, tail=40)
+def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known(rows):
     params = SimpleNamespace(extra_args=None, max_tokens=4)
     rows.update([], [(0, params, [1], []), (1, params, [2], [3])], [])
     assert [rows[row].resumed for row in range(2)] == [False, True]

@@ -7,16 +7,13 @@ import pytest
 from kvpass.vllm.refusals import REFUSALS, check_caches, check_config, check_heads, check_layer, check_version
 from kvpass.vllm.settings import Settings
 
-LAVA, SNAPKV = (Settings.read({"kvpass": {"policy": name, "budget": 64, "room": 8}}) for name in ("lava", "snapkv"))
 
-OUTPUT_PROJECTION = "policies that read the output projection of a layer"
-ROTARY_EMBEDDING = "policies that read the rotary embedding"
-CRITICALKV = Settings.read({"kvpass": {"policy": "criticalkv", "budget": 64, "room": 8}})
-REPLAYS = "policies that replay the prompt"
-TOKEN_SCORES = "policies that score tokens by what enters attention"
-ZIP = Settings.read({"kvpass": {"policy": "kvzip", "budget": 64, "room": 8}})
-ZAP = Settings.read({"kvpass": {"policy": "kvzap", "weights": "FILE", "budget": 129, "room": 8}})
-EXPECTED = Settings.read({"kvpass": {"policy": "expected_attention", "budget": 64, "room": 8}})
+def settings(policy="lava", budget=64, **more):
+    return Settings.read({"kvpass": {"policy": policy, "budget": budget, "room": 8, **more}})
+
+
+LAVA, SNAPKV = settings(), settings("snapkv")
+DOCUMENTS, CODES = settings(documents=["a=a.kv"]), settings(entries="rot4")
 
 
 class Own(type(SNAPKV.policy)):
@@ -27,42 +24,14 @@ class OwnDivisible(Own):
     divisible = True
 
 
-DOCUMENTS = Settings.read({"kvpass": {"policy": "lava", "budget": 64, "room": 8, "documents": ["a=a.kv"]}})
-OVERRIDDEN, IN_GRAPHS = (
-    "documents of a model that --hf-overrides changes",
-    "documents in CUDA graphs of whole decode steps",
-)
-CODES_IN_GRAPHS = "entries in fewer bits in CUDA graphs of whole decode steps"
-CODES = Settings.read({"kvpass": {"policy": "lava", "budget": 64, "room": 8, "entries": "rot4"}})
 OWN, OWN_DIVISIBLE = (Settings(kind(), 64, 8) for kind in (Own, OwnDivisible))
-ALL_QUERIES = "chunked prefill with a policy that reads how all tokens attend"
-SHORT_CHUNKS = "chunks shorter than what a policy reads"
-CHUNKS_IN_GRAPHS = "chunked prefill in CUDA graphs of whole decode steps"
-SUMS = {"policy": "vatp", "indicator": "h2o", "evict_during_decode": False, "budget": 64, "room": 8}
-SUMS = Settings.read({"kvpass": SUMS})
 IN_CHUNKS = {"scheduler_config.enable_chunked_prefill": True, "scheduler_config.max_num_scheduled_tokens": None}
-
-OWN_DIVIDED = "tensor parallelism with a policy of your own"
-WITH_POLICY = {
-    OUTPUT_PROJECTION: CRITICALKV,
-    ROTARY_EMBEDDING: EXPECTED,
-    REPLAYS: ZIP,
-    TOKEN_SCORES: ZAP,
-    OWN_DIVIDED: OWN,
-    OVERRIDDEN: DOCUMENTS,
-    IN_GRAPHS: DOCUMENTS,
-    CODES_IN_GRAPHS: CODES,
-    ALL_QUERIES: SUMS,
-}
+IN_GRAPHS = {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")}
+SHORT_CHUNKS = "chunks shorter than what a policy reads"
 FAULTS = {
-    OUTPUT_PROJECTION: {},
-    ROTARY_EMBEDDING: {},
-    REPLAYS: {},
-    TOKEN_SCORES: {},
     "the second model runner": {"use_v2_model_runner": True},
-    ALL_QUERIES: IN_CHUNKS,
     SHORT_CHUNKS: IN_CHUNKS | {"scheduler_config.max_num_batched_tokens": 64 + 31},
-    CHUNKS_IN_GRAPHS: IN_CHUNKS | {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
+    "chunked prefill in CUDA graphs of whole decode steps": IN_CHUNKS | IN_GRAPHS,
     "prefix caching": {"cache_config.enable_prefix_caching": True},
     "splitting long prompts": {"scheduler_config.long_prefill_token_threshold": 512},
     "steps shorter than a prompt": {"scheduler_config.max_num_scheduled_tokens": 1999},
@@ -73,7 +42,6 @@ FAULTS = {
     "pipeline parallelism": {"parallel_config.pipeline_parallel_size": 2},
     "context parallelism": {"parallel_config.decode_context_parallel_size": 2},
     "more processes than divide the KV heads": {"parallel_config.tensor_parallel_size": 3},
-    OWN_DIVIDED: {"parallel_config.tensor_parallel_size": 2},
     "speculative decoding": {"speculative_config": object()},
     "KV transfer": {"kv_transfer_config": object()},
     "LoRA": {"lora_config": object()},
@@ -83,16 +51,24 @@ FAULTS = {
     "latent attention": {"model_config.use_mla": True},
     "attention backends chosen by kind of layer": {"attention_config.backend_per_kind": {"full_attention": object()}},
     "a quantised cache": {"cache_config.cache_dtype": "fp8"},
-    OVERRIDDEN: {"model_config.hf_overrides": {"rope_theta": 1.0}},
-    CODES_IN_GRAPHS: {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
-    IN_GRAPHS: {"compilation_config.cudagraph_mode": SimpleNamespace(name="FULL_DECODE_ONLY")},
 }
-LAYER = {
-    "alibi": False,
-    "sliding_window": None,
-    "kind": "decoder",
-    "shares_cache": False,
+"""What is refused with every policy."""
+WITH_SETTINGS = {
+    "policies that read the output projection of a layer": ({}, settings("criticalkv")),
+    "policies that read the rotary embedding": ({}, settings("expected_attention")),
+    "policies that replay the prompt": ({}, settings("kvzip")),
+    "policies that score tokens by what enters attention": ({}, settings("kvzap", 129, weights="FILE")),
+    "chunked prefill with a policy that reads how all tokens attend": (
+        IN_CHUNKS,
+        settings("vatp", indicator="h2o", evict_during_decode=False),
+    ),
+    "tensor parallelism with a policy of your own": ({"parallel_config.tensor_parallel_size": 2}, OWN),
+    "documents of a model that --hf-overrides changes": ({"model_config.hf_overrides": {"rope_theta": 1.0}}, DOCUMENTS),
+    "documents in CUDA graphs of whole decode steps": (IN_GRAPHS, DOCUMENTS),
+    "entries in fewer bits in CUDA graphs of whole decode steps": (IN_GRAPHS, CODES),
 }
+"""What is refused with these settings."""
+LAYER = {"alibi": False, "sliding_window": None, "kind": "decoder", "shares_cache": False}
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -157,15 +133,16 @@ def test_prompts_may_come_in_chunks_that_hold_what_a_policy_reads(settings):
         check_config(config(**IN_CHUNKS | {"scheduler_config.max_num_scheduled_tokens": 64 + 31}), settings)
 
 
-@pytest.mark.parametrize("fault", [OVERRIDDEN, IN_GRAPHS, CODES_IN_GRAPHS])
-def test_what_documents_and_codes_cannot_have_works_without_them(fault):
-    check_config(config(**FAULTS[fault]), LAVA)
+@pytest.mark.parametrize("changes", [IN_GRAPHS, {"model_config.hf_overrides": {"rope_theta": 1.0}}])
+def test_what_documents_and_codes_cannot_have_works_without_them(changes):
+    check_config(config(**changes), LAVA)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
 def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refusal):
+    changes, settings = WITH_SETTINGS.get(refusal.name) or (FAULTS[refusal.name], LAVA)
     with pytest.raises(ValueError) as raised:
-        check_config(config(**FAULTS[refusal.name]), WITH_POLICY.get(refusal.name, LAVA))
+        check_config(config(**changes), settings)
     assert str(raised.value) == f"kvpass does not support {refusal.name} ({refusal.advice})"
 
 

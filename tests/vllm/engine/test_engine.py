@@ -67,6 +67,19 @@ def units_of(settings, cases):
     return sum(map(layout.units, sizes))
 
 
+def by_length(cases, found):
+    """Return the tokens that were found for each prompt, by its length."""
+    return {str(length): tokens for (_, length), tokens in zip(cases, found, strict=True)}
+
+
+def asked(folder, into, cases, new, budget=64, entries="model"):
+    """Return what ``compress_documents`` does, and among the tokens those of the cases that are prompts."""
+    named, expected, held = compress_documents(folder, into, cases, new, entries)
+    prompts = [case for case in cases if len(case) == 2]
+    found = answers(folder, [prompt(*case) for case in prompts], new, "lava", budget, entries)
+    return named, expected | by_length(prompts, found), held
+
+
 class Scenarios:
     """A process that runs ``scenarios.py``; a new one after a failure."""
 
@@ -130,8 +143,7 @@ def reference(folder):
     @functools.cache
     def reference(policy=None, budget=None, short=False, entries="model"):
         cases, new = (SHORT, SHORT_NEW) if short else (CASES, NEW)
-        found = answers(folder, [prompt(*case) for case in cases], new, policy, budget, entries)
-        return {str(length): tokens for (_, length), tokens in zip(cases, found, strict=True)}
+        return by_length(cases, answers(folder, [prompt(*case) for case in cases], new, policy, budget, entries))
 
     return reference
 
@@ -175,8 +187,7 @@ def test_a_prompt_may_be_preempted_or_cancelled_between_its_chunks(ask, referenc
 @pytest.mark.parametrize(("entries", "then"), [("int8", ""), ("rot3", "cancel"), ("rot4", "preempt")])
 def test_prompts_in_chunks_become_the_codes_of_whole_ones(ask_biased, entries, then):
     folder, ask = ask_biased
-    found = answers(folder, [prompt(*case) for case in CASES], NEW, "lava", 64, entries)
-    expected = {str(length): tokens for (_, length), tokens in zip(CASES, found, strict=True)}
+    expected = by_length(CASES, answers(folder, [prompt(*case) for case in CASES], NEW, "lava", 64, entries))
     found = ask("chunks", {"policy": "lava", "budget": 64, "room": 64, "entries": entries}, 64, then)
     wrong, near = differences(found["tokens"], expected)
     assert not wrong and near <= 2 and found["most"] == 1 and found["then"] == ""
@@ -200,11 +211,7 @@ def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask_bi
     folder, ask = ask_biased
     prompts = [prompt(*case) for case in CASES]
     expected, of_floats = (
-        {
-            str(len(ids)): tokens
-            for ids, tokens in zip(prompts, answers(folder, prompts, NEW, policy, 64, how), strict=True)
-        }
-        for how in (entries, "model")
+        by_length(CASES, answers(folder, prompts, NEW, policy, 64, how)) for how in (entries, "model")
     )
     assert differences(expected, of_floats)[0], "a format that changes no token shows nothing"
     found = ask("ways", {"policy": policy, "budget": 64, "room": 64, "entries": entries})
@@ -214,31 +221,18 @@ def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask_bi
         assert not wrong and near <= 2, (way, near)
 
 
-def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_once(ask, folder, tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_chunked_prefill": True, "max_num_batched_tokens": 44, "max_num_seqs": 12}]
+)
+def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_once(ask, folder, tmp_path, options):
     """Documents compressed by other policies than the engine's, among prompts that the engine compresses."""
-    named, expected, entries = compress_documents(folder, tmp_path, QUESTIONS, NEW)
-    prompts = [case for case in QUESTIONS if len(case) == 2]
-    found = answers(folder, [prompt(*case) for case in prompts], NEW, "lava", 64)
-    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    named, expected, entries = asked(folder, tmp_path, QUESTIONS, NEW)
     settings = {"policy": "lava", "budget": 64, "room": 120, "documents": named}
-    found = ask("documents", settings, QUESTIONS, NEW)
-    assert found.pop("preempted") == len(QUESTIONS) and found.pop("left") == 0
-    assert found.pop("blocks") == units_of(settings, QUESTIONS)
-    assert found.pop("numbers") == entries * 2 * 32
-    for way, tokens in found.items():
-        assert tokens == expected, way
-
-
-def test_questions_may_come_in_chunks_too(ask, folder, tmp_path):
-    named, expected, _ = compress_documents(folder, tmp_path, QUESTIONS, NEW)
-    prompts = [case for case in QUESTIONS if len(case) == 2]
-    found = answers(folder, [prompt(*case) for case in prompts], NEW, "lava", 64)
-    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
-    settings = {"policy": "lava", "budget": 64, "room": 120, "documents": named}
-    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 44, "max_num_seqs": 12}
     found = ask("documents", settings, QUESTIONS, NEW, options)
-    assert found.pop("preempted") >= 2 and found.pop("left") == 0
-    del found["blocks"], found["numbers"]
+    preempted, blocks = found.pop("preempted"), found.pop("blocks")
+    assert preempted >= 2 and found.pop("left") == 0 and found.pop("numbers") == entries * 2 * 32
+    if not options:
+        assert preempted == len(QUESTIONS) and blocks == units_of(settings, QUESTIONS)
     for way, tokens in found.items():
         assert tokens == expected, way
 
@@ -338,10 +332,7 @@ def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(as
 
 
 def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
-    named, expected, entries = compress_documents(folder, tmp_path, QUESTIONS, NEW, "rot4")
-    prompts = [case for case in QUESTIONS if len(case) == 2]
-    found = answers(folder, [prompt(*case) for case in prompts], NEW, "lava", 64, "rot4")
-    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    named, expected, entries = asked(folder, tmp_path, QUESTIONS, NEW, entries="rot4")
     settings = {"policy": "lava", "budget": 64, "room": 120, "entries": "rot4", "documents": named}
     found = ask("documents", settings, QUESTIONS, NEW)
     assert found.pop("preempted") == len(QUESTIONS) and found.pop("left") == 0
@@ -378,10 +369,7 @@ def test_two_processes_continue_documents(ask, folder, tmp_path):
 
 
 def test_what_runs_on_cuda_continues_documents_in_the_interpreter(ask_alone, folder, tmp_path, monkeypatch):
-    named, expected, _ = compress_documents(folder, tmp_path, SHORT_QUESTIONS, SHORT_NEW)
-    prompts = [case for case in SHORT_QUESTIONS if len(case) == 2]
-    found = answers(folder, [prompt(*case) for case in prompts], SHORT_NEW, "lava", 40)
-    expected |= {str(length): tokens for (_, length), tokens in zip(prompts, found, strict=True)}
+    named, expected, _ = asked(folder, tmp_path, SHORT_QUESTIONS, SHORT_NEW, budget=40)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     settings = {"policy": "lava", "budget": 40, "room": 32, "documents": named}
     found, preempted = ask_alone("cuda_kernels", settings, False, SHORT_QUESTIONS)
