@@ -177,7 +177,7 @@ print([name for name in ("torch", "transformers", "rich") if name in sys.modules
 print(dir(kvpass) == sorted(kvpass.__all__))
 for name in kvpass.__all__:
     getattr(kvpass, name)
-print([name for name in sys.modules if name.startswith("kvpass.kernels")])
+print([name for name in sys.modules if name.startswith(("kvpass.kernels", "kvpass.vllm", "vllm"))])
 import kvpass.kernels, kvpass.graphs, kvpass.eval, kvpass.builtin
 model, tokenizer = kvpass.builtin.load()
 print(kvpass.builtin.__file__, model.num_parameters())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.part import PromptFacts
 from kvpass.cache.prompt_record import PromptRecord
@@ -271,6 +272,20 @@ class Uneven(H2O):
 
     def heads(self) -> HeadSplit:
         return AdaptiveHeads(alpha=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undivided(H2O):
+    """Its class does not say that processes may share its heads."""
+
+
+def test_a_policy_whose_class_does_not_say_that_it_may_be_divided_is_refused():
+    two = Ranks("", 0, 2)
+    with pytest.raises(ValueError, match=r"policy 'h2o' with heads on 2 processes.*set divisible = True"):
+        check_divided(Undivided(), two)
+    check_divided(Undivided(), ONE_PROCESS)
+    for policy in (Uneven(), *(kvpass.POLICIES[name]() for name in ("lava", "h2o", "tova"))):
+        check_divided(policy, two)
 
 
 def evicting(name: str) -> Any:

@@ -108,6 +108,8 @@ def test_logits_may_be_the_first_item_of_a_tuple(decoder):
 def test_bad_arguments_are_refused(decoder):
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         kvpass.generate(compiled(decoder), random_ids(1, 20), max_new_tokens=0)
+    with pytest.raises(ValueError, match="must be a tensor of token ids, such as tokenizer"):
+        kvpass.generate(compiled(decoder), "how are you?", max_new_tokens=2)
     with pytest.raises(ValueError, match=r"ids of shape \[20\]"):
         kvpass.generate(compiled(decoder), random_ids(1, 20)[0], max_new_tokens=2)
     model = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100)

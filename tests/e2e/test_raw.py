@@ -165,10 +165,13 @@ def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
         fast(ids)
 
 
-def test_a_raw_module_needs_no_grad(decoder):
+def test_a_raw_module_needs_a_session_and_no_grad(decoder):
     fast = raw(decoder, {"budget": 64, "compiler": "eager"})
+    arguments = (random_ids(1, 40), torch.arange(40)[None])
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"runs inside `with kvpass.session\(\):`"):
+        fast(*arguments)
     with pytest.raises(RuntimeError, match="no_grad"), kvpass.session():
-        fast(random_ids(1, 40), torch.arange(40)[None])
+        fast(*arguments)
 
 
 def options_of(**options):

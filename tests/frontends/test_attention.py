@@ -30,16 +30,24 @@ IN_MASK_ONLY = {
         "sliding window of 8",
     ),
 }
-WITHOUT_WINDOW = {
-    "phimoe": {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": False, "sliding_window": 8},
-    "qwen3": {"use_sliding_window": False, "sliding_window": 8},
+EXACT = {
+    "qwen2_moe without window": (
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": False,
+            "sliding_window": 8,
+            "num_hidden_layers": 1,
+        },
+    ),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2 without window": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
+    "qwen3 without window": ("qwen3", {"use_sliding_window": False, "sliding_window": 8}),
+    "phimoe without window": ("phimoe", {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mistral": ("mistral", {"sliding_window": 8}),
 }
 FEW = {"gpt_neo": 2}  # a local layer and a global one
-AS_ARGUMENT = {
-    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    "mistral": {"sliding_window": 8},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -83,47 +91,38 @@ def test_a_layer_without_a_query_of_each_token_is_refused():
     assert "layers.1" in refusal.value.module_path
 
 
-@pytest.mark.parametrize("family", quick(["gpt_neo", "xglm", "mpt"], ["gpt_neo", "mpt"]))
+ENDS = {
+    **dict.fromkeys(("gpt_neo", "xglm", "mpt"), (256, {})),
+    **{"gpt2": (64, {"n_positions": 64}), "gptj": (64, {"n_positions": 64})},
+    "opt": (64, {"max_position_embeddings": 64}),
+}
+"""Where tables of positions end, and options that say so."""
+
+
+@pytest.mark.parametrize("family", quick([*ENDS], ["gpt_neo", "mpt", "gpt2"]))
 @torch.no_grad()
 def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(family):
-    """Masks of gpt_neo and ALiBi of mpt are cut from tables, for positions after its table xglm makes a longer one."""
-    model = tiny_model(family, layers=FEW.get(family, 1))
+    """Masks of gpt_neo and ALiBi of mpt are cut from tables, for positions after its table xglm makes a longer one.
+
+    Where others look up a row by position, compiled code would end the process.
+    """
+    end, changes = ENDS[family]
+    model = tiny_model(family, layers=FEW.get(family, 1), **changes)
     fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(2, 257)
-    expected = model(ids[:, :256]).logits
-    first = fast(ids[:, :250])
+    ids = random_ids(2, end + 6)
+    first = fast(ids[:, : end - 6])
     pieces = [first.logits]
-    for start, end in ((250, 252), (252, 253), (253, 254), (254, 256)):
-        pieces.append(fast(ids[:, start:end].contiguous(), past_key_values=first.past_key_values).logits)
-    assert_close("logits", torch.cat(pieces, 1), expected, atol=1e-4)
-    with pytest.raises(ValueError, match="1 tokens after 256: the decoder does not take more than 256"):
-        fast(ids[:, 256:], past_key_values=first.past_key_values)
-    with pytest.raises(ValueError, match="257 tokens after 0: the decoder does not take more than 256"):
-        fast(ids)
-    with pytest.raises(ValueError, match="7 tokens after 250: the decoder does not take more"):
-        fast(ids[:, 250:], past_key_values=fast(ids[:, :250]).past_key_values)
-    assert first.past_key_values.columns == 256
-
-
-LEARNED = {"gpt2": "n_positions", "opt": "max_position_embeddings", "gptj": "n_positions"}
-
-
-@pytest.mark.parametrize("family", quick([*LEARNED], ["gpt2"]))
-def test_a_session_ends_where_a_lookup_by_position_would_run_out_of_rows(family):
-    """Compiled code ends the process for such a lookup."""
-    model = tiny_model(family, layers=1, **{LEARNED[family]: 64})
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(2, 70)
-    with pytest.raises(ValueError, match="70 tokens after 0: the decoder does not take more than 64"):
-        fast(ids)
-    first = fast(ids[:, :60])
-    pieces = [first.logits]
-    for start, end in ((60, 62), (62, 63), (63, 64)):
-        pieces.append(fast(ids[:, start:end].contiguous(), past_key_values=first.past_key_values).logits)
-    assert_close("logits", torch.cat(pieces, 1), model(ids[:, :64]).logits, atol=1e-4)
+    for start, stop in ((end - 6, end - 4), (end - 4, end - 3), (end - 3, end - 2), (end - 2, end)):
+        pieces.append(fast(ids[:, start:stop].contiguous(), past_key_values=first.past_key_values).logits)
+    assert_close("logits", torch.cat(pieces, 1), model(ids[:, :end]).logits, atol=1e-4)
     for tokens in (1, 6):
-        with pytest.raises(ValueError, match=f"{tokens} tokens after 64"):
-            fast(ids[:, 64 : 64 + tokens], past_key_values=first.past_key_values)
+        with pytest.raises(ValueError, match=f"{tokens} tokens after {end}: the decoder does not take more than {end}"):
+            fast(ids[:, end : end + tokens], past_key_values=first.past_key_values)
+    with pytest.raises(ValueError, match=f"{end + 6} tokens after 0: the decoder does not take more than {end}"):
+        fast(ids)
+    with pytest.raises(ValueError, match=f"7 tokens after {end - 6}: the decoder does not take more"):
+        fast(ids[:, end - 6 : end + 1], past_key_values=fast(ids[:, : end - 6]).past_key_values)
+    assert first.past_key_values.columns == end
 
 
 @pytest.mark.parametrize(
@@ -180,29 +179,24 @@ def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
 
 
 def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_one_taken_afterwards():
-    model = tiny_model("gpt_neo", layers=1)
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    for tokens, reason in ((256, "for exactly 256 tokens"), (257, "fails on an input of 257 tokens")):
-        with pytest.raises(ValueError, match=reason):
-            fast(random_ids(1, tokens))
-    ids = random_ids(1, 20)
-    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+    refusals = {
+        "gpt_neo": {256: "for exactly 256 tokens", 257: "fails on an input of 257 tokens"},
+        "gpt2": {70: "70 tokens after 0: the decoder does not take more than 64"},
+    }
+    for family, reasons in refusals.items():
+        model = tiny_model(family, layers=1, **ENDS[family][1])
+        fast = kvpass.compile(model, policy="full", backend="eager")
+        for tokens, reason in reasons.items():
+            with pytest.raises(ValueError, match=reason):
+                fast(random_ids(1, tokens))
+        ids = random_ids(1, 20)
+        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "options"),
-    [
-        ("qwen2_moe", {**WITHOUT_WINDOW["qwen2_moe"], "num_hidden_layers": 1}),
-        ("qwen2", AS_ARGUMENT["qwen2"]),
-        *(pytest.param(name, WITHOUT_WINDOW[name], marks=pytest.mark.exhaustive) for name in ("phimoe", "qwen3")),
-        pytest.param("qwen2", {"use_sliding_window": False, "sliding_window": 8}, marks=pytest.mark.exhaustive),
-        pytest.param("mistral", AS_ARGUMENT["mistral"], marks=pytest.mark.exhaustive),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize("name", quick([*EXACT], ["qwen2_moe without window", "qwen2"]))
 @torch.no_grad()
-def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(model_type, options):
-    model = tiny(model_type, options)
+def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(name):
+    model = tiny(*EXACT[name])
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(2, 24)
     first = fast(ids[:, :20])
@@ -224,15 +218,11 @@ def branching():
     return model
 
 
-def test_contract_7_a_model_on_the_far_side_of_a_branch_on_the_length_is_refused():
-    fast = kvpass.compile(branching(), policy="full", backend="eager")
-    with pytest.raises(ValueError, match="branches on the length"):
-        fast(random_ids(1, 40))
-
-
 @torch.no_grad()
-def test_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_says_so_beyond():
+def test_contract_7_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_refused_beyond():
     model = branching()
+    with pytest.raises(ValueError, match="branches on the length"):
+        kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 40))
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(1, 25)
     first = fast(ids[:, :23])
