@@ -124,7 +124,8 @@ def test_further_families_keep_the_same(family, layers, two, folder_of):
 def test_latents_are_the_same(family, two, folder_of, monkeypatch):
     """Those of heads that processes share are expanded: so they are on one device here."""
     if family in LATENT[2:]:
-        monkeypatch.setattr("kvpass.api.attend_latents", lambda model, divided: attend_latents(model, divided=True))
+        expand = functools.partial(attend_latents, divided=True)
+        monkeypatch.setattr("kvpass.adapt.copied.attend_latents", lambda model, divided: expand(model))
     compare(two, folder_of(family, kv_heads=8), "lava")
 
 
