@@ -197,35 +197,31 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
         assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
 
 
+def kept_together(policy: Any) -> Tensor:
+    """What threads keep of a prompt: that which one keeps."""
+    prompt, start = text(TOKENS, 3), torch.tensor([0, 9])
+    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
+    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
+    return found
+
+
 @pytest.mark.parametrize("name", ["expected_attention", "triattention"])
 def test_threads_read_their_heads_of_statistics_in_a_file(name):
     path = statistics_file((LAYERS, KV_HEADS, GROUP), DIM)
     policy = resolve(name, window=6, statistics=path, **OPTIONS.get(name, {}))
-    prompt, start = text(TOKENS, 3), torch.tensor([0, 9])
-    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
-    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
-    own = resolve(policy, statistics=None)
-    assert not torch.equal(found, kept(own, *prompt, start, ONE_PROCESS)), "the file decides"
+    found, without = kept_together(policy), kept_together(resolve(policy, statistics=None))
+    assert not torch.equal(found, without), "the file decides"
 
 
 def test_threads_keep_together_what_is_above_a_threshold():
-    policy = resolve("kvzap", window=6, weights=OPTIONS["kvzap"]["weights"], threshold=4.0)
-    prompt, start = text(TOKENS, 3), torch.tensor([0, 9])
-    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
-    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
+    found = kept_together(resolve("kvzap", window=6, weights=OPTIONS["kvzap"]["weights"], threshold=4.0))
     above = found.sum((0, 2, 3))
     assert (above > LAYERS * KV_HEADS * 6).all() and (above < LAYERS * KV_HEADS * BUDGET).all()
 
 
 def test_threads_agree_on_random_shares_of_layers():
-    policy, start = resolve("snapkv", window=6, layer_split="random", seed=5), torch.tensor([0, 9])
-    prompt = text(TOKENS, 3)
-    found = torch.cat(in_threads(lambda ranks: kept(policy, *prompt, start, ranks)), 2)
-    assert torch.equal(found, kept(policy, *prompt, start, ONE_PROCESS))
-    assert (
-        found.sum((2, 3))[:, 0].unique().numel() == LAYERS
-        and (found.sum((0, 2, 3)) == LAYERS * KV_HEADS * BUDGET).all()
-    )
+    found = kept_together(resolve("snapkv", window=6, layer_split="random", seed=5)).sum((2, 3))
+    assert found[:, 0].unique().numel() == LAYERS and (found.sum(0) == LAYERS * KV_HEADS * BUDGET).all()
 
 
 def test_the_record_of_threads_is_that_of_one():

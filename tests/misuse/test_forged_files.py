@@ -400,26 +400,22 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("case", POLICIES)
-def test_a_forged_policy_is_refused_before_anything_is_loaded(ask, case):
-    loaded, output = ask(policy=json.dumps(POLICIES[case]))
-    assert loaded == [] and "policy" in output
+SPECS = ["", "{", "[" * 10**5, '{"policy": "lava", "window": 1e999}', "lava", "\x1b]0;title\x07"]
+NOTES = [{}, {"model": "builtin"}, {"model": 1, "dtype": "auto"}, {"model": "builtin", "dtype": ["auto"]}]
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "{", "[" * 10**5, '{"policy": "lava", "window": 1e999}', "lava", "\x1b]0;title\x07"]
+    ("metadata", "message"),
+    [
+        *(({"policy": json.dumps(policy)}, "policy") for policy in POLICIES.values()),
+        *(({"policy": spec}, "policy") for spec in SPECS),
+        *(({"notes": notes}, "names no model") for notes in NOTES),
+    ],
+    ids=[*POLICIES, *(f"spec {i}" for i in range(len(SPECS))), *(f"notes {i}" for i in range(len(NOTES)))],
 )
-def test_a_policy_that_is_no_spec_is_refused_before_anything_is_loaded(ask, spec):
-    loaded, output = ask(policy=spec)
-    assert loaded == [] and "policy" in output
-
-
-@pytest.mark.parametrize(
-    "notes", [{}, {"model": "builtin"}, {"model": 1, "dtype": "auto"}, {"model": "builtin", "dtype": ["auto"]}]
-)
-def test_notes_that_are_no_document_are_refused_before_anything_is_loaded(ask, notes):
-    loaded, output = ask(notes=notes)
-    assert loaded == [] and "names no model" in output
+def test_a_forged_policy_or_note_is_refused_before_anything_is_loaded(ask, metadata, message):
+    loaded, output = ask(**metadata)
+    assert loaded == [] and message in output
 
 
 def test_a_forged_dtype_is_refused(appending, tmp_path):

@@ -343,23 +343,22 @@ def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
         assert not wrong and near <= 2, (way, near)
 
 
+CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"), [*((policy, {}) for policy in POLICIES if policy != "lava_uniform"), ("lava", CHUNKS)]
+)
+def test_two_processes_keep_what_one_keeps(ask, reference, policy, options):
+    found, preempted = ask("two_processes", {"policy": policy, "budget": 64, "room": 64}, CASES, options)
+    assert found == reference(policy, 64) and (preempted >= 2 if options else preempted == 8)
+
+
 def test_two_processes_keep_as_codes_what_one_keeps(ask, reference):
     settings = {"policy": "lava", "budget": 64, "room": 64, "entries": "rot4"}
     found, preempted = ask("two_processes", settings)
     wrong, near = differences(found, reference("lava", 64, entries="rot4"))
     assert not wrong and near <= 2 and preempted == 8
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "ada_snapkv", "pyramidkv", "lava"])
-def test_two_processes_keep_what_one_keeps(ask, reference, policy):
-    found, preempted = ask("two_processes", {"policy": policy, "budget": 64, "room": 64})
-    assert found == reference(policy, 64) and preempted == 8
-
-
-def test_two_processes_read_prompts_in_chunks(ask, reference):
-    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    found, preempted = ask("two_processes", {"policy": "lava", "budget": 64, "room": 64}, CASES, options)
-    assert found == reference("lava", 64) and preempted >= 2
 
 
 def test_two_processes_continue_documents(ask, folder, tmp_path):
@@ -376,19 +375,17 @@ def test_what_runs_on_cuda_continues_documents_in_the_interpreter(ask_alone, fol
     assert found == expected and preempted == 3
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(ask_alone, reference, graphs, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found, preempted = ask_alone("cuda_kernels", {"policy": "lava", "budget": 40, "room": 16}, graphs)
-    assert found == reference("lava", 40, short=True) and preempted == 3
+IN_CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 37, "max_num_seqs": 4}
 
 
-def test_what_runs_on_cuda_reads_prompts_in_chunks_in_the_interpreter(ask_alone, reference, monkeypatch):
+@pytest.mark.parametrize(
+    ("graphs", "options"), [(False, {}), (True, {}), (False, IN_CHUNKS)], ids=["steps", "graphs", "chunks"]
+)
+def test_what_runs_on_cuda_gives_the_same_tokens_in_the_interpreter(ask_alone, reference, graphs, options, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = {"enable_chunked_prefill": True, "max_num_batched_tokens": 37, "max_num_seqs": 4}
     settings = {"policy": "lava", "budget": 40, "room": 16}
-    found, preempted = ask_alone("cuda_kernels", settings, False, SHORT, options)
-    assert found == reference("lava", 40, short=True) and preempted >= 2
+    found, preempted = ask_alone("cuda_kernels", settings, graphs, SHORT, options)
+    assert found == reference("lava", 40, short=True) and (preempted >= 2 if options else preempted == 3)
 
 
 def test_what_runs_on_cuda_holds_codes_in_the_interpreter(ask_alone, reference, monkeypatch):
