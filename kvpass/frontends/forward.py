@@ -96,12 +96,13 @@ class CompressedForward(_Base):
         Raises:
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
-        cache = take_cache({"past_key_values": past_key_values, "cache": cache})
+        held: CompressedCache | None = take_cache({"past_key_values": past_key_values, "cache": cache})
         runtime = self._kvpass
 
         def checked() -> Tensor:
             check_forward(kwargs)
-            begun = isinstance(cache, CompressedCache) and not cache.is_empty
+            check_cache(held)
+            begun = held is not None and not held.is_empty
             if inputs_embeds is not None:
                 check_embeds(inputs_embeds, input_ids, self, runtime.rules_now.policy, begun=begun)
                 text = inputs_embeds
@@ -112,27 +113,22 @@ class CompressedForward(_Base):
                 text = input_ids
             if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
                 raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
-            check_cache(cache)
             if self.training:
                 raise ValueError("the model is in training mode; call model.eval() first")
             if text.shape[1] > 1:  # walks over all modules, too slow for each decode step
                 runtime.identity.look_again()
-            if isinstance(cache, CompressedCache):
-                runtime.check_cache(cache, runtime.rules_now)
+            if held is not None:
+                runtime.check_cache(held, runtime.rules_now)
             return text
 
         def facts(_: Tensor) -> dict[str, str]:
-            tensors = {
-                "input_ids": input_ids,
-                "inputs_embeds": inputs_embeds,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-            }
-            seen = cache.columns if isinstance(cache, CompressedCache) else 0
             return {
-                **{name: digest(x) for name, x in tensors.items()},
+                "input_ids": digest(input_ids),
+                "inputs_embeds": digest(inputs_embeds),
+                "attention_mask": digest(attention_mask),
+                "position_ids": digest(position_ids),
                 "logits_to_keep": str(logits_to_keep),
-                "tokens in the cache": str(seen),
+                "tokens in the cache": str(0 if held is None else held.columns),
                 **runtime.describe(),
             }
 
@@ -140,17 +136,16 @@ class CompressedForward(_Base):
         ranks = runtime.captures.compiler.ranks
         text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
-            assert cache is None or isinstance(cache, CompressedCache)
-            if cache is not None and cache.drafts is not None and cache.drafts.is_next:
-                logits = cache.drafts.next_logits()
-            elif cache is not None and not cache.is_empty:
-                cache, logits = continue_cache(self, cache, text, attention_mask, position_ids, logits_to_keep)
+            if held is not None and held.drafts is not None and held.drafts.is_next:
+                logits = held.drafts.next_logits()
+            elif held is not None and not held.is_empty:
+                held, logits = continue_cache(self, held, text, attention_mask, position_ids, logits_to_keep)
             else:
-                cache = runtime.new_cache() if cache is None else cache
-                logits = read_prompt(self, cache, text, attention_mask, position_ids, logits_to_keep)
-                runtime.last_prompt = cache.record
-        held: dict[str, Any] = {CACHE: None if use_cache is False else cache}
-        output = CausalLMOutputWithPast(logits=logits, **held)
+                held = runtime.new_cache() if held is None else held
+                logits = read_prompt(self, held, text, attention_mask, position_ids, logits_to_keep)
+                runtime.last_prompt = held.record
+        returned: dict[str, Any] = {CACHE: None if use_cache is False else held}
+        output = CausalLMOutputWithPast(logits=logits, **returned)
         return output.to_tuple() if return_dict is False else output
 
 
