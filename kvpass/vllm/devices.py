@@ -34,7 +34,7 @@ ON_CPU = Operators(reference, versions.attend_prompt, cpu.attend_cache)
 
 
 def on_cuda() -> Operators:
-    """Return those of :mod:`kvpass.ops.cuda`. **They have not run in vLLM on a GPU yet**, only in Triton's interpreter."""
+    """Return those of :mod:`kvpass.ops.cuda`. **In vLLM they have not run on a GPU yet**, only in the interpreter."""
     from kvpass.ops import cuda  # needs Triton
 
     def attend_prompt(call: Attention, out: Tensor) -> Tensor:
