@@ -212,11 +212,14 @@ class LayerRun:
                 values. behind: keys and values that these tokens follow. of_entering: functions of what
                 enters attention, ``[B, T, hidden]``; their results, with tokens along the last axis, are returned.
             on_block: called with the attention of each block and its log-sum-exp.
+        Raises:
+            UnsupportedAttentionError: what enters attention is not found.
         """
         site, n, seen = layer.site, self.tokens, self.seen
         queries, lses = _TokenBuffer(n - num_queries, n), _TokenBuffer(n - num_queries, n)
         keys, values = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n)
         entered: list[list[Tensor]] = [[] for _ in of_entering]
+        entering = site.attention_input if of_entering else None
         if behind is not None:
             keys.put(0, behind.k)
             values.put(0, behind.v)
@@ -226,9 +229,8 @@ class LayerRun:
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
-            if of_entering:
-                assert layer.entering is not None
-                x = self._part(layer.entering, first, end, made)
+            if entering is not None:
+                x = self._part(entering, first, end, made)
                 for function, found in zip(of_entering, entered, strict=True):
                     found.append(function(x.view(len(q), -1, x.shape[-1])))
             sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)

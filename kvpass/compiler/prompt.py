@@ -19,7 +19,6 @@ from kvpass.compiler.replays import Behind, Fill, Observed, PromptRun
 from kvpass.graphs.canonical import Site, SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.host_weights import is_host_weight
 from kvpass.graphs.split_layers import Layer
 from kvpass.operands import Attention, PolicyInputs, PrefillBuffers, RingBuffers
 from kvpass.ops.compress import compress_layer
@@ -43,7 +42,6 @@ class Prefill(SplitDecoder):
             inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
         for fill in fills:
-            self._find_what_is_read(fill.policy)
             if fill.policy.compact and any(group.geometry.values_in_keys for group in self.layout.pools):
                 raise ValueError(
                     "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
@@ -73,21 +71,6 @@ class Prefill(SplitDecoder):
             for layer in self.split.layers:
                 again.compact(layer, is_last=layer is last)
         return results
-
-    def _find_what_is_read(self, policy: Policy) -> None:
-        """Find in each layer what the policy reads of the model, or raise, before anything is written."""
-        for layer in self.split.layers:
-            if self.locations[layer.site.layer].ring:
-                continue
-            if policy.weighs_replays or policy.scores_tokens:
-                entering = layer.site.attention_input
-                assert entering is layer.entering
-            if policy.reads_projection:
-                weight = layer.site.output_projection.weight
-                assert not is_host_weight(weight) or weight in layer.reads, "it is copied with the layer"
-            if policy.reads_rotation:
-                frequencies = rotary_frequencies(layer.site)
-                assert not is_host_weight(frequencies), "vectors are on the device"
 
 
 class _ScoredPrompt(PromptRun):

@@ -11,7 +11,17 @@ from transformers.pytorch_utils import Conv1D
 import kvpass
 from pairwise import quick
 from recorded_calls import inputs_and_outputs
-from tiny_models import FAMILIES, HYBRIDS, LATENT, added_in_place, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import (
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    added_in_place,
+    compiled_once,
+    kvzap_file,
+    left_pad,
+    random_ids,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 ASKED = {"sinks": 3, "chunk": 12, "overlap": 5, "prompt_ids": (5, 6, 7), "again_ids": (9, 8), "suffix_ids": (11,)}
@@ -136,14 +146,15 @@ def test_a_decoder_that_is_not_split_into_layers_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "what"),
+    ("family", "given", "what"),
     [
-        ("deepseek_v3", "what enters"),
-        pytest.param("diffllama", "output projection", marks=pytest.mark.exhaustive),
+        ("deepseek_v3", {"policy": "kvzip_plus"}, "output projection"),
+        ("deepseek_v3", {"policy": "kvzap", "window": 4, "weights": kvzap_file(2, 1)}, "what enters"),
+        pytest.param("diffllama", {"policy": "kvzip_plus"}, "output projection", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_decoder_without_the_norms_that_weigh_is_refused(family, what):
-    _, fast = compiled_once(family, layers=2, policy="kvzip_plus", budget=BUDGET, backend="eager")
+def test_a_decoder_without_what_weighs_is_refused(family, given, what):
+    _, fast = compiled_once(family, layers=2, budget=BUDGET, backend="eager", **given)
     with pytest.raises(kvpass.UnsupportedAttentionError, match=f"needs .*{what}"):
         fast(random_ids(1, 30))
     fast.set_policy("kvzip", BUDGET)
