@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
-from kvpass.compiler.known_capture import KnownCapture, keeping, recall_capture
+from kvpass.compiler.known_capture import KnownCapture, keep_capture, recall_capture
 from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
 from kvpass.graphs.bind_state import ids_and_positions, placeholders
@@ -341,8 +341,10 @@ def _make_compiled_forward(
                 call.made = GraphCall(decoder, inputs, outputs, given)
             return outputs
 
-        with keeping(call.model_text, decoder, repeatable=given is not None):
-            decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
+        assumed = decoder.guards
+        decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
+        if call.model_text is not None and decoder.guards == assumed:
+            keep_capture(call.model_text, decoder.gm, repeatable=given is not None)
         decoder.admit_one_token()
         return run
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -35,28 +34,20 @@ _KIND = "capture"
 _LOG = logging.getLogger(__name__)
 
 
-@contextmanager
-def keeping(text: ModelText | None, decoder: Capture, *, repeatable: bool) -> Iterator[None]:
-    """Keep a capture for later processes, unless what is compiled inside takes more for granted of its sizes.
-
-    To be called in its trace. What has no exact text is not kept.
+def keep_capture(text: ModelText, gm: GraphModule, *, repeatable: bool) -> None:
+    """Keep a capture for later processes, unless something has no exact text. To be called in its trace.
 
     Args:
-        text: of its model. repeatable: Dynamo's code does nothing but to call the graph.
+        text: of its model. gm: its graph. repeatable: Dynamo's code does nothing but to call the graph.
     """
-    plain, assumed = None, len(decoder.guards)
     try:
-        if text is not None:
-            if not repeatable or len(decoder.gm.graph.output_node().all_input_nodes) != 1:
-                raise NoTextError("Dynamo's code does more than to call the graph")
-            _check_guards(decoder.gm)
-            modules, graph = traced_modules(), graph_to_json(decoder.gm, text.paths)
-            plain = {"modules": modules, "code": code_digest(modules), "graph": graph}
+        if not repeatable or len(gm.graph.output_node().all_input_nodes) != 1:
+            raise NoTextError("Dynamo's code does more than to call the graph")
+        _check_guards(gm)
+        modules, graph = traced_modules(), graph_to_json(gm, text.paths)
+        keep(_KIND, [text.digest], {"modules": modules, "code": code_digest(modules), "graph": graph})
     except NoTextError as reason:
         _LOG.debug("the capture is not kept for later processes: %s", reason)
-    yield
-    if text is not None and plain is not None and len(decoder.guards) == assumed:
-        keep(_KIND, [text.digest], plain)
 
 
 def recall_capture(
