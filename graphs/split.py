@@ -25,7 +25,6 @@ from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import ABSORBED_QUERY, EXPANDED_OUTPUT
 from kvpass.graphs.fx_utils import dim_of, is_scalar, mutated_inputs, recorded, storage_of, symbols_in, symbols_of
 from kvpass.graphs.host_weights import host_weights, storages_of_copies
-from kvpass.host_weights import next_copies
 
 
 class CannotSplitError(ValueError):
@@ -120,7 +119,7 @@ def join(
     for piece, weights in zip(pieces, groups, strict=True):
         given = dict(copies)
         if weights:
-            on_device = graph.call_function(next_copies, (host, [copies[node] for node in weights]))
+            on_device = graph.call_method("next", (host, [copies[node] for node in weights]))
             for place, node in enumerate(weights):
                 given[node] = graph.call_function(operator.getitem, (on_device, place))
         if isinstance(piece, Node):

@@ -77,8 +77,3 @@ class HostCopies:
     def _fill(copies: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         for copy, weight in zip(copies, weights, strict=True):
             copy.copy_(weight, non_blocking=True)
-
-
-def next_copies(copies: HostCopies, weights: Sequence[Tensor]) -> list[Tensor]:
-    """As :meth:`HostCopies.next`, by a name that FX can write into code."""
-    return copies.next(weights)
