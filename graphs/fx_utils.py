@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_aggregate, map_arg
 from torch.fx.operator_schemas import normalize_function
+from torch.nn.functional import embedding
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.torch_compat import (
@@ -65,6 +66,8 @@ _INPLACE_OPERATORS = {
     for name in "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
 }
 
+_INDICES = {torch.int32, torch.int64}
+_SAME_VALUES = set("view reshape flatten unsqueeze squeeze expand contiguous to long int clone detach".split())
 
 _OF_MODULES = {"self", "_modules", "_parameters", "_buffers", "__dict__"}
 
@@ -335,6 +338,23 @@ def through(node: Node, names: Collection[str]) -> Node:
     while node.op in ("call_method", "call_function") and target_name(node) in names:
         node = node.all_input_nodes[0]
     return node
+
+
+def lookup_of(node: Node) -> tuple[int, Node] | None:
+    """Return the rows of a table of constant size and what picks from them: by embedding, getitem or index_select."""
+    name, args = target_name(node), node.args
+    if node.target is embedding and len(args) >= 2:
+        index, table = args[:2]
+    elif name == "index_select" and len(args) == 3 and args[1] == 0:
+        table, _, index = args
+    elif name == "getitem" and len(args) == 2:
+        table, index = args
+    else:
+        return None
+    if not isinstance(table, Node) or not isinstance(index, Node) or shape_of(index) is None:
+        return None
+    rows = (shape_of(table) or (None,))[0]
+    return (rows, through(index, _SAME_VALUES)) if isinstance(rows, int) and recorded(index).dtype in _INDICES else None
 
 
 def storage_of(node: Node) -> object:

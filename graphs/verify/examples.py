@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.graphs.canonical import SITE
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,
-    is_integral,
     is_module_tensor,
     is_scalar,
     literals_of,
+    lookup_of,
     made_of,
     module_tensor,
     numbers_in,
@@ -46,9 +45,6 @@ EXAMPLE_LENGTHS = (7, 13)
 
 EXAMPLE_BATCH = 2
 """Rows of examples, where the batch is symbolic."""
-
-_NUMBERS = (14, 8, 4, 2)
-"""How many whole numbers an input is tried with: it may look up a small table, such as one of token types."""
 
 _BY_AXIS = set(
     "index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split()
@@ -255,28 +251,11 @@ def text_inputs(flow: DataFlow, live: Sequence[Node], tokens: Dim, sizes: SizeMa
     """
     inputs = [node for node in live if node.op == "placeholder" and not is_scalar(node)]
     inputs += [node for node in live if node.op == "get_attr" and flow.writes_to(node)]
-    calls = [node for node in live if node.op != "placeholder"]
-    largest = max(int(concrete(tokens, sizes)), _NUMBERS[0])
-
-    def feeds(ranges: Mapping[Node, int]) -> dict[Node, Tensor]:
-        return {node: _text_input(node, tokens, sizes, ranges.get(node, 1)) for node in inputs}
-
-    def takes(ranges: Mapping[Node, int]) -> bool:
-        own = {node: value.clone() if flow.writes_to(node) else value for node, value in feeds(ranges).items()}
-        try:
-            evaluate(calls[-1], calls, own, sizes, instead={SITE: token_wise_site})
-        except EvaluationError:
-            return False
-        return True
-
-    numbered = [node for node in inputs if not is_module_tensor(node) and is_integral(node)]
-    ranges = dict.fromkeys(numbered, largest)
-    if not takes(ranges):
-        ranges = dict.fromkeys(numbered, 1)
-        for node in numbered:
-            tried = ({**ranges, node: numbers} for numbers in dict.fromkeys((largest, *_NUMBERS)))
-            ranges = next(filter(takes, tried), ranges)
-    return feeds(ranges)
+    numbers = dict.fromkeys(inputs, int(concrete(tokens, sizes)))
+    for rows, index in filter(None, map(lookup_of, live)):
+        if index in numbers:
+            numbers[index] = min(rows, numbers[index])
+    return {node: _text_input(node, tokens, sizes, numbers[node]) for node in inputs}
 
 
 def _text_input(node: Node, tokens: Dim, sizes: SizeMap, numbers: int) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.nn.functional import embedding
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import batch_and_tokens
@@ -25,13 +24,13 @@ from kvpass.graphs.fx_utils import (
     argument_of,
     is_integral,
     is_scalar,
+    lookup_of,
     module_path_of,
     module_tensor,
     recorded,
     shape_of,
     symbols_of,
     target_name,
-    through,
     value_inputs,
 )
 from kvpass.graphs.verify.examples import (
@@ -49,8 +48,6 @@ _BEYOND = 64
 
 _LOOKUPS = {"getitem", "take_along_dim", *LOOKUPS}
 """Calls that pick rows by an index."""
-_INDICES = {torch.int32, torch.int64}
-_SAME_VALUES = set("view reshape flatten unsqueeze squeeze expand contiguous to long int clone detach".split())
 
 
 @dataclass(frozen=True)
@@ -91,30 +88,12 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
     inputs = placeholders(gm)
     found = set()
     for node in gm.graph.nodes:
-        if (lookup := _lookup(node)) is None:
-            continue
-        (rows, *_), index = shape_of(lookup[0]) or (None,), through(lookup[1], _SAME_VALUES)
-        if index in inputs and isinstance(rows, int):
+        rows, index = lookup_of(node) or (None, node)
+        if index in inputs and rows is not None:
             name = argument_of(index) or index.name
             lowest = -rows if target_name(node) == "getitem" else 0
             found.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
     return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
-
-
-def _lookup(node: Node) -> tuple[Node, Node] | None:
-    """Return table and index of a lookup."""
-    name, args = target_name(node), node.args
-    if node.target is embedding and len(args) >= 2:
-        index, table = args[:2]
-    elif name == "index_select" and len(args) == 3 and args[1] == 0:
-        table, _, index = args
-    elif name == "getitem" and len(args) == 2:
-        table, index = args
-    else:
-        return None
-    if not isinstance(table, Node) or not isinstance(index, Node) or shape_of(table) is None:
-        return None
-    return (table, index) if shape_of(index) is not None and recorded(index).dtype in _INDICES else None
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:

@@ -183,9 +183,6 @@ LOOKUPS = {
     "embedding": lambda table, types: F.embedding(types, table),
     "index": lambda table, types: table[types],
     "index_select": lambda table, types: table.index_select(0, types.flatten()).view(*types.shape, -1),
-    "gather": lambda table, types: table.T.expand(types.shape[0], -1, -1).gather(2, types[:, None]).transpose(1, 2),
-    "take": lambda table, types: table.take(types)[..., None],
-    "one_hot": lambda table, types: F.one_hot(types, table.shape[0]).float() @ table,
 }
 
 
@@ -194,7 +191,7 @@ TRIED = [*itertools.product(LOOKUPS, [1, 2, 3, 10], ["mean", "last token", "sort
 
 @pytest.mark.parametrize(
     ("lookup", "rows", "mixing"),
-    quick_rows(TRIED, [("embedding", 2, "mean"), ("index_select", 2, "last token"), ("take", 2, "sorted")]),
+    quick_rows(TRIED, [("embedding", 2, "mean"), ("index_select", 2, "last token"), ("index", 2, "sorted")]),
 )
 def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, decoder, capture, inputs) -> None:
     model, table = Mixed(decoder(), MIXING[mixing], "before"), torch.randn(rows, 1)
@@ -211,6 +208,16 @@ def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, 
     if rows > 1:
         with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
             capture(typed, given, PASSES)
+
+
+def test_a_small_table_that_is_looked_up_otherwise_is_refused(decoder, capture, inputs) -> None:
+    model, table = decoder(), torch.randn(2)
+    with pytest.raises(UnsupportedAttentionError, match=r"no example shows .* looked up among 2"):
+        capture(
+            lambda ids, positions, types: model(ids, positions) + table.take(types)[..., None],
+            (*inputs(), torch.zeros_like(inputs()[0])),
+            PASSES,
+        )
 
 
 INDEXED = {
