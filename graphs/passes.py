@@ -6,7 +6,7 @@ ops (or nodes) it changed. Passes that only check return 0. Settings are bound w
 find a faulty one; results may then be wrong.
 
 Those down to ``take_host_weights`` run once on each capture, the others on a copy of it for each phase. Of these, a
-prompt has ``offset_positions`` alone, and ``one_token`` if it is one. :mod:`~kvpass.graphs.split_layers` then cuts the
+prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the
 graph into layers, the distinct parts are compiled, and :mod:`kvpass.compiler.prompt` calls parts, attention and policy.
 In order:
 
@@ -23,7 +23,7 @@ In order:
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
 ``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
-``one_token``               values recorded again for one token
+``one_token``               of a decode step: values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ==========================  =====================================================================================

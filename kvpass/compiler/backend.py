@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -180,7 +179,7 @@ class PhaseCompiler:
         layout, _, device = layout_of(captured.gm)
         is_prompt = phase == "prefill"
         names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
-        kind = (phase, call.one_token_prompt) if is_prompt else (phase, cache.entry_format, cache.selects_rows)
+        kind = phase if is_prompt else (phase, cache.entry_format, cache.selects_rows)
         made = None if names_policy else captured.shared.get(kind)
         if made is None:
             on_cpu = self.compiler == "inductor" and device.type == "cpu"
@@ -219,19 +218,18 @@ class PhaseCompiler:
         layout, _, device = layout_of(unsplit)
         seen = torch.zeros((), dtype=torch.int64, device=device)
         nodes, fakes = add_state_placeholders(unsplit, {"seen": seen}, {}, mode)
-        inputs, one_token = self._one_token(captured, call, fakes)
-        passes = run_passes(unsplit, [partial(offset_positions_pass, seen=nodes["seen"]), *one_token], label=label)
+        passes = run_passes(unsplit, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
         gm = copy_graph(unsplit)
         try:
             split = split_layers(gm, placeholders(gm)[-1])
         except CannotSplitError as reason:  # it has changed the copy
-            gm, split = unsplit, split_at_attention(unsplit, "it is one token" if one_token else str(reason))
+            gm, split = unsplit, split_at_attention(unsplit, str(reason))
         seconds = time.perf_counter() - began
         passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
         for index, part in enumerate({part.key: part for part in split.parts}.values()):
             dump_graph(f"{label}.part_{index}", part.gm)
         with self._shown(call, MOST_PARTS), compiled_for_any_length():
-            examples = [*inputs, *map(recorded, split.added)]
+            examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
         decoder = Prefill(gm, layout, split, functions, captured.lookups)
 
@@ -245,19 +243,6 @@ class PhaseCompiler:
 
         return _CompiledPhase(run, len(functions), passes, split.not_in_blocks)
 
-    def _one_token(self, captured: Capture, call: Call, added: Sequence[Tensor]) -> tuple[list[Any], list[GraphPass]]:
-        """Return fake inputs of a graph for a call, and the pass that its values need if the call is of one token.
-
-        Args:
-            added: fake inputs that the graph has besides those of the capture.
-        """
-        tokens = batch_and_tokens(captured.gm)[1]
-        if isinstance(tokens, int) or not (call.phase == "decode" or call.one_token_prompt):
-            return [*captured.inputs, *added], []
-        mode = backend_mode()
-        inputs = [*one_token_inputs(captured.inputs, tokens, mode), *added]
-        return inputs, [partial(one_token_pass, inputs=inputs, mode=mode)]
-
     def _rewritten(self, captured: Capture, call: Call) -> _CompiledPhase:
         """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
         phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
@@ -267,10 +252,12 @@ class PhaseCompiler:
         fake_mode = backend_mode()
         dynamic = dynamic_dims(state, cache.batch_size, chosen=cache.selects_rows)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
-        inputs, one_token = self._one_token(captured, call, fakes)
-        passes: list[GraphPass] = [
-            partial(offset_positions_pass, seen=nodes["seen"]),
-            *one_token,
+        inputs, tokens = [*captured.inputs, *fakes], batch_and_tokens(captured.gm)[1]
+        passes: list[GraphPass] = [partial(offset_positions_pass, seen=nodes["seen"])]
+        if phase == "decode" and not isinstance(tokens, int):
+            inputs = [*one_token_inputs(captured.inputs, tokens, fake_mode), *fakes]
+            passes.append(partial(one_token_pass, inputs=inputs, mode=fake_mode))
+        passes += [
             partial(rewrite_cached_pass, state=nodes, layout=layout, policy=cache.policy, impl=impl, ranks=cache.ranks),
             *([decompose_linear_pass] if phase == "decode" and impl == "cpp" else []),
         ]
@@ -282,7 +269,7 @@ class PhaseCompiler:
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
             compiled, parts = compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
-        step, count = None, size_reader(captured.gm, batch_and_tokens(captured.gm)[1])
+        step, count = None, size_reader(captured.gm, tokens)
         if not call.observed and not cache.selects_rows and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
@@ -327,7 +314,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool, bool], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool], Runner] = {}
 
     @property
     def guards(self) -> list[ShapeGuard]:
@@ -350,10 +337,7 @@ class Capture:
         """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
         policy = call.cache.policy
         # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = (
-            *(type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows),
-            *(call.phase, call.observed, call.one_token_prompt),
-        )
+        key = type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows, call.phase, call.observed
         if key in self._runners:
             return self._runners[key]
 

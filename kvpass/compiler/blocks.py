@@ -262,7 +262,9 @@ class LayerRun:
         if not part.runs:
             return {}
         given = [self._part(node, first, end, made) for node in part.inputs]
-        found = dict(zip(part.outputs, self.decoder.functions[part.key](*given), strict=True))
+        # compiled for two tokens or more; the graph itself holds for one too
+        function = part.gm.forward if self.tokens == 1 else self.decoder.functions[part.key]
+        found = dict(zip(part.outputs, function(*given), strict=True))
         for before, after in self.decoder.split.states.items():
             if after in found:
                 self.known[before] = found[after] = found[after].contiguous()  # it may be a view of a whole block

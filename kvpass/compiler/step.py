@@ -60,7 +60,6 @@ class Call:
 
     Attributes:
         observed: the extension also computes recompression scores.
-        one_token_prompt: the prompt of a prefill is one token.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it.
         block: tokens of a block of a prompt, "auto" or at least 2.
@@ -71,7 +70,6 @@ class Call:
     cache: CompressedCache
     phase: Phase
     observed: bool = False
-    one_token_prompt: bool = False
     has_begun: bool = False
     only_capture: bool = False
     block: Block = "auto"
@@ -113,7 +111,7 @@ def prefill(
     try:
         for one in filled:
             one.begin_prefill(start, columns, ids)
-        call = Call(cache, "prefill", one_token_prompt=columns == 1, block=block)
+        call = Call(cache, "prefill", block=block)
         result = run(call)
         call.check_begun()
         for one in filled:

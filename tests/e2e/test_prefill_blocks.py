@@ -101,6 +101,19 @@ def test_another_policy_compiles_no_part_of_the_prefill_again(monkeypatch):
     assert (record.phase, record.parts) == ("prefill", 4)
 
 
+@pytest.mark.parametrize("family", quick(["llama", "gemma3", "gpt2", "mpt", "deepseek_v3", "lfm2"], ["gemma3"]))
+def test_a_prompt_of_one_token_is_compiled_as_a_longer_one(monkeypatch, family):
+    monkeypatch.setattr(backend, "compile_fx", lambda gm, *_, **__: gm.forward)
+    model, ids = tiny_model(family, layers=2), random_ids(2, 20)
+    fast = kvpass.compile(model, policy="snapkv", budget=1.0, window=8)
+    out = fast(ids[:, :1])
+    assert_close("one token", out.logits, model(ids[:, :1]).logits, atol=1e-4)
+    after = fast(ids[:, 1:], past_key_values=out.past_key_values).logits
+    assert_close("behind it", after, model(ids).logits[:, 1:], atol=1e-4)
+    assert_close("a longer one", fast(ids).logits, model(ids).logits, atol=1e-4)
+    assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
+
+
 def peak_bytes(run):
     """Most bytes of CPU tensors that a function holds at once, besides those that were there before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
