@@ -21,7 +21,7 @@ from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_t
 from kvpass.compiler.known_capture import KnownCapture, keep_capture, recall_capture
 from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
-from kvpass.graphs.bind_state import ids_and_positions, placeholders
+from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import argument_of, recorded
 from kvpass.graphs.verify.examples import EXAMPLE_LENGTHS
@@ -185,22 +185,12 @@ class CaptureCache:
         """The capture that an earlier process made of this model; None if there is none."""
         shapes = ShapeEnv()
         with compile_lock, no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
-            found = recall_capture(text, model, ids, self.compiler)
-            if found is None:
-                return None
-            decoder, modules = found
-            _find_ends(decoder.gm, key, self._ends)
-            decoder.admit_one_token()
-            shapes.freeze()
-        given = ids_and_positions(decoder.gm)
-
-        def run(inputs: Sequence[Any]) -> Tensor:
-            call = _CALL.get()
-            (logits,) = outputs = decoder(call, *inputs)
-            call.made = GraphCall(decoder, tuple(inputs), outputs, given)
-            return logits
-
-        return KnownCapture(decoder.gm, modules, model, run)
+            known = recall_capture(text, model, ids, self.compiler)
+            if known is not None:
+                _find_ends(known.decoder.gm, key, self._ends)
+                known.decoder.admit_one_token()
+                shapes.freeze()
+        return known
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
         """Capture without running, in all processes that share the weights or in none.
@@ -272,6 +262,8 @@ def _several(ids: Tensor) -> Tensor:
 
 
 def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
+    if isinstance(compiled, KnownCapture):
+        return compiled(call, ids, positions)
     tokens = ids.shape[1]
     for tensor in (ids, positions):
         for axis, size in enumerate(tensor.shape[:2]):

@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import sympy  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from torch.fx import GraphModule
 
 from kvpass.compiler.backend import Capture, PhaseCompiler
 from kvpass.compiler.model_text import ModelText, code_digest, code_objects, traced_modules
-from kvpass.compiler.step import ModuleState
-from kvpass.graphs.bind_state import backend_mode, placeholders
+from kvpass.compiler.step import Call, GraphCall, ModuleState
+from kvpass.graphs.bind_state import backend_mode, ids_and_positions, placeholders
 from kvpass.graphs.canonical import batch_and_tokens, find_sites
 from kvpass.graphs.fx_utils import symbols_of
 from kvpass.graphs.graph_json import fake_inputs_like, graph_from_json, graph_to_json, inputs_of
@@ -50,15 +49,10 @@ def keep_capture(text: ModelText, gm: GraphModule, *, repeatable: bool) -> None:
         _LOG.debug("the capture is not kept for later processes: %s", reason)
 
 
-def recall_capture(
-    text: ModelText, model: nn.Module, ids: Tensor, compiler: PhaseCompiler
-) -> tuple[Capture, Sequence[str]] | None:
+def recall_capture(text: ModelText, model: nn.Module, ids: Tensor, compiler: PhaseCompiler) -> KnownCapture | None:
     """Return a capture of an earlier process; None if there is none for this model, ids and code.
 
     To be called in ``tracing`` with a fake mode of its own; ``ids``: an example ``[B, T]``, or embeddings.
-
-    Returns:
-        the capture, and the modules whose code was traced.
     """
     began = time.perf_counter()
     kept = recall(_KIND, [text.digest])
@@ -76,7 +70,7 @@ def recall_capture(
         return None
     gm.recompile()
     passes = [PassRecord(name="recall", sites=len(find_sites(gm)), seconds=time.perf_counter() - began, op_diff="")]
-    return Capture(gm, passes, inputs, compiler), kept["modules"]
+    return KnownCapture(Capture(gm, passes, inputs, compiler), kept["modules"], model)
 
 
 def _check_guards(gm: GraphModule) -> None:
@@ -90,16 +84,15 @@ def _check_guards(gm: GraphModule) -> None:
 
 
 class KnownCapture:
-    """A forward that runs the capture of an earlier process: with ids and positions ``[B, T]``, as a compiled one.
+    """The capture of an earlier process. Instead of Dynamo's guards, it compares what it was made for.
 
-    Instead of Dynamo's guards, it compares what it was made for.
+    Args:
+        modules: of Python, whose code was traced.
     """
 
-    def __init__(
-        self, gm: GraphModule, modules: Sequence[str], model: nn.Module, run: Callable[[Sequence[Any]], Tensor]
-    ) -> None:
-        self._gm, self._modules, self._run = gm, modules, run
-        held = [node.meta["grapharg"].example for node in placeholders(gm) if "grapharg" in node.meta]
+    def __init__(self, decoder: Capture, modules: Sequence[str], model: nn.Module) -> None:
+        self.decoder, self._modules, self._given = decoder, modules, ids_and_positions(decoder.gm)
+        held = [node.meta["grapharg"].example for node in placeholders(decoder.gm) if "grapharg" in node.meta]
         self._state = ModuleState(model, held)
         self._lists = self._state.lists()
         self._code = code_objects(modules)
@@ -112,5 +105,9 @@ class KnownCapture:
         now = code_objects(self._modules)
         return len(now) == len(self._code) and all(map(operator.is_, now, self._code))
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(inputs_of(self._gm, ids, positions))
+    def __call__(self, call: Call, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run a call with ids, or embeddings, and positions ``[B, T]``; return the logits."""
+        inputs = inputs_of(self.decoder.gm, ids, positions)
+        (logits,) = outputs = self.decoder(call, *inputs)
+        call.made = GraphCall(self.decoder, tuple(inputs), outputs, self._given)
+        return logits
