@@ -22,7 +22,7 @@ from kvpass.graphs.fx_utils import DataFlow, is_integral, is_module_tensor, is_s
 from kvpass.graphs.verify.examples import EvaluationError, concrete, evaluate, example_sizes
 
 _POSITIONS = (0, 1, 5, 40, 1000, 30000, 1000000)
-"""Those of the example, where they are an input; of one token the last."""
+"""Those of the example, where they are an input."""
 _TOLERANCE = 1e-3
 _FOUND = "kvpass_rotary_frequencies"
 """Note of an attention op: what was found for it."""
@@ -68,7 +68,6 @@ def _found(q: Node) -> Node | None:
     if not given or len(found) != 1 or len(weights) + len(counted) < len(inputs) or any(map(is_module_tensor, counted)):
         return None
     sizes = example_sizes(batch, tokens, len(_POSITIONS))
-    count = concrete(tokens, sizes)
 
     def feed(node: Node, positions: Sequence[int]) -> Tensor:
         size = concrete(shape_of(node), sizes)
@@ -86,8 +85,8 @@ def _found(q: Node) -> Node | None:
         result: Tensor = evaluate(q, calls, feeds, sizes)
         return result
 
-    positions = _POSITIONS[-count:] if counted else tuple(range(count))
-    made, first, half = queries(positions), queries((0,) * count)[:, :, :1].double(), dim // 2
+    positions = _POSITIONS if counted else tuple(range(len(_POSITIONS)))
+    made, first, half = queries(positions), queries((0,) * len(positions))[:, :, :1].double(), dim // 2
     frequencies = feed(found[0], ()).double()
     angles = torch.tensor(positions, device=made.device)[:, None] * torch.cat([frequencies, frequencies])
     turned = first * angles.cos() + torch.cat([-first[..., half:], first[..., :half]], -1) * angles.sin()
