@@ -125,7 +125,7 @@ def peak_bytes(run):
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
 def test_a_prompt_takes_the_memory_of_the_stream_of_a_layer_s_entries_and_of_a_block(backend):
-    model = tiny_model("llama", layers=2, intermediate_size=4096)
+    model = tiny_model("llama", layers=3, intermediate_size=4096)
     fast = kvpass.compile(model, budget=16, window=8, backend=backend, prefill_block=64)
     tokens, config = 2000, model.config
     stream, entries = config.hidden_size, 2 * config.num_key_value_heads * config.head_dim
