@@ -136,17 +136,17 @@ def plan(
         None if x is None else chosen.token_scores(x, layer, layers, kv_heads, ONE_PROCESS)
         for layer, x in enumerate(hidden)
     ]
-    scored = [None if found is None else found[..., :length] for found in every]
+    entered = [None if found is None else found[..., :length] for found in every]
     new_scores = [torch.stack([x[..., length:] for x in every if x is not None]).movedim(3, 0)] if more else []
     given = [
         PolicyInputs(weight, turns, entries, replayed=most, entered=found)
-        for weight, turns, most, found in zip(projections, frequencies, attended, scored, strict=True)
+        for weight, turns, most, found in zip(projections, frequencies, attended, entered, strict=True)
     ]
 
     window = min(chosen.window, length)
     sites = [
-        Observation(*tensors, factor, window, i, layers, asked=asked)
-        for i, (*tensors, asked) in enumerate(zip(q, k, v, given, strict=True))
+        Observation(queries, keys, values, factor, window, i, layers, asked=asked)
+        for i, (queries, keys, values, asked) in enumerate(zip(q, k, v, given, strict=True))
     ]
     scores, weights, limits = _judged(chosen, sites, entries, available)
     scored = scores > float("-inf")
