@@ -80,7 +80,7 @@ def policy_digest(policy: Policy) -> str:
     return digest.hexdigest() if modules else ""
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def model_digest(model: PreTrainedModel) -> str:
     """Digest of a model: class, dtype, configuration, weights (:class:`~kvpass.cache.fingerprint.ModelFingerprint`)."""
     divided = {name: tensor for name, tensor in model.named_parameters() if hasattr(tensor, "device_mesh")}
     text = json.dumps(ModelFingerprint(model, divided).describe(), sort_keys=True)

@@ -34,7 +34,7 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     axes = figure.subplots(len(scopes), columns, sharex=True, sharey=True, squeeze=False)
     for scope, line_of_panels in zip(scopes, axes, strict=True):
         lines: dict[str, list[Row]] = {policy: [] for policy in drawn}
-        for row in sorted(rows, key=lambda row: row.kept_fraction):
+        for row in sorted(rows, key=lambda row: row.kept.kept_fraction):
             if row.scope == scope and row.budget != "all":
                 lines[row.policy].append(row)
         for index, panel in enumerate(line_of_panels):
@@ -52,7 +52,7 @@ def plot_curve(rows: Sequence[Row], path: Path, *, title: str) -> None:
     panel = axes[0][0]
     if drawn:
         panel.set_xscale("log")
-        ticks = sorted({round(100 * row.kept_fraction) for row in rows if row.budget != "all"})
+        ticks = sorted({round(100 * row.kept.kept_fraction) for row in rows if row.budget != "all"})
         panel.set_xticks(ticks, [str(tick) for tick in ticks])
         panel.minorticks_off()
     panel.set_ylim(-3, 103)
@@ -72,9 +72,9 @@ def plot_formats(rows: Sequence[Row], path: Path, *, title: str) -> None:
     for scope, panel in zip(scopes, axes, strict=True):
         for policy in dict.fromkeys(row.policy for row in rows):
             line = sorted(
-                (row for row in rows if (row.scope, row.policy) == (scope, policy)), key=lambda r: r.kept_bytes
+                (row for row in rows if (row.scope, row.policy) == (scope, policy)), key=lambda r: r.kept.kept_bytes
             )
-            _with_intervals(panel, [row.kept_bytes / 1024 for row in line], line, label=policy)
+            _with_intervals(panel, [row.kept.kept_bytes / 1024 for row in line], line, label=policy)
         panel.set(title=f"scope = {scope}", xlabel="KiB of kept entries, scales included", xscale="log", ylim=(-3, 103))
         panel.grid(alpha=0.3)
     axes[0].set_ylabel("exact answers, %")
@@ -87,17 +87,21 @@ def _plot_policy(panel: Axes, chosen: Sequence[Row], others: Sequence[Sequence[R
     """The others in grey, with the band from their least to their most, and the chosen with its intervals."""
     spans: dict[str, list[Row]] = {}
     for line in others:
-        panel.plot([100 * row.kept_fraction for row in line], [100 * row.score for row in line], color="0.7", lw=0.6)
+        panel.plot(
+            [100 * row.kept.kept_fraction for row in line], [100 * row.score for row in line], color="0.7", lw=0.6
+        )
         for row in line:
             spans.setdefault(row.budget, []).append(row)
     if spans:
-        at = [100 * sum(row.kept_fraction for row in span) / len(span) for span in spans.values()]
+        at = [100 * sum(row.kept.kept_fraction for row in span) / len(span) for span in spans.values()]
         least, most = ([100 * edge(row.score for row in span) for span in spans.values()] for edge in (min, max))
         panel.fill_between(at, least, most, color="0.93", label=f"{len(others)} other policies")
     if chosen:
-        _with_intervals(panel, [100 * row.kept_fraction for row in chosen], chosen, color=color)
+        _with_intervals(panel, [100 * row.kept.kept_fraction for row in chosen], chosen, color=color)
         masses = [
-            (100 * row.kept_fraction, 100 * row.attention_mass) for row in chosen if row.attention_mass is not None
+            (100 * row.kept.kept_fraction, 100 * row.kept.attention_mass)
+            for row in chosen
+            if row.kept.attention_mass is not None
         ]
         if masses:
             panel.plot(*zip(*masses, strict=True), linestyle=":", color=color, label="window's attention kept")

@@ -112,9 +112,7 @@ class Row:
 
     Attributes:
         samples: their number. score, low, high: mean and its 95 % Wilson interval (which takes samples as independent,
-            those that share a context included).
-        budget_entries and what follows: as in :class:`~kvpass.eval.runner.Kept`, means over the samples;
-            None if it is None of one.
+            those that share a context included). kept: means over the samples; None where it is None of one.
     """
 
     task: str
@@ -125,16 +123,7 @@ class Row:
     score: float
     low: float
     high: float
-    budget_entries: float
-    budget_bytes: float
-    kept_entries: float
-    kept_fraction: float
-    kept_bytes: float
-    cache_bytes: float
-    attention_mass: float | None
-
-
-_MEANS = [field.name for field in fields(Row) if field.name in {field.name for field in fields(Kept)}]
+    kept: Kept
 
 
 def summarize(records: Iterable[Record]) -> list[Row]:
@@ -148,9 +137,9 @@ def summarize(records: Iterable[Record]) -> list[Row]:
         count = len(group)
         score = sum(record.score for record in group) / count
         low, high = wilson_interval(min(score, 1.0), count)
-        means = {name: _mean([getattr(record.kept, name) for record in group]) for name in _MEANS}
+        means = {field.name: _mean([getattr(record.kept, field.name) for record in group]) for field in fields(Kept)}
         condition = (task, policy, budget, scope)
-        rows.append(Row(*condition, samples=count, score=score, low=low, high=high, **means))
+        rows.append(Row(*condition, samples=count, score=score, low=low, high=high, kept=Kept(**means)))
     return rows
 
 
@@ -186,16 +175,16 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.score:.2f}",
         f"{100 * row.low:.1f}-{100 * row.high:.1f}",
         mass_text(row),
-        f"{row.kept_entries:.1f}",
-        f"{row.kept_fraction:.1%}",
-        f"{row.kept_bytes / 1024:.1f}",
-        f"{row.cache_bytes / 1024:.1f}",
+        f"{row.kept.kept_entries:.1f}",
+        f"{row.kept.kept_fraction:.1%}",
+        f"{row.kept.kept_bytes / 1024:.1f}",
+        f"{row.kept.cache_bytes / 1024:.1f}",
     ]
 
 
 def mass_text(row: Row) -> str:
     """Share of the window's attention in the kept entries, in percent; a dash where it is not known."""
-    return "-" if row.attention_mass is None else f"{row.attention_mass:.1%}"
+    return "-" if row.kept.attention_mass is None else f"{row.kept.attention_mass:.1%}"
 
 
 def results_tables(rows: Sequence[Row]) -> Tables:

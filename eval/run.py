@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
 from kvpass.config import Budget, EntryFormat
-from kvpass.eval.environment import answering_digest, fingerprint, machine, policy_digest, save_json, versions
+from kvpass.eval.environment import answering_digest, machine, model_digest, policy_digest, save_json, versions
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
@@ -86,7 +86,7 @@ class Evaluation:
         if any(task.name == _DRAWN for task in tasks):
             import_figure()
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-        self.fingerprint = fingerprint(self.model)
+        self.fingerprint = model_digest(self.model)
         self.code = answering_digest("prompt.py", "runner.py", "run.py")
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}

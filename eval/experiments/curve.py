@@ -107,11 +107,11 @@ def formats_table(rows: Sequence[Row], same: Mapping[tuple[str, str, str], float
         same: as :func:`agreement` gives it.
     """
     lines = []
-    for row in sorted(rows, key=lambda row: (row.scope, row.kept_bytes)):
+    for row in sorted(rows, key=lambda row: (row.scope, row.kept.kept_bytes)):
         agreed = same.get((row.policy, row.budget, row.scope))
         unchanged = "" if agreed is None else f"{100 * agreed:.1f}"
         condition = [row.scope, row.policy, _heading(row.budget)]
-        lines.append([*condition, f"{row.kept_bytes / 1024:.0f}", _cell(row), unchanged])
+        lines.append([*condition, f"{row.kept.kept_bytes / 1024:.0f}", _cell(row), unchanged])
     header = ["scope", "policy", "budget", "kept KiB", "score %", "answers unchanged %"]
     return Tables([("", header, lines)], left=3)
 

@@ -12,8 +12,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.cache.fingerprint import ModelFingerprint
-from kvpass.eval.environment import answering_digest
+from kvpass.eval.environment import answering_digest, model_digest
 
 
 def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:
@@ -72,7 +71,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
         settings: whatever else decides an answer; values that JSON cannot say are taken by their ``repr``.
     """
     known = {
-        "model": ModelFingerprint(model).describe(),
+        "model": model_digest(model),
         "generation": model.generation_config.to_dict(),
         "tokenizer": _describe(tokenizer),
         "device": model.device.type,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvpass
 from kvpass import builtin
-from kvpass.eval.environment import fingerprint
+from kvpass.eval.environment import model_digest
 from kvpass.eval.tasks import registry
 from tiny_models import sharing_captures
 
@@ -53,7 +53,7 @@ def compile_once():
     @functools.wraps(original)
     def with_captures(model, *, backend, compile_regions="auto", **options):
         made = original(model, backend=backend, compile_regions=compile_regions, **options)
-        return sharing_captures(made, fingerprint(model), backend, compile_regions)
+        return sharing_captures(made, model_digest(model), backend, compile_regions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvpass, "compile", with_captures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +25,7 @@ from kvpass.eval.experiments.curve import (
 from kvpass.eval.options import CurveOptions, EvalOptions
 from kvpass.eval.plots import plot_curve, plot_formats, plot_grid
 from kvpass.eval.records import Row, mass_text
+from kvpass.eval.runner import Kept
 from kvpass.policies import Policy
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -32,11 +33,12 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 def row(policy: str, budget: str, scope: str, score: float) -> Row:
     fraction = 1.0 if budget == "all" else float(budget)
-    sizes = dict.fromkeys(("budget_entries", "budget_bytes", "kept_entries", "kept_bytes", "cache_bytes"), 1.0)
+    kept = dict.fromkeys((field.name for field in fields(Kept)), 1.0)
+    kept |= {"kept_fraction": fraction, "attention_mass": None if budget == "0.03" else 0.625}
     low, high = max(0.0, score - 0.1), min(1.0, score + 0.1)
     return Row(
         task="t", policy=policy, budget=budget, scope=scope, samples=10, score=score, low=low, high=high,
-        kept_fraction=fraction, attention_mass=None if budget == "0.03" else 0.625, **sizes,
+        kept=Kept(**kept),
     )  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def test_formats_of_entries_are_compared_by_bytes_and_by_their_answers(tmp_path)
     records += [record("int8 lava", sample, "3" if sample == "d" else said) for sample, said in answers]
     same = agreement(records)
     assert same == {("int8 lava", "0.03", "prompt"): 0.75}
-    rows = [ROWS[1], replace(ROWS[1], policy="int8 lava", kept_bytes=0.5)]
+    rows = [ROWS[1], replace(ROWS[1], policy="int8 lava", kept=replace(ROWS[1].kept, kept_bytes=0.5))]
     lines = formats_table(rows, same).markdown().splitlines()
     assert [line.split("|")[2].strip() for line in lines[2:]] == ["int8 lava", "lava"]
     assert lines[2].endswith("| 75.0 |")

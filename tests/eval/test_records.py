@@ -65,7 +65,7 @@ def test_an_attention_mass_that_one_sample_lacks_has_no_mean():
         return msgspec.structs.replace(record("a"), kept=dataclasses.replace(KEPT, attention_mass=mass))
 
     rows = [summarize([held(0.5), held(second)])[0] for second in (0.75, None)]
-    assert [row.attention_mass for row in rows] == [0.625, None]
+    assert [row.kept.attention_mass for row in rows] == [0.625, None]
     lines = results_tables(rows).markdown().splitlines()
     column = lines[0].split(" | ").index("attention mass")
     assert [line.split(" | ")[column] for line in lines[2:]] == ["62.5%", "-"]

@@ -16,7 +16,7 @@ from command_line import invoke
 from kvpass import builtin
 from kvpass.compiler.prompt import Prefill
 from kvpass.eval import run, workers
-from kvpass.eval.environment import fingerprint
+from kvpass.eval.environment import model_digest
 from kvpass.eval.options import EvalOptions
 from kvpass.eval.records import RecordFile
 from kvpass.eval.run import Evaluation
@@ -203,7 +203,7 @@ def test_records_tables_and_manifest_say_the_same(tmp_path):
     assert manifest["settings"]["seed"] == 0
     assert manifest["settings"]["policies"] == "full"
     assert manifest["results"] == [dataclasses.asdict(row) for row in rows]
-    assert [(row.kept_fraction, row.budget_bytes) for row in rows] == [(1.0, row.kept_bytes) for row in rows]
+    assert all(row.kept.kept_fraction == 1.0 and row.kept.budget_bytes == row.kept.kept_bytes for row in rows)
     assert str(tmp_path) not in (tmp_path / "manifest.json").read_text()
 
 
@@ -249,12 +249,12 @@ def test_what_changes_no_answer_keeps_the_key(tmp_path, changes):
 
 def test_other_weights_have_another_fingerprint():
     model, _ = builtin.load()
-    before = fingerprint(model)
-    assert fingerprint(builtin.load()[0]) == before
+    before = model_digest(model)
+    assert model_digest(builtin.load()[0]) == before
     weight = next(model.parameters())
     with torch.no_grad():
         weight[0, 0] += 1
-        changed = fingerprint(model)
+        changed = model_digest(model)
         weight[0, 0] -= 1
     assert changed != before
 
