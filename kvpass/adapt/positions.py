@@ -41,7 +41,7 @@ def rotate_by_row(model: nn.Module) -> int | None:
     Returns:
         tokens beyond which longrope takes other frequencies; None without longrope.
     """
-    limit, by_row = None, once(_by_row)
+    limit, by_row = None, once(_by_row)  # for each model anew: forwards may have been patched since the last
     module: Any
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
@@ -120,21 +120,22 @@ def tunes_by_column(module: Any) -> bool:
 
 def tune_by_position(model: nn.Module) -> None:
     """Let the layers of a compiled copy leave the scale of queries to :func:`tuned_query`."""
-    passing, tuning = once(_passing_positions), once(_tuning_elsewhere)
     for layer in model.modules():
         tuned = [child for child in layer.children() if tunes_by_column(child)]
         if tuned:
-            layer.__class__ = passing(type(layer))
+            layer.__class__ = _passing_positions(type(layer))
         for child in tuned:
             vars(child)["tunes_by_position"] = vars(child).pop(_TUNING)
-            child.__class__ = tuning(type(child))
+            child.__class__ = _tuning_elsewhere(type(child))
 
 
+@once
 def _tuning_elsewhere(kind: Any) -> Any:
     """Return a class of layers that scale their queries except in captures."""
     return changed_class(kind, **{_TUNING: property(lambda layer: layer.tunes_by_position and not capturing())})
 
 
+@once
 def _passing_positions(kind: Any) -> Any:
     """Return a class of layers which pass ``position_ids`` on to the arguments of attention."""
 

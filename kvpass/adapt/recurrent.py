@@ -273,7 +273,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 def replace_token_mixers(model: nn.Module) -> None:
     """Let the layers of a compiled copy call :data:`FUNCTIONS`."""
-    with_functions = once(_with_functions)
+    with_functions = once(_with_functions)  # for each model anew: functions may have been patched since the last
     for module in model.modules():
         module.__class__ = with_functions(type(module), getattr(module, "layer_idx", None))
 

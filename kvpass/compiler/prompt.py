@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from torch.profiler import record_function
 
 from kvpass.compiler.blocks import SplitDecoder
-from kvpass.compiler.replays import Behind, Fill, Observed, PromptRun
+from kvpass.compiler.replays import Behind, Fill, PromptRun, RowReplay
 from kvpass.graphs.canonical import Site, SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
@@ -229,7 +229,7 @@ class _Repetition(PromptRun):
         prompt: Attention,
         location: SiteLocation,
         replayed: Sequence[Attention],
-        turns: Sequence[list[Observed]],
+        turns: Sequence[list[RowReplay]],
     ) -> None:
         """Compact what one cache holds of a layer.
 

@@ -23,7 +23,7 @@ from kvpass.ops.reference import row_groups
 from kvpass.policies.base import Policy
 from kvpass.policies.replay import Replay
 
-Observed = tuple[slice, int, Replay]
+RowReplay = tuple[slice, int, Replay]
 """Rows, their first real column, and what they replay."""
 
 
@@ -42,7 +42,7 @@ class Behind(NamedTuple):
         turns: what runs, and what of it each row observes. readers: the caches.
     """
 
-    turns: list[tuple[LayerRun, list[Observed]]]
+    turns: list[tuple[LayerRun, list[RowReplay]]]
     readers: list[Fill]
 
 
@@ -97,7 +97,7 @@ class PromptRun(LayerRun):
 
     def _turns(
         self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]], inputs: Sequence[Any], block: int
-    ) -> Iterator[tuple[LayerRun, list[Observed]]]:
+    ) -> Iterator[tuple[LayerRun, list[RowReplay]]]:
         """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
 
         Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
