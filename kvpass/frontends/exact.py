@@ -10,7 +10,7 @@ Legend: B rows, T tokens of a text, M of a draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -40,18 +40,12 @@ _NOT_EXACT = {
 """Arguments of ``generate`` that ``exact=True`` does not support, with a reason for each."""
 
 
-def generate_exactly(
-    model: Any,
-    generate: Callable[[Rules, dict[str, Any]], Any],
-    rules: Rules,
-    kwargs: dict[str, Any],
-    tokens: DraftTokens,
-) -> Any:
+def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: DraftTokens) -> Any:
     """Generate on the full cache, with drafts from the compressed one.
 
     Args:
-        model: what ``kvpass.compile`` returned. generate: its method, without drafts. rules: of the compressed cache.
-        kwargs: arguments of ``generate`` by name. tokens: drafted at a time.
+        model: what ``kvpass.compile`` returned. rules: of the compressed cache. kwargs: arguments of ``generate`` by
+            name. tokens: drafted at a time.
     """
     runtime = model._kvpass
     check_one_process(runtime.captures.compiler.ranks, "exact=True")
@@ -72,7 +66,7 @@ def generate_exactly(
     drafts = full.drafts = CompressedDrafts(model, rules, full, compressed, tokens)
     try:
         with runtime.call(rules.keeping_all):
-            output = generate(rules.keeping_all, {**kwargs, "cache": full})
+            output = model._generate(rules.keeping_all, {**kwargs, "cache": full})
     finally:
         full.drafts, full.fills = None, ()
     drafts.synchronise()

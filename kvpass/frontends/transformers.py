@@ -91,7 +91,7 @@ class CompressedModel(GenerateHooks):
             raise ValueError(f"draft_tokens={draft_tokens!r} goes with exact=True")
         with self._kvpass.call(rules):
             if exact:
-                return generate_exactly(self, self._generate, rules, given, draft_tokens)
+                return generate_exactly(self, rules, given, draft_tokens)
             return self._generate(rules, given)
 
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
