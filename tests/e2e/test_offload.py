@@ -13,10 +13,10 @@ from kvpass import host_weights
 from kvpass.graphs.host_weights import take_host_weights_pass
 from kvpass.graphs.split import CannotSplitError, split_graph
 from kvpass.host_weights import HostCopies
+from pairwise import quick_rows
 from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager", "prefill_block": 32}
-SAMPLE = ["gemma3"]
 CPU = torch.device("cpu")
 
 
@@ -45,8 +45,25 @@ def answers(model, ids, mask):
     return [one.logits for one in said], tokens
 
 
-def compare(fast, family, layers, rows=2, **options):
-    _, plain = compiled_once(family, layers=layers, backend="eager", budget=24, window=8, **options)
+LLAMA = [
+    {"policy": "h2o"},
+    {"policy": "tova"},
+    {"policy": "cake", "tau1": 1.6, "tau2": 0.4},
+    {"policy": "criticalkv"},
+    {"backend": "inductor"},
+]
+"""Policies that evict while decoding or read a weight, and compiled code."""
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    quick_rows([*((family, {}) for family in FAMILIES), *(("llama", options) for options in LLAMA)], [("gemma3", {})]),
+    ids=str,
+)
+def test_a_model_with_weights_on_the_host_gives_what_it_gives_without(family, options):
+    fast = kvpass.compile(offloaded(family, layers=2), **{**OPTIONS, **options})
+    _, plain = compiled_once(family, layers=2, **{"budget": 24, "window": 8, **options, "backend": "eager"})
+    rows = 1 if family in {"gpt2", "opt"} else 2
     ids, mask = random_ids(rows, 100), torch.ones(rows, 100, dtype=torch.int64)
     if rows > 1:
         mask[0, :7] = 0
@@ -54,33 +71,6 @@ def compare(fast, family, layers, rows=2, **options):
     for one, other in zip(logits, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
     assert torch.equal(found, tokens)
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in SAMPLE else pytest.mark.exhaustive) for f in FAMILIES]
-)
-def test_a_model_with_weights_on_the_host_gives_what_it_gives_without(family):
-    rows = 1 if family in {"gpt2", "opt"} else 2
-    compare(kvpass.compile(offloaded(family, layers=2), **OPTIONS), family, 2, rows)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["h2o", "tova", "cake:tau1=1.6,tau2=0.4", "criticalkv"])
-def test_policies_that_evict_while_decoding_or_read_a_weight(policy):
-    name, _, given = policy.partition(":")
-    options = {key: float(value) for key, _, value in (one.partition("=") for one in given.split(",") if one)}
-    compare(
-        kvpass.compile(offloaded("llama", layers=2), policy=name, **options, **OPTIONS),
-        "llama",
-        2,
-        policy=name,
-        **options,
-    )
-
-
-@pytest.mark.exhaustive
-def test_compiled_by_inductor():
-    compare(kvpass.compile(offloaded("llama", layers=2), **OPTIONS | {"backend": "inductor"}), "llama", 2)
 
 
 def test_each_weight_is_copied_once_a_call_into_two_buffers(monkeypatch):
