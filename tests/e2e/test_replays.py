@@ -57,6 +57,7 @@ def attended_most(model: PreTrainedModel, ids: Tensor, kv_heads: int, *, weighed
         with torch.no_grad(), inputs_and_outputs(modules) as entered:
             out = model(torch.cat([ids, own], 1), output_attentions=True, use_cache=weighed)
         seen = [*range(first), *range(begin, end), *range(n, n + own.shape[1])]
+        held = [layer for layer in out.past_key_values.layers if hasattr(layer, "values")] if weighed else []
         for layer, attention in enumerate(out.attentions):
             rows = attention[0, :, n:]
             part = rows[..., seen] / (rows[..., seen].sum(-1, keepdim=True) + 1 - rows.sum(-1, keepdim=True))
@@ -65,7 +66,7 @@ def attended_most(model: PreTrainedModel, ids: Tensor, kv_heads: int, *, weighed
             paid = part[..., first : first + end - begin]
             if weighed:
                 (x, _), weight = entered[layer], weights[layer]
-                values = out.past_key_values.layers[layer].values[0].repeat_interleave(len(rows) // kv_heads, 0)
+                values = held[layer].values[0].repeat_interleave(len(rows) // kv_heads, 0)
                 if values.shape[1] != n + own.shape[1]:
                     continue  # a sliding window
                 worth = (values @ weight.unflatten(1, (len(rows), -1)).permute(1, 2, 0)).norm(dim=-1)
@@ -77,10 +78,10 @@ def attended_most(model: PreTrainedModel, ids: Tensor, kv_heads: int, *, weighed
 def attention_modules(model: PreTrainedModel) -> list[tuple[torch.nn.Module, Tensor]]:
     """Each attention module, and the weight ``[hidden, H * D]`` of its last linear layer."""
     found = []
-    for path, module in model.named_modules():
+    for module in model.modules():
         below = dict(module.named_children())
         name = next((name for name in PROJECTIONS if name in below), None)
-        if name is not None and "mlp" not in path:
+        if name is not None and type(module).__name__.endswith("Attention"):
             found.append((module, below[name].weight.T if isinstance(below[name], Conv1D) else below[name].weight))
     return found
 
