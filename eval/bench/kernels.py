@@ -344,11 +344,11 @@ def failures(result: dict[str, Any]) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0; 1 without a CUDA device, or where something failed."""
-    parser = argparse.ArgumentParser(prog="kernel_bench", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvpass.eval.bench.kernels", description=str(__doc__).splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="what is measured goes here, figure by figure")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("kernel_bench: this machine has no CUDA device", file=sys.stderr)
+        print("this machine has no CUDA device", file=sys.stderr)
         return 1
     shape = Shape()
     torch.manual_seed(0)
@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console().print(shown(result))
     failed = failures(result)
     for name, reason in failed.items():
-        print(f"kernel_bench: {name}: {reason}", file=sys.stderr)
+        print(f"{name}: {reason}", file=sys.stderr)
     save_json(given.json, result | {"complete": not failed})
     return int(bool(failed))
 
