@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvpass
+from masked_oracle import assert_decodes_like_the_masked_model
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
@@ -45,6 +46,12 @@ def test_turns_and_a_loaded_cache_continue_in_the_chunk(tmp_path):
         with torch.no_grad():
             expected = model(torch.cat([ids, *given], 1)).logits[:, -tokens:]
         assert_close(f"{tokens} tokens", logits, expected, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_contract_6_layers_without_chunks_decode_like_the_masked_model(backend):
+    assert_decodes_like_the_masked_model(*pair(14, backend), [61, 61], [*[1] * 80, 10])
 
 
 def test_a_scale_of_queries_by_column_is_refused():

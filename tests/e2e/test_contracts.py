@@ -36,7 +36,7 @@ LAYERS = dict.fromkeys(("llama", "gemma2", "gemma3", "smollm3", "gpt_neo", "deep
 """Of families whose layers differ, and of llama, two; of others one."""
 MASKED = ["llama", "gpt_neox", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
-OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "llama4"}
+OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "gpt_neo", "mpt", "xglm", "llama4"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
 VERSION = Version(transformers.__version__)
 MET_OTHERWISE = {"diffllama"} if Version("5.17") > VERSION else {"gptj"} if Version("5.24") <= VERSION else set()
@@ -147,8 +147,12 @@ def assert_identical_without_a_limit(model, every, policy):
 
 
 def assert_padded_rows_equal_alone(every, policy, copies):
-    """Against each prompt without padding, in a batch of ``copies``: with 3 no other batch size need be captured."""
-    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37, 10)]
+    """Against each prompt without padding, in a batch of ``copies``: with 3 no other batch size need be captured.
+
+    The tokens of a prompt differ: equal ones have keys of nearly equal norms, and rounding depends on the batch.
+    """
+    vocabulary = every.model.config.get_text_config().vocab_size
+    prompts = [torch.randperm(vocabulary, generator=torch.Generator().manual_seed(n))[:n] for n in (PROMPT, 37, 10)]
     new = random_ids(3, 4, seed=1)
     ids, mask = left_pad(prompts)
     width = ids.shape[1]
@@ -273,7 +277,6 @@ def test_contract_4_padding_invariance_compiled():
         *[(family, "eager") for family in MASKED if family != "llama"],
         pytest.param("llama", "eager", marks=pytest.mark.exhaustive),
         *[pytest.param(family, "eager", marks=pytest.mark.exhaustive) for family in FAMILIES if family not in OTHER],
-        *[pytest.param("llama4", backend, marks=pytest.mark.exhaustive) for backend in ("eager", "inductor")],
         ("llama", "inductor"),
     ],
 )
