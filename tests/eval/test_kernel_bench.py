@@ -129,7 +129,7 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     assert status == 1 and not result["complete"]
     assert result["decode"][1]["ragged"] == {"failure": "RuntimeError: no such kernel"}
     assert result["decode"][1]["uniform"]["us_per_layer"] > 0 and len(result["prefill"]) == 4
-    assert "kernel_bench: ragged, batch 2: RuntimeError: no such kernel" in capsys.readouterr().err
+    assert "ragged, batch 2: RuntimeError: no such kernel" in capsys.readouterr().err
     row = show(result).tables[0][2][0]
     assert row[3:5] == ["failed", "-"] and row[-1] == "-"
 
