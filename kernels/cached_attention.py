@@ -22,11 +22,13 @@ from kvpass.kernels.launch import strides
 from kvpass.kernels.prefill_attention import (
     FLOOR,
     LOG2E,
+    PART,
     as_floats,
     block_dim,
     check_dims,
     dot_rows,
     hold_rows,
+    in_parts,
     load_parts,
     logits_base2,
     part_block,
@@ -272,7 +274,10 @@ def append_entries(  # type: ignore[no-untyped-def]
 
 def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
-    check_dims(call.q.shape[3], call.v.shape[3])
+    key_dim, value_dim = call.q.shape[3], call.v.shape[3]
+    check_dims(key_dim, value_dim)
+    if in_parts(key_dim, value_dim) and held.tail_k_scale is not None:
+        raise ValueError(f"tail_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
     if isinstance(held, SlotCache):
         check_slots(call, held, layer)
     else:

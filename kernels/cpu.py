@@ -228,6 +228,8 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     tail_start, tail_used, row_index = held.tail_start, held.tail_used, held.row_index
     (layers, held_rows, _, slots, _), tokens = held.tail_k.shape, call.q.shape[2]
     used = 0 if row_index is not None else int(tail_used)
+    if used < 0 or used + tokens > slots:
+        raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))

@@ -21,6 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvpass.errors import CacheFileError
+from kvpass.operands import CODES
 from kvpass.replace_file import replacing
 
 T = TypeVar("T")
@@ -84,6 +85,10 @@ def read_cache_file(path: str | Path, *, mapped: bool = False) -> tuple[dict[str
         tensors = _mapped(source, state) if mapped else load(bytes(content))
     except (SafetensorError, RuntimeError, KeyError) as error:  # the last two: sizes and dtypes that torch lacks
         raise CacheFileError(source, f"holds no cache: {error}") from None
+    dtypes = {tensor.dtype for tensor in tensors.values()}.difference(CODES.values())
+    strange = {dtype for dtype in dtypes if dtype.is_complex or dtype.itemsize < 2}
+    if strange:
+        raise CacheFileError(source, f"holds no cache: tensors of {', '.join(map(str, strange))}")
     return metadata, tensors
 
 

@@ -214,6 +214,7 @@ DATA = bytes(4)
 
 ENTRIES = {
     "an unknown dtype": of_tensors(one("Q4")),
+    "a dtype that no cache has": of_tensors(one(), one("C64", "[0]", "[4,4]")),
     "the checksum elsewhere": b'{"a":{"sha256":"' + BLANK + b'","data_offsets":[0,4]}}',
     "a dtype in lower case": of_tensors(one("f32")),
     "a list as dtype": of_tensors(one().replace('"F32"', "[]")),

@@ -230,8 +230,8 @@ def spoil_order(case: DecodeCase) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tail_used": torch.tensor(23)}, r"tail_used\[0\]=23.*2 entries.*24 slots"),
-        ({"tail_used": torch.tensor(-1)}, r"must be in 0\.\.-1"),
+        ({"tail_used": torch.tensor(23)}, r"tail_used=23.*2 entries.*24 slots"),
+        ({"tail_used": torch.tensor([-1])}, "tail_used=-1"),
         ({"tail_start": torch.tensor([0, 6])}, r"tail_start\[1\]=6: must be in 0..5"),
         ({"tail_start": torch.tensor([-1, 0])}, r"tail_start\[0\]=-1"),
         (

@@ -133,6 +133,13 @@ def test_wider_rows_are_refused(dim: int, value_dim: int, message: str) -> None:
             way(case)
 
 
+def test_codes_of_wide_rows_are_refused() -> None:
+    case = decode_case([[3]], dim=288, value_dim=256).packed("int8")
+    for way in BOTH:
+        with pytest.raises(ValueError, match="codes of 288 columns: kernels on CUDA read codes of at most 256"):
+            way(case)
+
+
 @pytest.mark.parametrize("tokens", quick([1, 5], [5]))
 def test_half_precision(tokens: int) -> None:
     check(decode_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))
