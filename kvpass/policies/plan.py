@@ -166,7 +166,7 @@ def plan(
         budget=parsed,
         keep=keep,
         lengths=keep.sum(-1),
-        layer_budgets=chosen.layer_budgets(weights, entries, available, kv_heads, layers).T.double() / kv_heads,
+        layer_budgets=chosen.recorded_budgets(weights, entries, available, kv_heads).T.double() / kv_heads,
         scores=scores.masked_fill(~scored, float("nan")),
         decode_keep=steps,
     )

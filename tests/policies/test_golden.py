@@ -113,11 +113,6 @@ class Case:
         self.prompt = q, k, v
         self.decode = (dq, dk, dv) if "decode_keep_mask" in self.want else None
 
-    @property
-    def is_spared(self) -> bool:
-        """Whether CAKE's code keeps the whole prompt; it then writes down a budget that it does not use."""
-        return self.policy == "cake" and self.prompt[1].shape[3] <= self.budget + self.options["window"]
-
 
 def assert_ordered(name: str, keep: Tensor, scores: Tensor) -> None:
     """In no head does a dropped entry score above a kept one."""
@@ -133,8 +128,7 @@ def test_contract_5_parity_with_the_released_code(path):
     found = plan(case.policy, *case.prompt, budget=case.budget, decode=case.decode, **case.options)
     keep, lengths, scores = found.keep[:, 0], found.lengths[:, 0], found.scores[:, 0].nan_to_num(nan=torch.inf)
 
-    if not case.is_spared:
-        assert torch.equal(found.layer_budgets[:, 0], want["layer_budgets"].double())
+    assert torch.equal(found.layer_budgets[:, 0], want["layer_budgets"].double())
     if case.ties:
         assert ((lengths.sum(1) - want["head_kept"].sum(1)).abs() <= keep.shape[1]).all()
     else:
@@ -373,10 +367,11 @@ def test_contract_5_layer_weights_and_budgets_at_every_stage_of_the_cascade(path
     layers, _, kv_heads, length, dim = k.shape
     weights = torch.zeros(1, layers, dtype=torch.float64)
     entries, available = torch.tensor([case.budget - policy.window]), torch.tensor([length - policy.window])
+    whole = policy.name == "cake" and length <= case.budget + policy.window
     for layer in range(layers):
         obs = Observation(q[layer], k[layer], v[layer], dim**-0.5, policy.window, layer, layers)
         weights[:, layer] = policy.layer_weight(obs, policy.score(obs))
-        if not case.is_spared:
+        if not whole:
             budgets = policy.layer_budgets(weights, entries, available, kv_heads, layer + 1)
             assert torch.equal(budgets[0, : layer + 1], case.want["budget_after_stage"][layer, : layer + 1] * kv_heads)
     name = "preference" if policy.name == "cake" else "entropy_normalised"
