@@ -29,6 +29,8 @@ ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
 EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
 SLOPES = "kvpass_slopes"
 """Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
+POSITIONS_IN_KEYS = "kvpass_positions_in_keys"
+"""Key in the meta of an attention op: true once ``fold_alibi`` has added columns to its keys."""
 
 T = TypeVar("T")
 
@@ -81,6 +83,15 @@ class Site:
             attention_input(self.q, self.k, self.v),
             "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
         )
+
+    def check_keys(self) -> None:
+        """Raise unless the keys are the model's own.
+
+        Raises:
+            UnsupportedAttentionError: they hold positions besides.
+        """
+        own = None if POSITIONS_IN_KEYS in self.node.meta else self.k
+        self.needed(own, "the keys of the model alone, and with ALiBi keys hold the position of their token too")
 
     def needed(self, found: T | None, what: str) -> T:
         """Return what a policy reads of the model, if it was found.

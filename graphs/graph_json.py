@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from kvpass.graphs.bind_state import placeholders
+from kvpass.graphs.canonical import POSITIONS_IN_KEYS
 from kvpass.graphs.fx_utils import is_module_tensor, line_of, module_path_of, source_of
 from kvpass.graphs.verify.graph_text import NAMESPACES, NoTextError, target_text
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK
@@ -46,7 +47,7 @@ def graph_to_json(gm: GraphModule, paths: Mapping[int, str]) -> dict[str, Any]:
     lines: dict[str, int] = {}
     nodes = []
     for node in place:
-        marks = {name: node.meta[name] for name in (MARK, COUNTED) if name in node.meta}
+        marks = {name: node.meta[name] for name in (MARK, COUNTED, POSITIONS_IN_KEYS) if name in node.meta}
         target = [node.target, *_input(node, paths)] if node.op == "placeholder" else target_text(node)
         where = module_path_of(node), lines.setdefault(line_of(node), len(lines))
         nodes.append([node.op, node.name, target, _plain(node.args, place), _plain(node.kwargs, place), *where, marks])

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch.fx import GraphModule
 
-from kvpass.graphs.canonical import SLOPES, find_sites
+from kvpass.graphs.canonical import POSITIONS_IN_KEYS, SLOPES, find_sites
 from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.insert_nodes import insert_function, insert_method
 from kvpass.graphs.verify.offset_positions import MARK
@@ -58,5 +58,6 @@ def fold_alibi_pass(gm: GraphModule) -> int:
             for place, rows, columns in ((0, site.q, of_queries), (1, site.k, of_keys)):
                 zeros = insert(torch.zeros_like, insert_method(rows, "narrow", -1, 0, 2))  # columns are broadcast
                 site.node.update_arg(place, insert(torch.cat, [rows, insert(torch.add, zeros, columns)], -1))
+        site.node.meta[POSITIONS_IN_KEYS] = True
         changed += 1
     return changed

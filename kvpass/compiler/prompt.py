@@ -162,6 +162,8 @@ class _ScoredPrompt(PromptRun):
     ) -> None:
         """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
         policy, buffers = fill.policy, location.buffers(PrefillBuffers, fill.state)
+        if policy.scores_keys:
+            site.check_keys()
         projection = self._projection(site) if policy.reads_projection else None
         frequencies = self.known[rotary_frequencies(site)] if policy.reads_rotation else None
         asked = PolicyInputs(projection, frequencies, **found)

@@ -55,6 +55,9 @@ class Policy(ABC):
     """Whether it reads ``obs.projection``, the output projection of the layer; a model without one is then refused."""
     reads_rotation: ClassVar[bool] = False
     """Whether it reads ``obs.frequencies``, the rotary embedding; a model without one that is found is then refused."""
+    scores_keys: ClassVar[bool] = False
+    """Whether it reads keys for more than attention; a model with ALiBi is then refused, as kvpass stores positions in
+    its keys."""
     reads_replays: ClassVar[bool] = False
     """Whether it reads ``obs.replayed_attention``: what the tokens of :meth:`replays` attend to."""
     weighs_replays: ClassVar[bool] = False

@@ -47,6 +47,7 @@ class Compactor(Policy):
     """
 
     name: ClassVar[str] = "compactor"
+    scores_keys: ClassVar[bool] = True
     reads_rotation: ClassVar[bool] = True
     needs_question: ClassVar[bool] = False
 

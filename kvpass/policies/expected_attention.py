@@ -51,6 +51,7 @@ class ExpectedAttention(Refinable):
     """
 
     name: ClassVar[str] = "expected_attention"
+    scores_keys: ClassVar[bool] = True
     reads_rotation: ClassVar[bool] = True
     needs_question: ClassVar[bool] = False
 

@@ -50,6 +50,7 @@ class RKV(Policy):
     """
 
     name: ClassVar[str] = "r_kv"
+    scores_keys: ClassVar[bool] = True
     query_rows = 0
 
     window: int = 8

@@ -52,6 +52,7 @@ class TriAttention(Policy):
     """
 
     name: ClassVar[str] = "triattention"
+    scores_keys: ClassVar[bool] = True
     reads_rotation: ClassVar[bool] = True
     needs_question: ClassVar[bool] = False
 

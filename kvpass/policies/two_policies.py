@@ -41,7 +41,7 @@ class TwoPolicies(Policy):
         prompt, decode = self.prompt, self.decode
         flags = {
             name: getattr(prompt, name) or getattr(decode, name)
-            for name in ("reads_projection", "reads_rotation", "scores_tokens", "of_one_model")
+            for name in ("reads_projection", "reads_rotation", "scores_keys", "scores_tokens", "of_one_model")
         }
         as_prompt = ("window", "parity", "needs_budget", "reads_replays", "weighs_replays", "needs_question")
         flags |= {name: getattr(prompt, name) for name in as_prompt}

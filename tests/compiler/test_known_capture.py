@@ -102,6 +102,15 @@ def test_its_graph_has_the_code_of_the_captured_one(monkeypatch):
     assert captured == recalled
 
 
+def test_a_policy_that_scores_keys_is_refused_where_they_hold_positions():
+    first("bloom")
+    with counted_captures() as captures:
+        fast = kvpass.compile(tiny_model("bloom", layers=1), policy="knorm", budget=16, backend="eager")
+        with pytest.raises(kvpass.UnsupportedAttentionError, match="needs the keys of the model alone"):
+            logits(fast)
+    assert not captures
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(folder, family):

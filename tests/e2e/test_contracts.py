@@ -14,7 +14,18 @@ from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from support_table import listed, supported_row
-from tiny_models import FAMILIES, LATENT, NEWEST, ROTATED, compiled_once, left_pad, random_ids, step_logits, tiny_model
+from tiny_models import (
+    ALIBI,
+    FAMILIES,
+    LATENT,
+    NEWEST,
+    ROTATED,
+    compiled_once,
+    left_pad,
+    random_ids,
+    step_logits,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.usefixtures("captures_kept")
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -46,9 +57,10 @@ if Version("5.16") > VERSION:
 
 
 def policies_of(family):
-    """Those that find in the family what they read: a linear layer right after attention, a rotary embedding."""
+    """Those that find in the family what they read: a linear layer right after attention, a rotary embedding, keys."""
     missing = set() if family in ROTATED else {"reads_rotation"}
     missing |= {"reads_projection"} if family in ("diffllama", "deepseek_v3", *LATENT) else set()
+    missing |= {"scores_keys"} if family in ALIBI else set()
     return [name for name in POLICIES if not any(getattr(kvpass.POLICIES[name], reads) for reads in missing)]
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvpass.operands import PolicyInputs
-from kvpass.policies import Policy, resolve
+from kvpass.policies import POLICIES, Policy, resolve
 from kvpass.policies.head_splits import UniformHeads
 from kvpass.policies.observation import Observation
 from kvpass.policies.plan import plan
@@ -68,6 +68,27 @@ def test_layers_that_compete_go_with_heads_that_do():
 
     with pytest.raises(ValueError, match=r"needs heads\(\) to be AdaptiveHeads\(0.0\)"):
         Uniform()
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name
+        for name, kind in POLICIES.items()
+        if kind.needs_budget and not (kind.reads_rotation or kind.of_one_model or kind.scores_tokens)
+    ),
+)
+def test_only_policies_that_say_so_read_keys_for_more_than_attention(obs, name):
+    """Columns of keys beside zeros in queries change no attention."""
+    options = {"cake": TAUS, "lagkv": {"lag": 3}}.get(name, {})
+    policy = resolve(name, window=W, **options)
+    weight, replayed = torch.randn(9, K * G * D), torch.rand(1, K, N)
+    asked = PolicyInputs(projection=weight, replayed=replayed, entries=torch.tensor([5]))
+    obs = dataclasses.replace(obs, asked=asked)
+    columns = torch.arange(2.0 * N).view(N, 2).expand(1, K, -1, -1)
+    queries, keys = torch.nn.functional.pad(obs.queries, (0, 2)), torch.cat([obs.keys, columns], -1)
+    wider = policy.score(dataclasses.replace(obs, queries=queries, keys=keys))
+    assert torch.allclose(wider, policy.score(obs)) != policy.scores_keys
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

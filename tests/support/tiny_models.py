@@ -173,6 +173,8 @@ ROTATED = [
     *("starcoder2", "granite", "diffllama", "falcon", "phi3", "gpt_oss"),
 ]
 """Families in all layers of which the rotary embedding is found that some policies read."""
+ALIBI = ["bloom", "mpt", "falcon_alibi"]
+"""Families whose keys hold positions in kvpass, so that policies that score keys are refused."""
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
@@ -324,6 +326,9 @@ def tiny_model(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     else:  # the text part of a model of images and text
         model = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))(config).to(dtype).eval()
+    for name, weight in model.named_parameters():
+        if "k_norm" in name:  # else all keys have one norm but for rounding, which knorm would sort them by
+            torch.nn.init.normal_(weight)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -16,7 +16,8 @@ from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.self_check import self_check_pass
-from pairwise import each_value
+from pairwise import each_value, quick
+from tiny_models import ALIBI, compiled_once, random_ids
 
 PASSES = [
     find_attention_pass, find_eager_attention_pass, strip_repeat_kv_pass, check_no_raw_attention_pass,
@@ -125,3 +126,13 @@ def test_any_other_bias_is_refused(name, capture) -> None:
     ):
         with pytest.raises(UnsupportedAttentionError, match="adds a bias"):
             run([form], capture)
+
+
+@pytest.mark.parametrize("family", quick(ALIBI, ["bloom"]))
+def test_policies_that_score_keys_are_refused(family) -> None:
+    _, fast = compiled_once(family, layers=1, policy="lava", budget=16, window=8, backend="eager")
+    fast(random_ids(1, 30))
+    for options in ({"policy": "knorm"}, {"policy": "snapkv", "window": 8, "decode_policy": "r_kv"}):
+        fast.set_policy(**options, budget=16)
+        with pytest.raises(UnsupportedAttentionError, match="needs the keys of the model alone, and with ALiBi"):
+            fast(random_ids(1, 30))
