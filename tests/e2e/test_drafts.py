@@ -10,6 +10,7 @@ import torch._dynamo
 import transformers
 from packaging.version import Version
 
+import kvpass
 from kvpass.compiler.capture import CaptureCache
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
@@ -17,6 +18,7 @@ from tiny_models import compiled_once, random_ids, tiny_model
 pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW, DRAFTS = 24, 8
 STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
+OPTIONS = {"budget": 24, "window": 8}
 REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)
 
 
@@ -51,8 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def check_drafts(family, kind, policy, backend, calls):
-    model, fast = compiled_once(family, layers=2, policy=policy, budget=24, window=8, backend=backend)
+def check_drafts(model, fast, kind, calls):
     expected = greedy(fast, REPEATING)
     calls.clear()
     found = greedy(fast, REPEATING, **drafts(model, kind))
@@ -66,7 +67,6 @@ def check_drafts(family, kind, policy, backend, calls):
         assert max(calls[1:]) == 1 + DRAFTS
         found = [record.phase for record in fast.report().compiled]
         assert set(found) == {"prefill", "extend", "decode"}
-    return fast
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,15 @@ def check_drafts(family, kind, policy, backend, calls):
     ],
 )
 def test_tokens_and_cache_are_those_without_drafts(family, kind, policy, calls):
-    check_drafts(family, kind, policy, "eager", calls)
+    check_drafts(*compiled_once(family, layers=2, policy=policy, backend="eager", **OPTIONS), kind, calls)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_one_compiled_graph_checks_any_number_of_drafts(family, calls):
-    fast = check_drafts(family, "lookup", "lava", "inductor", calls)
+    model = tiny_model(family, layers=2)
+    fast = kvpass.compile(model, policy="lava", **OPTIONS)  # what it compiles is counted
+    check_drafts(model, fast, "lookup", calls)
     assert [record.phase for record in fast.report().compiled].count("extend") == 1
     with torch._dynamo.config.patch(error_on_recompile=True):
         for drafts in range(1, DRAFTS + 1):
