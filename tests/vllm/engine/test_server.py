@@ -41,8 +41,34 @@ class Server:
         expected: for each prompt, the most tokens that there is room for. documents: that a prompt is about.
     """
 
-    def __init__(self, process, address, log, expected):
-        self.process, self.address, self.log, self.expected, self.documents = process, address, log, expected, {}
+    def __init__(self, command, address, log, prompts, expected, documents):
+        self.command, self.address, self.log = command, address, log
+        self.prompts, self.expected, self.documents = prompts, expected, documents
+
+    def start(self):
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # else running requests cannot be preempted over HTTP
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else memory grows by code for each number of tokens
+        }
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                self.command, stdout=out, stderr=out, env=os.environ | environment, start_new_session=True
+            )
+        until = time.monotonic() + 300
+        while True:
+            with suppress(httpx.TransportError):
+                httpx.get(self.address + "/health").raise_for_status()
+                return
+            assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()[-4000:]
+            time.sleep(1)
+
+    def stop(self, by=signal.SIGTERM):
+        with suppress(ProcessLookupError):  # it did not start: the log says why
+            os.killpg(self.process.pid, by)
+        self.process.wait(60)
 
     def metric(self, name):
         page = httpx.get(self.address + "/metrics").text
@@ -95,34 +121,14 @@ def server(folder, asked, tmp_path_factory, request):
         "--additional-config": json.dumps({"kvpass": SETTINGS | {"documents": named}}),
     }
     script = Path(__file__).parents[3] / "examples" / "serve.sh"
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # else running requests cannot be preempted over HTTP
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else memory grows by code for each number of tokens
-    }
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [str(script), str(folder), *(str(part) for option in options.items() for part in option), *request.param],
-            stdout=out, stderr=out, env=os.environ | environment, start_new_session=True,
-        )  # fmt: skip
-    address, until = f"http://127.0.0.1:{port}", time.monotonic() + 300
+    command = [str(script), str(folder), *(str(part) for option in options.items() for part in option), *request.param]
+    documents = {f"{length} about {document}": document for _, length, document in ABOUT}
+    served = Server(command, f"http://127.0.0.1:{port}", log, prompts, expected, documents)
     try:
-        while True:
-            with suppress(httpx.TransportError):
-                httpx.get(address + "/health").raise_for_status()
-                break
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(1)
-        served = Server(process, address, log, expected)
-        served.prompts = prompts
-        served.documents = {f"{length} about {document}": document for _, length, document in ABOUT}
+        served.start()
         yield served
     finally:
-        with suppress(ProcessLookupError):  # it did not start: the log says why
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        served.stop()
 
 
 def body(server, name, **options):
@@ -276,3 +282,14 @@ def test_many_requests_of_all_kinds_are_answered_as_each_alone(server):
     assert max(soak.resident[12:]) < max(soak.resident[:12]) + 32, soak.resident  # 3 MiB were seen
     assert "Traceback" not in server.log.read_text()
     test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server)
+
+
+def test_a_server_that_was_killed_answers_as_before_once_it_is_started_again(server):
+    name, *_ = server.documents
+    with httpx.stream("POST", server.address + path_of(name), json=body(server, name, stream=True)) as answer:
+        next(answer.iter_lines())
+        server.stop(signal.SIGKILL)
+    server.start()
+    test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server)
+    for question in ABOUT:
+        test_a_question_about_a_document_is_answered_behind_it(server, *question)
