@@ -10,7 +10,8 @@ Legend: B rows, T tokens of a text, M of a draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -40,6 +41,20 @@ _NOT_EXACT = {
 """Arguments of ``generate`` that ``exact=True`` does not support, with a reason for each."""
 
 
+@contextmanager
+def full_cache_on_device() -> Iterator[None]:
+    """Say what to do where there is no memory for the full cache beside the compressed one."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "The full cache, which exact answers need, is on the device while the text is read. Where there is no room "
+            "for it, compress the text on another device with keep_full=True, save both caches, and load the full one "
+            "with mapped=True: see docs/exact.md."
+        )
+        raise
+
+
 def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: DraftTokens) -> Any:
     """Generate on the full cache, with drafts from the compressed one.
 
@@ -65,7 +80,7 @@ def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: D
             compressed, full = compressed.clone(), full.clone()
     drafts = full.drafts = CompressedDrafts(model, rules, full, compressed, tokens)
     try:
-        with runtime.call(rules.keeping_all):
+        with runtime.call(rules.keeping_all), full_cache_on_device():
             output = model._generate(rules.keeping_all, {**kwargs, "cache": full})
     finally:
         full.drafts, full.fills = None, ()

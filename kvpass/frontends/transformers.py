@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from kvpass.frontends.arguments import (
     drafts_asked,
     said,
 )
-from kvpass.frontends.exact import DraftTokens, generate_exactly
+from kvpass.frontends.exact import DraftTokens, full_cache_on_device, generate_exactly
 from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
@@ -209,7 +210,8 @@ class CompressedModel(GenerateHooks):
             check_one_process(runtime.captures.compiler.ranks, "keep_full=True")
             filled = cache.full = runtime.new_cache(rules.keeping_all)
             filled.fills = (cache,)
-        with runtime.call(rules.keeping_all if keep_full else rules):
+        held = full_cache_on_device() if keep_full else nullcontext()
+        with runtime.call(rules.keeping_all if keep_full else rules), held:
             self.forward(
                 input_ids, attention_mask, past_key_values=filled, inputs_embeds=inputs_embeds, logits_to_keep=1
             )

@@ -14,6 +14,7 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import kvpass
+from kvpass.cache.layers import FullAttentionLayers
 from kvpass.errors import CacheMismatchError
 from kvpass.operands import AppendBuffers
 from kvpass.ops import schemas
@@ -347,6 +348,22 @@ def test_refused_with_the_reason(settings, options, message):
     _, fast = fast_model(**settings)
     with pytest.raises(ValueError, match=message):
         greedy(fast, PROMPT, **{"exact": True, **options})
+
+
+@pytest.mark.parametrize("door", ["compress", "generate"])
+def test_without_memory_for_the_full_cache_the_error_says_what_to_do(door, monkeypatch):
+    _, fast = fast_model()
+
+    def fails(self: Any, *args: Any, **given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FullAttentionLayers, "begin_prefill", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as failure:
+        fast.compress(PROMPT, keep_full=True) if door == "compress" else greedy(fast, PROMPT, exact=True)
+    assert "load the full one with mapped=True" in failure.value.__notes__[0]
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        fast.compress(PROMPT)
+    assert not hasattr(failure.value, "__notes__")
 
 
 def test_a_full_cache_left_behind_is_refused():
