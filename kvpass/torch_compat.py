@@ -183,11 +183,14 @@ def _answers_of_compiler(name: str, version: str) -> Iterator[None]:
 
 @contextmanager
 def _loaded_without_headers() -> Iterator[None]:
-    """Let Inductor load what is compiled already without having the compiler read the headers for it."""
+    """Let Inductor load what is compiled already without having the compiler read the headers for it.
+
+    The setting for that, ``cpp_cache_precompile_headers``, is part of the command by whose digest the object is found.
+    """
     load = CompiledFxGraph.after_deserialization
 
     def loaded(*given: Any, **named: Any) -> Any:
-        with inductor_config.patch(cpp_cache_precompile_headers=False):
+        with mock.patch.object(codecache, "_precompile_header", lambda *given, **named: ""):
             return load(*given, **named)
 
     with mock.patch.object(CompiledFxGraph, "after_deserialization", loaded):

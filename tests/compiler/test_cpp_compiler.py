@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch._inductor import codecache, cpp_builder
@@ -57,17 +60,20 @@ def test_the_compiler_is_asked_again_when_it_is_back(built, monkeypatch):
     assert build(SOURCE.replace("42", "43")).kvpass_test() == 43
 
 
-def test_inductor_does_not_have_headers_read_for_what_is_compiled_already(tmp_path, monkeypatch):
+def test_inductor_loads_what_is_compiled_already_and_has_no_headers_read_for_it(tmp_path, monkeypatch):
     read, read_headers = [], codecache._precompile_header
     monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
     monkeypatch.setattr(codecache, "_precompile_header", lambda *a, **n: read.append(a) or read_headers(*a, **n))
     with fresh_cache():
-        for count in (1, 1):
+        built = []
+        for _ in range(2):
             torch._dynamo.reset()
             CppPythonBindingsCodeCache.cache_clear()
             with known_cpp_compiler():
                 assert torch.compile(lambda x: x.sin() + 42)(torch.zeros(8)).tolist() == [42.0] * 8
-            assert len(read) == count
+            built.append(sorted(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")))
+            assert len(read) == 1
+        assert built[0] == built[1] != []
 
 
 def test_inductors_name_for_a_machine_without_a_gpu_is_found_without_reading_triton(monkeypatch):
