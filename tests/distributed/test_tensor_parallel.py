@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,8 @@ def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_pat
     own, divided = ([*given.split(), str(tmp_path / name), "--backend", "eager"] for name in ("one", "two"))
     said, _ = two.run_beside(functools.partial(command, *own), command, *divided)
     assert [text.count("written:") for text in said] == [1, 0]
-    one, two_of = (
-        [json.loads(line) for line in (tmp_path / folder / "samples.jsonl").read_text().splitlines()]
+    one, two_of = (  # one process answers a prompt under all policies at once, several under one after the other
+        sorted(map(json.loads, (tmp_path / folder / "samples.jsonl").read_text().splitlines()), key=itemgetter("key"))
         for folder in ("one", "two")
     )
     for record in (*one, *two_of):
