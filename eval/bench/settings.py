@@ -174,13 +174,13 @@ class BenchSettings(BenchOptions):
                 raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
         if "kvpress" in self.baselines and not has_kvpress():
             raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
-        new = 3 * self.new_tokens  # timed steps, and two answers of generate
-        longest = self.bench_model.config.max_position_embeddings - new - WARM_UP_STEPS
+        later = 3 * self.new_tokens + WARM_UP_STEPS  # timed steps, and two answers of generate
+        longest = self.bench_model.config.max_position_embeddings - later
         for tokens in self.prompts:
             if not self.window < tokens <= longest:
                 raise ValueError(
                     f"context={tokens}: must be above window={self.window} and at most {longest}, the positions of "
-                    f"the model less {self.new_tokens} new tokens and {WARM_UP_STEPS} to warm up"
+                    f"the model less {later} for three times --new-tokens and steps to warm up"
                 )
 
     @cached_property
