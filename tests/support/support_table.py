@@ -20,7 +20,7 @@ import kvpass
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.eval.tables import markdown_table
 from kvpass.frontends.transformers import CompressedModel
-from tiny_models import FAMILIES, HYBRIDS, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LATENT_LIKE, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
 
 _FOUND_BY = {
     "find_attention": "`scaled_dot_product_attention`, found in the graph",
@@ -62,7 +62,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "index_topk": 8,
     },
     "longcat_flash": {
-        **{name: value for name, value in FAMILIES["minicpm3"][1].items() if name != "num_hidden_layers"},
+        **{name: value for name, value in LATENT_LIKE.items() if name != "num_hidden_layers"},
         "num_layers": 1,
         "head_dim": 8,
         "ffn_hidden_size": 96,

@@ -80,8 +80,8 @@ def statistics_file(heads: tuple[int, int, int] = (2, 2, 2), dim: int = 16) -> s
 _SLIDING = {**LLAMA_LIKE, "head_dim": 16, "sliding_window": 24}
 _FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 _FALCON = {**_LAYERED, "new_decoder_architecture": False}
-_LATENT = {**LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
-_LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+LATENT_LIKE = {**LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
+LATENT_LIKE |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 _LATENT_EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 _LATENT_EXPERTS |= {"moe_intermediate_size": 32}
 _SECOND_HAS_EXPERTS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -134,7 +134,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True}),
     "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
     "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
-    "deepseek_v3": ("deepseek_v3", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT_LIKE, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
     "gpt_neox": ("gpt_neox", {**_LAYERED, "intermediate_size": 96}),
     "diffllama": ("diffllama", LLAMA_LIKE),
     "llama4": (
@@ -176,13 +176,13 @@ ROTATED = [
 ALIBI = ["bloom", "mpt", "falcon_alibi"]
 """Families whose keys hold positions in kvpass, so that policies that score keys are refused."""
 LATENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {**_LATENT, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
-    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
-    "minicpm3": ("minicpm3", _LATENT),
+    "deepseek_v2": ("deepseek_v2", {**LATENT_LIKE, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT_LIKE, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
+    "minicpm3": ("minicpm3", LATENT_LIKE),
     "mistral4": (
         "mistral4",
         {
-            **_LATENT,
+            **LATENT_LIKE,
             **_LATENT_EXPERTS,
             "head_dim": 8,
             "rope_parameters": {
@@ -193,8 +193,8 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "youtu": ("youtu", _LATENT),
-    "axk1": ("axk1", {**_LATENT, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
+    "youtu": ("youtu", LATENT_LIKE),
+    "axk1": ("axk1", {**LATENT_LIKE, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
 }
 """The same of families that this version of transformers has, which cache a latent, besides deepseek_v3."""
 LATENT = {family: made for family, made in LATENT.items() if made[0] in CONFIG_MAPPING}
@@ -268,16 +268,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kimi_linear": (
         "kimi_linear",
-        {**_LATENT, **_LATENT_LINEAR, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
+        {**LATENT_LIKE, **_LATENT_LINEAR, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
     ),
-    "bailing_hybrid": ("bailing_hybrid", {**_LATENT, **_LATENT_LINEAR, "head_dim": 16}),
+    "bailing_hybrid": ("bailing_hybrid", {**LATENT_LIKE, **_LATENT_LINEAR, "head_dim": 16}),
 }
 """The same of families with recurrent layers beside attention, which need transformers 5.22."""
 _NEWEST: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone": ("exaone", LLAMA_LIKE),
     "apertus1p5": ("apertus1p5_text", LLAMA_LIKE),
     "sarvam_moe": ("sarvam_moe", {**LLAMA_LIKE, **_LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1}),
-    "sarvam_mla": ("sarvam_mla", {**_LATENT, **_LATENT_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1}),
+    "sarvam_mla": ("sarvam_mla", {**LATENT_LIKE, **_LATENT_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1}),
     "dory": (
         "dory",
         {**_SLIDING, "num_hidden_layers": 6, "n_input_layers": 2, "n_output_layers": 2, "rope_parameters": None},
