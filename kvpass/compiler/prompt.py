@@ -45,7 +45,7 @@ class Prefill(SplitDecoder):
             if fill.policy.compact and any(group.geometry.values_in_keys for group in self.layout.pools):
                 raise ValueError(
                     "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
-                    "without compact, or with expanded heads"
+                    "without compact"
                 )
         prompt = _ScoredPrompt(self, fills, inputs, block, ranks)
         edges, results_from = prompt.edges, 0

@@ -104,7 +104,9 @@ class KVzap(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights is None:
-            raise ValueError("weights=None: must be a file of 'kvpass calibrate' for this model, or nvidia/KVzap-*")
+            raise ValueError(
+                "weights=None: must be a file of 'kvpass calibrate' for this model, or file or folder of nvidia/KVzap-*"
+            )
         if self.threshold is not None and self.split != "layers":
             raise ValueError(f"threshold={self.threshold} with split={self.split!r}: must be with split='layers'")
         if self.evict_during_decode and self.split == "file":

@@ -303,6 +303,8 @@ def test_contract_10_what_is_no_file_of_maps_is_refused(tmp_path):
             fast.set_policy("kvzap", BUDGET, weights=str(path), window=WINDOW)
     with pytest.raises(ValueError, match=r"weights='gone': cannot be read"):
         fast.set_policy("kvzap", BUDGET, weights="gone", window=WINDOW)
+    with pytest.raises(ValueError, match=r"weights=None: .* or file or folder of nvidia/KVzap-"):
+        fast.set_policy("kvzap", BUDGET)
     published(tmp_path / "linear.safetensors", inner=None)
     with pytest.raises(ValueError, match="holds no head shares"):
         fast.set_policy("kvzap", BUDGET, weights=str(tmp_path / "linear.safetensors"), window=WINDOW, split="file")
