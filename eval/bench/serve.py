@@ -29,7 +29,7 @@ from kvpass.eval.tasks import encode, find_tasks
 from kvpass.loading import located
 
 CHUNKED, WHOLE, KVPASS = "chunks", "whole", "kvpass"
-"""vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which needs those."""
+"""vLLM that reads prompts in chunks, vLLM that reads whole prompts, and kvpass, which reads whole ones here."""
 
 CHUNK_TOKENS = 2048
 """Tokens of a step where prompts are read in chunks: the default of vLLM's server."""
