@@ -56,7 +56,7 @@ test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA librari
 test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA libraries unless pip finds a CPU build
 	@scripts/test-versions $(VENV) "torch==2.15.0 triton==3.9.0 transformers==5.23.0"
 
-test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (3 GB; half an hour); VLLM=0.33: its Python files
+test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (4 GB; half an hour); VLLM=0.33: its Python files
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 test-real: $(READY) ## real weights: fetch SmolLM2-135M, compare with transformers, answers at a quarter of the cache
