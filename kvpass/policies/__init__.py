@@ -202,7 +202,7 @@ def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
     own = [field.name for field in dataclasses.fields(kind)]
     for name, value in options.items():
         if name not in own:
-            near = difflib.get_close_matches(name, [*own, *_BESIDE_OPTIONS], n=1)
+            near = [] if name in _BESIDE_OPTIONS else difflib.get_close_matches(name, [*own, *_BESIDE_OPTIONS], n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
                 f"{name}={value!r}: not an option of policy {kind.name!r}; {meant}its options are {', '.join(own)}"

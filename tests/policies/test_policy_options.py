@@ -125,6 +125,11 @@ def test_contract_10_an_unknown_option_is_answered_with_the_policys_own(name):
     assert str(refused.value).endswith(f"its options are {own}")
 
 
+def test_an_argument_of_compile_among_options_is_not_advised_as_itself():
+    with pytest.raises(ValueError, match="backend='eager': not an option of policy 'lava'; its options are window, "):
+        resolve("lava", backend="eager")
+
+
 def test_cake_layer_split_needs_temperatures():
     with pytest.raises(ValueError, match="tau1=None"):
         resolve("snapkv", layer_split="cake")
