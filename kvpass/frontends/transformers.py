@@ -100,13 +100,17 @@ class CompressedModel(GenerateHooks):
         inputs, given = kwargs.pop("inputs"), kwargs.pop("generation_config")
         cache: CompressedCache | None = take_cache(kwargs)
         kwargs[CACHE] = cache
+        if kwargs.get("use_cache") is None:
+            kwargs.pop("use_cache", None)  # transformers takes None for False, but makes a cache
         check_generate(kwargs, given, self.generation_config)
         if cache is not None and rules.own_budget and cache.budget != rules.budget:
             raise CacheMismatchError(
                 f"generate(budget=...) is {rules.budget}, but the cache has {cache.budget} and keeps it: leave it out"
             )
         begun = cache is not None and not cache.is_empty
-        asked = drafts_asked(kwargs, given or self.generation_config)
+        if begun and all(kwargs.get(name) is None for name in ("input_ids", "inputs_embeds")) and inputs is None:
+            raise ValueError("no input_ids beside a filled cache: pass the tokens that come next, at least one")
+        asked = drafts_asked(kwargs, given, self.generation_config)
         if asked is not None:
             check_drafts(asked, rules, recurrent=self._kvpass.adapted.recurrent is not None)
         config, block = self._take_chunk_size(given, kwargs)

@@ -560,6 +560,11 @@ def test_mask_of_another_length_is_refused(tight, tokens, columns):
         tight.generate(random_ids(1, tokens), attention_mask=torch.ones(1, columns), past_key_values=cache)
 
 
+def test_filled_cache_without_new_ids_is_named(tight):
+    with pytest.raises(ValueError, match="no input_ids beside a filled cache"):
+        tight.generate(past_key_values=tight.compress(random_ids(1, 40)), max_new_tokens=2)
+
+
 def test_pad_token_inside_a_prompt_is_named(tight):
     ids = random_ids(2, 20)
     ids[1, 7] = tight.generation_config.pad_token_id
