@@ -77,7 +77,8 @@ def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: D
         if rows > 1:
             compressed, full = compressed.repeated(rows), full.repeated(rows)
         elif compressed.reusable:
-            compressed, full = compressed.clone(), full.clone()
+            compressed = compressed.clone()
+            full = _full_of(compressed)
     drafts = full.drafts = CompressedDrafts(model, rules, full, compressed, tokens)
     try:
         with runtime.call(rules.keeping_all), full_cache_on_device():
