@@ -30,7 +30,7 @@ from kvpass.frontends.arguments import (
 from kvpass.frontends.exact import DraftTokens, full_cache_on_device, generate_exactly
 from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
-from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
+from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules, read_rules
@@ -84,7 +84,8 @@ class CompressedModel(GenerateHooks):
                 beams, guidance, several processes, or a cache without its full one; a cache of another kind, given or
                 asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the
                 configuration has ``use_cache=False`` and the call does not set it.
-            CacheMismatchError: the cache is not of this model and its policy, or has another budget.
+            CacheMismatchError: the cache is not of this model and its policy, or has another budget; or ids that are
+                taken for the whole sequence do not begin with the text of the cache.
         """
         rules = self._kvpass.rules_now.with_budget(budget)
         given = by_name(super().generate, inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
@@ -132,6 +133,8 @@ class CompressedModel(GenerateHooks):
         arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
         if cache is not None and text is not None:
             continues = embeds is None and has_new_ids(cache, text, mask)
+            if begun and not continues and embeds is None:
+                check_whole_text(cache, text)
             new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
             new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
             for one in (cache, *cache.fills):
