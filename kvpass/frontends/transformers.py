@@ -162,16 +162,18 @@ class CompressedModel(GenerateHooks):
 
         return manager(self, *args, **kwargs)
 
-    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Answer prompts of any lengths with continuous batching, as :meth:`init_continuous_batching`.
 
-        Tokens are those of ``generate`` for each prompt alone.
+        Tokens are those of ``generate`` for each prompt alone, with the same configuration.
         """
-        from kvpass.frontends.continuous import check_prompt
+        from kvpass.frontends.continuous import check_arguments, check_prompt, filled_up
 
+        check_arguments(super().generate_batch, kwargs)
+        config = filled_up(self, generation_config)
         for ids in inputs:
-            check_prompt(self, ids)
-        return super().generate_batch(inputs, *args, **kwargs)
+            check_prompt(self, ids, config.num_return_sequences or 1)
+        return super().generate_batch(inputs, config, *args, **kwargs)
 
     def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Block | None]:
         """Take ``prefill_chunk_size`` out of the arguments of ``generate``; return the configuration without it too."""
