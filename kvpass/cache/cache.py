@@ -435,9 +435,10 @@ class CompressedCache(Cache):
 
     @torch.inference_mode(False)
     def clone(self) -> CompressedCache:
-        """Return an independent copy, not reusable; buffers that no call writes are shared."""
+        """Return an independent copy, not reusable, of the full cache too; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
+        twin.full = None if self.full is None else self.full.clone()
         twin.parts = [part.clone() for part in self.parts]
         twin._seen_columns = self.reuse.copy("seen", self._seen_columns)
         return twin
@@ -616,6 +617,7 @@ class CompressedCache(Cache):
         Raises:
             ValueError: the cache is empty, a call on it was interrupted, or the model that filled it is gone, was
                 compiled by the raw backend; or JSON cannot represent the notes.
+            CacheMismatchError: the weights or adapters of the model have changed since it filled the cache.
             OSError: the file cannot be written, for instance because the disk is full; an old file is unchanged.
         """
         layout = self._known_layout()
@@ -624,6 +626,7 @@ class CompressedCache(Cache):
         identity = self._identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
+        self.recheck_fingerprint()  # what is written is the fingerprint of the model as it is now
         tensors = {**self._named([part.saved for part in self.parts]), "start": self.start}
         if self.ids is not None:
             tensors["ids"] = self.ids
@@ -698,8 +701,8 @@ class CompressedCache(Cache):
         )
 
     def reset(self) -> None:
-        """Remove all entries; the cache can be filled again."""
-        self.expected = 0
+        """Remove all entries, and the full cache of the text; the cache can be filled again."""
+        self.expected, self.full = 0, None
         self._forget()
 
     @torch.inference_mode(False)

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpass.cache.cache import CompressedCache
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.frontends.forward import ONLY_LOGITS, OUTPUTS, UNSUPPORTED, check_cache
 from kvpass.policies.rules import Rules
@@ -87,14 +86,21 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             "generate argument 'cache_implementation' is not supported: a kvpass model fills a compressed cache of its "
             f"own, not a {kind} one; {advice}"
         )
-    begins = not (isinstance(cache, CompressedCache) and not cache.is_empty)
-    if begins and kwargs.get("use_cache") is None and said("use_cache", {}, configured, default) is False:
-        raise ValueError(
-            "the model is configured with use_cache=False, which computes the whole text again for every new token: "
-            "pass use_cache=True, or use_cache=False if that is meant"
-        )
+    if said("use_cache", kwargs, configured, default) is False:
+        if kwargs.get("use_cache") is None:
+            raise ValueError(
+                "the model is configured with use_cache=False, which computes the whole text again for every new "
+                "token: pass use_cache=True, or use_cache=False if that is meant"
+            )
+        chunk = said("prefill_chunk_size", kwargs, given)
+        for name, value in (("past_key_values", cache), ("prefill_chunk_size", chunk)):
+            if value is not None:
+                raise ValueError(
+                    f"use_cache=False and {name}: the whole text is computed again for every new token, and a cache "
+                    "would get it each time; leave one of them out"
+                )
     for name, reason in (_OF_GENERATE | UNSUPPORTED).items():
-        value = kwargs.get(name, getattr(configured, name, None))
+        value = in_force(name, kwargs, given, default)
         if value is not None and value is not False:
             raise ValueError(f"generate argument {name!r} is not supported: {reason}")
     if getattr(default, "prefill_chunk_size", None) is not None:
@@ -142,9 +148,14 @@ def said(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def drafts_asked(kwargs: Mapping[str, Any], configured: Any) -> str | None:
+def in_force(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
+    """Like :func:`said`, but an argument that is given as None says so, whatever is configured."""
+    return given[name] if name in given else said(name, {}, *configs)
+
+
+def drafts_asked(kwargs: Mapping[str, Any], *configs: Any) -> str | None:
     """Return the argument of ``generate``, given or configured, by which it is asked to check drafts."""
-    return next((name for name in _DRAFTS if kwargs.get(name, getattr(configured, name, None)) is not None), None)
+    return next((name for name in _DRAFTS if in_force(name, kwargs, *configs) is not None), None)
 
 
 def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:

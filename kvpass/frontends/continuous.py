@@ -6,8 +6,10 @@ sees a cache with one block for each request, whatever its length, and calls :cl
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,10 @@ _UNSUPPORTED = {
 """Settings of ContinuousBatchingConfig that a kvpass model does not support, with a reason for each."""
 
 
+_NOT_BATCHED = {"num_beams": 1, "stop_strings": None, "max_time": None, "prompt_lookup_num_tokens": None}
+"""Settings of GenerationConfig that transformers does not read here, with their values of no effect."""
+
+
 class Manager(ContinuousBatchingManager):
     """The manager of transformers for a kvpass model; ``room``: tokens that a request may append."""
 
@@ -80,6 +86,7 @@ class Manager(ContinuousBatchingManager):
             raise ValueError(f"continuous batching of models with {reason} is not supported: {_INSTEAD}")
         self._entries = budget.check(window + 2, window, layout.token_bytes(self._rules.entry_format))
         super().__init__(model, generation_config, config, hints)
+        self._asked = copy.deepcopy(config)
         resolved = self.continuous_batching_config
         resolved.use_cuda_graph, resolved.use_async_batching = (False, False), False
         resolved.varlen_compile_config = resolved.decode_compile_config = None
@@ -104,15 +111,19 @@ class Manager(ContinuousBatchingManager):
         """Add a request as in transformers; one that does not fit raises here, since an error in a step ends all."""
         ids = list(input_ids)
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        check_prompt(self.model, ids)
+        check_prompt(self.model, ids, self.num_return_sequences)
         if new is None or not 1 <= new <= self.room:
             raise ValueError(f"max_new_tokens={new!r}: a request's block has room for 1 to {self.room} tokens")
         self.check_length(len(ids) + new)
         return super().add_request(ids, request_id, new, *args, **kwargs)
 
-    def serves(self, model: Any, hints: Any) -> bool:
-        """Whether it has the policy and budget that the model has now, and room for the requests to come."""
-        return model._kvpass.rules_now == self._rules and getattr(hints, "max_generated_length", 0) <= self.room
+    def serves(
+        self, model: Any, generation: GenerationConfig, config: ContinuousBatchingConfig | None, hints: Any
+    ) -> bool:
+        """Whether it has the policy and budget that the model has now, these settings, and room for the requests."""
+        new = getattr(hints, "max_generated_length", 0) or generation.max_new_tokens or 0
+        same = model._kvpass.rules_now == self._rules and generation == self.generation_config
+        return same and config in (None, self._asked) and 1 <= new <= self.room
 
     def check_length(self, tokens: int) -> None:
         """Raise for more tokens of a prompt and its answer than the decoder takes."""
@@ -179,17 +190,51 @@ def manager(
 ) -> Manager:
     """Return that of ``init_continuous_batching``: the one that the model keeps, if it serves, or a new one."""
     found = getattr(model, "_cached_continuous_batching_manager", None)
-    if not isinstance(found, Manager) or not found.serves(model, workload_hints):
-        config = continuous_batching_config or ContinuousBatchingConfig()
-        found = Manager(model, generation_config or model.generation_config, config, workload_hints)
+    generation, config = filled_up(model, generation_config), continuous_batching_config
+    if not isinstance(found, Manager) or not found.serves(model, generation, config, workload_hints):
+        found = Manager(model, generation, config or ContinuousBatchingConfig(), workload_hints)
     longest, new = (getattr(workload_hints, f"max_{part}_length", 0) for part in ("prompt", "generated"))
     found.check_length(longest + (new or found.room))
     return found
 
 
-def check_prompt(model: Any, ids: Sequence[int]) -> None:
-    """Raise for a prompt that is empty or has other ids than the model's."""
+def filled_up(model: Any, given: GenerationConfig | None) -> GenerationConfig:
+    """Return a configuration with what it leaves open, as ``generate`` does: from the model's; else transformers' own.
+
+    Raises:
+        ValueError: a setting is not supported in continuous batching.
+    """
+    config: GenerationConfig = model._prepare_generation_config(given)[0]
+    for name, off in _NOT_BATCHED.items():
+        if getattr(config, name, None) not in (None, off):
+            raise ValueError(
+                f"continuous batching with {name}={getattr(config, name)!r} is not supported, transformers would not "
+                f"read it: {_INSTEAD}"
+            )
+    if config.eos_token_id is None:
+        config.eos_token_id = -1  # none, where None is the one of the model's configuration
+    return config
+
+
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise for arguments of ``generate_batch`` that transformers would leave out."""
+    for name in given.keys() - inspect.signature(function).parameters - {"max_new_tokens"}:
+        raise ValueError(
+            f"generate_batch argument {name!r} is not supported: settings of generate go into generation_config, a "
+            "budget into model.set_budget"
+        )
+
+
+def check_prompt(model: Any, ids: Sequence[int], answers: int = 1) -> None:
+    """Raise for a prompt that is empty or has other ids than the model's, or is too short for several answers."""
     words = model.get_input_embeddings().num_embeddings
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise ValueError(f"a prompt of type {type(ids).__name__}: continuous batching takes lists of token ids")
+    if len(ids) == 1 and answers > 1:
+        raise ValueError(
+            f"num_return_sequences={answers} for a prompt of 1 token: transformers divides a request before its last "
+            "token; give the prompt several times"
+        )
     if not ids or not 0 <= min(ids) <= max(ids) < words:
         raise ValueError(f"a prompt of {len(ids)} tokens for continuous batching: must have ids in 0..{words - 1}")
 

@@ -64,7 +64,7 @@ def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: D
     """
     runtime = model._kvpass
     check_one_process(runtime.captures.compiler.ranks, "exact=True")
-    rows = _check_exact(kwargs, kwargs["generation_config"] or model.generation_config, tokens)
+    rows = _check_exact(kwargs, tokens, kwargs["generation_config"], model.generation_config)
     check_drafts("exact", rules, recurrent=runtime.adapted.recurrent is not None)
     compressed: CompressedCache | None = take_cache(kwargs)
     check_cache(compressed)
@@ -77,7 +77,8 @@ def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: D
         if rows > 1:
             compressed, full = compressed.repeated(rows), full.repeated(rows)
         elif compressed.reusable:
-            compressed, full = compressed.clone(), full.clone()
+            compressed = compressed.clone()
+            full = _full_of(compressed)
     drafts = full.drafts = CompressedDrafts(model, rules, full, compressed, tokens)
     try:
         with runtime.call(rules.keeping_all), full_cache_on_device():
@@ -93,22 +94,22 @@ def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: D
     return output
 
 
-def _check_exact(kwargs: Mapping[str, Any], configured: Any, tokens: object) -> int:
+def _check_exact(kwargs: Mapping[str, Any], tokens: object, *configs: Any) -> int:
     """Check a call of ``generate`` with ``exact=True``; return the rows of the answer."""
     if tokens != "auto":
         check_int("draft_tokens", tokens, 1)
-    asked = drafts_asked(kwargs, configured)
+    asked = drafts_asked(kwargs, *configs)
     if asked is not None:
         raise ValueError(f"exact=True and {asked!r} are two kinds of drafts: give one of them")
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("exact=True with inputs_embeds is not supported: pass input_ids")
     for name, reason in _NOT_EXACT.items():
-        value = said(name, kwargs, configured)
+        value = said(name, kwargs, *configs)
         if value not in (None, 1):
             raise ValueError(f"exact=True with {name}={value!r} is not supported: {reason}")
     ids = kwargs.get("input_ids", kwargs.get("inputs"))
     rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
-    return rows * (said("num_return_sequences", kwargs, configured) or 1)
+    return rows * (said("num_return_sequences", kwargs, *configs) or 1)
 
 
 def _full_of(cache: CompressedCache) -> CompressedCache:

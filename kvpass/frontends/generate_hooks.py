@@ -66,9 +66,11 @@ class GenerateHooks(CompressedForward):
         limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
-        first = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH
-        if first and cache is not None and 0 < cache.columns < args[0].shape[1]:
-            kwargs[NEXT_LENGTH] = args[0].shape[1] - cache.columns  # with drafts, transformers gives all ids
+        first, tokens = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH, args[0].shape[1]
+        at = kwargs.get("position_ids")
+        only_new = at is not None and at.shape[-1] > tokens  # positions of the whole text beside ids of its end
+        if first and cache is not None and 0 < cache.columns < tokens and not only_new:
+            kwargs[NEXT_LENGTH] = tokens - cache.columns  # with drafts, transformers gives all ids
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:

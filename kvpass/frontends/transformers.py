@@ -30,7 +30,7 @@ from kvpass.frontends.arguments import (
 from kvpass.frontends.exact import DraftTokens, full_cache_on_device, generate_exactly
 from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
-from kvpass.frontends.whole_text import by_name, has_new_ids, new_ids_only, with_text_of_cache
+from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules, read_rules
@@ -84,7 +84,8 @@ class CompressedModel(GenerateHooks):
                 beams, guidance, several processes, or a cache without its full one; a cache of another kind, given or
                 asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the
                 configuration has ``use_cache=False`` and the call does not set it.
-            CacheMismatchError: the cache is not of this model and its policy, or has another budget.
+            CacheMismatchError: the cache is not of this model and its policy, or has another budget; or ids that are
+                taken for the whole sequence do not begin with the text of the cache.
         """
         rules = self._kvpass.rules_now.with_budget(budget)
         given = by_name(super().generate, inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
@@ -100,13 +101,17 @@ class CompressedModel(GenerateHooks):
         inputs, given = kwargs.pop("inputs"), kwargs.pop("generation_config")
         cache: CompressedCache | None = take_cache(kwargs)
         kwargs[CACHE] = cache
+        if kwargs.get("use_cache") is None:
+            kwargs.pop("use_cache", None)  # transformers takes None for False, but makes a cache
         check_generate(kwargs, given, self.generation_config)
         if cache is not None and rules.own_budget and cache.budget != rules.budget:
             raise CacheMismatchError(
                 f"generate(budget=...) is {rules.budget}, but the cache has {cache.budget} and keeps it: leave it out"
             )
         begun = cache is not None and not cache.is_empty
-        asked = drafts_asked(kwargs, given or self.generation_config)
+        if begun and all(kwargs.get(name) is None for name in ("input_ids", "inputs_embeds")) and inputs is None:
+            raise ValueError("no input_ids beside a filled cache: pass the tokens that come next, at least one")
+        asked = drafts_asked(kwargs, given, self.generation_config)
         if asked is not None:
             check_drafts(asked, rules, recurrent=self._kvpass.adapted.recurrent is not None)
         config, block = self._take_chunk_size(given, kwargs)
@@ -128,6 +133,8 @@ class CompressedModel(GenerateHooks):
         arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
         if cache is not None and text is not None:
             continues = embeds is None and has_new_ids(cache, text, mask)
+            if begun and not continues and embeds is None:
+                check_whole_text(cache, text)
             new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
             new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
             for one in (cache, *cache.fills):
@@ -155,16 +162,18 @@ class CompressedModel(GenerateHooks):
 
         return manager(self, *args, **kwargs)
 
-    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Answer prompts of any lengths with continuous batching, as :meth:`init_continuous_batching`.
 
-        Tokens are those of ``generate`` for each prompt alone.
+        Tokens are those of ``generate`` for each prompt alone, with the same configuration.
         """
-        from kvpass.frontends.continuous import check_prompt
+        from kvpass.frontends.continuous import check_arguments, check_prompt, filled_up
 
+        check_arguments(super().generate_batch, kwargs)
+        config = filled_up(self, generation_config)
         for ids in inputs:
-            check_prompt(self, ids)
-        return super().generate_batch(inputs, *args, **kwargs)
+            check_prompt(self, ids, config.num_return_sequences or 1)
+        return super().generate_batch(inputs, config, *args, **kwargs)
 
     def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Block | None]:
         """Take ``prefill_chunk_size`` out of the arguments of ``generate``; return the configuration without it too."""

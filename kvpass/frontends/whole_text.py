@@ -30,6 +30,11 @@ _AGAIN = (
     "the ids begin with all {} tokens of the prompt that past_key_values holds already, and are appended to it, a "
     "second time. Pass only the ids after all that the cache has seen; or, to begin again, no past_key_values"
 )
+_OTHER_TEXT = (
+    "ids of {} tokens, more than the {} that the cache has seen, are taken for the whole text, but do not begin with "
+    "that of the cache: column {} of row {} is {}, in the cache {}. If all of them come after what the cache has "
+    "seen, pass an attention_mask of shape {}, over both; if this is another text, pass no past_key_values"
+)
 _UNSEEN = (
     "{}: only the ids of this call are read, not those before, which the cache does not know (it was loaded from a "
     "file without them, or its prompt was inputs_embeds). Pass the whole text, or fill the cache again"
@@ -59,6 +64,23 @@ def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> boo
     """Whether ids ``[B, T]`` are those after a filled cache: no more than it has seen, or with a mask over both."""
     held, tokens = cache.columns, ids.shape[1]
     return tokens <= held or (held > 0 and mask is not None and mask.shape[-1] == held + tokens)
+
+
+def check_whole_text(cache: CompressedCache, ids: Tensor) -> None:
+    """Check that ids ``[B, T]``, more than a filled cache has seen, begin with the text of the cache, if that is known.
+
+    Raises:
+        CacheMismatchError: they do not; only those behind as many columns as the cache has would be read.
+    """
+    if cache.ids is None:
+        return
+    (rows, tokens), held = ids.shape, cache.columns
+    before, real = (_of_rows(x.to(ids), rows) for x in (cache.ids, cache.attention_mask))
+    wrong = ((ids[:, :held] != before) & (real > 0)).nonzero().tolist()
+    if wrong:
+        row, column = wrong[0]
+        place = column, row, int(ids[row, column]), int(before[row, column])
+        raise CacheMismatchError(_OTHER_TEXT.format(tokens, held, *place, [rows, held + tokens]))
 
 
 def with_text_of_cache(

@@ -174,6 +174,62 @@ def test_manager_that_is_kept_serves_until_the_budget_changes(tight):
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_manager_that_is_kept_serves_no_other_configuration(tight):
+    model, once = compiled_anew(), {"persistent_manager": True}
+    plain = answers(model, PROMPTS[:1], **once)[0]
+    kept = model._cached_continuous_batching_manager
+    ends = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=plain[3])
+    found = model.generate_batch(PROMPTS[:1], generation_config=ends, **once)
+    assert [one.generated_tokens for one in found.values()] == [plain[: plain.index(plain[3]) + 1]]
+    assert model._cached_continuous_batching_manager is not kept
+    kept = model._cached_continuous_batching_manager
+    config = ContinuousBatchingConfig(num_blocks=8, page_size=90)
+    model.generate_batch(PROMPTS[:1], generation_config=ends, continuous_batching_config=config, **once)
+    assert model._cached_continuous_batching_manager is not kept
+    free = GenerationConfig(do_sample=False)
+    model.generate_batch(PROMPTS[:1], generation_config=free, max_new_tokens=3, **once)
+    with pytest.raises(ValueError, match="needs max_new_tokens"):
+        model.generate_batch(PROMPTS[:1], generation_config=free, **once)
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_what_a_configuration_leaves_open_is_that_of_the_model_as_in_generate(tight, monkeypatch):
+    ids = torch.tensor(PROMPTS[:1])
+    given = GenerationConfig(max_new_tokens=NEW)
+    end = int(tight.generate(ids, given)[0, -5])
+    monkeypatch.setattr(tight.generation_config, "eos_token_id", [end, 127])
+    expected = tight.generate(ids, given, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
+    assert len(expected) < NEW
+    found = tight.generate_batch(PROMPTS[:1], generation_config=given)
+    assert [one.generated_tokens for one in found.values()] == [expected]
+    monkeypatch.setattr(tight.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(tight.config, "eos_token_id", end)
+    found = tight.generate_batch(PROMPTS[:1], generation_config=given)
+    assert [len(one.generated_tokens) for one in found.values()] == [NEW]
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "message"),
+    [
+        ({"num_beams": 2}, {}, "continuous batching with num_beams=2 is not supported"),
+        ({"stop_strings": ["x"]}, {}, r"continuous batching with stop_strings=\['x'\] is not supported"),
+        ({}, {"budget": 16}, "argument 'budget' is not supported: .* model.set_budget"),
+        ({}, {"do_sample": True}, "argument 'do_sample' is not supported: .* go into generation_config"),
+        ({"num_return_sequences": 2, "do_sample": True}, {}, "num_return_sequences=2 for a prompt of 1 token"),
+    ],
+    ids=str,
+)
+def test_what_transformers_would_leave_out_is_refused(tight, settings, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tight.generate_batch([[5]], GenerationConfig(max_new_tokens=NEW, **settings), **arguments)
+
+
+@pytest.mark.parametrize("prompts", [{"input_ids": [[1, 2]]}, torch.tensor([[1, 2]])], ids=["encoding", "tensor"])
+def test_prompts_that_are_no_lists_are_named(tight, prompts):
+    with pytest.raises(ValueError, match="continuous batching takes lists of token ids"):
+        tight.generate_batch(prompts, generation_config=GREEDY)
+
+
 REFUSED_SETTINGS = {
     "use_cuda_graph": True,
     "q_padding_interval_size": 64,

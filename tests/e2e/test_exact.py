@@ -111,6 +111,13 @@ def test_documents_and_conversations_keep_their_full_cache():
         found = greedy(fast, QUESTION, past_key_values=document, exact=True)
         assert torch.equal(found[:, QUESTION.shape[1] :], expected)
     assert document.get_seq_length() == document.full.get_seq_length() == PROMPT.shape[1]
+    branch = document.clone()  # which goes on, and neither the document nor its full cache does
+    for cache in (branch, document):
+        found = greedy(fast, QUESTION, past_key_values=cache, exact=True)
+        assert torch.equal(found[:, QUESTION.shape[1] :], expected)
+    assert branch.get_seq_length() == branch.full.get_seq_length() == whole.shape[1] + NEW - 1
+    branch.reset()
+    assert branch.full is None
 
     first = greedy(fast, PROMPT, exact=True, return_dict_in_generate=True)
     text = torch.cat([first.sequences, QUESTION], 1)

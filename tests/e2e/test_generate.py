@@ -102,6 +102,22 @@ def test_generation_without_a_cache_by_configuration_must_be_meant(model, monkey
     given = GenerationConfig(max_new_tokens=NEW, do_sample=False, use_cache=True)
     assert torch.equal(fast.generate(ids, generation_config=given), compressed)
     assert torch.equal(fast.generate(ids, **call, use_cache=False), model.generate(ids, **call))
+    fast.generation_config.use_cache = True
+    assert torch.equal(fast.generate(ids, **call, use_cache=None), compressed)
+
+
+@pytest.mark.parametrize("given", ["filled", "empty", "chunks"])
+def test_generation_without_a_cache_is_given_none(fast, given, monkeypatch):
+    """Else each step would append the whole text to the cache again."""
+    cache, ids = fast.compress(random_ids(1, 40)), random_ids(1, 5)
+    if given == "empty":
+        cache.reset()
+    options = {"prefill_chunk_size": 16} if given == "chunks" else {"past_key_values": cache}
+    with pytest.raises(ValueError, match=f"use_cache=False and {next(iter(options))}: the whole text is computed"):
+        fast.generate(ids, use_cache=False, max_new_tokens=2, **options)
+    monkeypatch.setattr(fast.generation_config, "use_cache", False)
+    with pytest.raises(ValueError, match="configured with use_cache=False"):
+        fast.generate(ids, max_new_tokens=2, **options)
 
 
 def test_a_copy_of_a_compiled_model_has_weights_of_its_own():

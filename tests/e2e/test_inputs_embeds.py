@@ -53,6 +53,18 @@ def test_what_is_kept_is_that_of_the_ids(case):
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize("rows", [1, 2], ids=["plain", "padded"])
+def test_a_question_longer_than_the_prompt_is_read_whole(rows):
+    """The cache does not know its ids, so the mask alone says that those of the question are new."""
+    model, fast = compiled_once("llama", layers=2, policy="lava", budget=10**6, backend="eager", window=8)
+    ids, mask = (x[:rows] for x in batch())
+    longer = random_ids(rows, 60, seed=5)
+    seen = torch.cat([mask, torch.ones_like(longer)], 1)
+    cache = fast.compress(inputs_embeds=embedded(model, ids), attention_mask=mask)
+    expected = model.generate(torch.cat([ids, longer], 1), attention_mask=seen, **GREEDY)[:, 41:]
+    assert torch.equal(fast.generate(longer, attention_mask=seen, past_key_values=cache, **GREEDY), expected)
+
+
 def test_beams_and_prefill_chunks_read_embeddings():
     model, fast = compiled_once("llama", layers=2, policy="lava", budget=16, backend="eager", window=8)
     ids, mask = batch()

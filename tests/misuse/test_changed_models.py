@@ -54,6 +54,20 @@ def test_weights_written_to_after_the_prefill_are_noticed():
     refused(fast, later, "weights were written to or replaced")
 
 
+def test_a_cache_of_weights_that_are_gone_is_not_saved_as_one_of_the_weights_of_now(tmp_path):
+    fast = kvpass.compile(small(), **OPTIONS)
+    cache = fast(random_ids(1, 60)).past_key_values
+    cache.save(tmp_path / "cache.kv")
+    before = (tmp_path / "cache.kv").read_bytes()
+    with torch.no_grad():
+        fast.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    with pytest.raises(kvpass.CacheMismatchError, match="weights were written to or replaced"):
+        cache.save(tmp_path / "cache.kv")
+    assert (tmp_path / "cache.kv").read_bytes() == before
+    with pytest.raises(kvpass.CacheMismatchError, match="other weights"):
+        kvpass.load_cache(tmp_path / "cache.kv", fast)
+
+
 def test_a_replaced_module_is_noticed_by_a_call_of_several_tokens():
     fast = kvpass.compile(small(layers=2), **OPTIONS)
     cache = fast(random_ids(1, 60)).past_key_values

@@ -560,6 +560,27 @@ def test_mask_of_another_length_is_refused(tight, tokens, columns):
         tight.generate(random_ids(1, tokens), attention_mask=torch.ones(1, columns), past_key_values=cache)
 
 
+def test_ids_longer_than_the_cache_that_are_another_text_are_refused(tight):
+    """They are taken for the whole text, of which only the end would be read."""
+    ids, new = random_ids(2, 20), random_ids(2, 30, seed=1)
+    mask = torch.ones_like(ids)
+    ids[1, :4], mask[1, :4] = 0, 0
+    new[new == 0] = 1
+    cache = tight.compress(ids, mask)
+    with pytest.raises(kvpass.CacheMismatchError, match=r"ids of 30 tokens.* \[2, 50\], over both"):
+        tight.generate(new, past_key_values=cache, max_new_tokens=2)
+    whole, seen = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    expected = tight.generate(new, attention_mask=seen, past_key_values=cache, max_new_tokens=2)
+    whole[1, :4] = 5  # padding may have any id
+    found = tight.generate(whole, attention_mask=seen, past_key_values=cache, max_new_tokens=2)
+    assert torch.equal(found[:, 20:], expected)
+
+
+def test_filled_cache_without_new_ids_is_named(tight):
+    with pytest.raises(ValueError, match="no input_ids beside a filled cache"):
+        tight.generate(past_key_values=tight.compress(random_ids(1, 40)), max_new_tokens=2)
+
+
 def test_pad_token_inside_a_prompt_is_named(tight):
     ids = random_ids(2, 20)
     ids[1, 7] = tight.generation_config.pad_token_id
