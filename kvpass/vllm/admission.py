@@ -79,7 +79,8 @@ class Rows:
 
     Attributes:
         latest: of the engine that is being built; its attention backend, made later, takes it from here.
-        documents: of the engine, None without any. layout: of its blocks, which the backend knows.
+        documents: of the engine, None without any. layout: of its blocks, which the backend knows. added: rows that
+            came with the last update.
     """
 
     latest: ClassVar[Rows]
@@ -88,6 +89,7 @@ class Rows:
     def __init__(self, documents: Documents | None = None) -> None:
         self.documents = documents
         self._prompts: dict[int, Prompt] = {}
+        self.added: list[int] = []
 
     def __getitem__(self, row: int) -> Prompt:
         return self._prompts[row]
@@ -107,8 +109,10 @@ class Rows:
         """Apply vLLM's changes of a batch, in its order.
 
         Args:
-            added: (row, parameters, prompt, output) of new or resumed requests. moved: (from, to, whether swapped).
+            added: (row, parameters, prompt, output) of new or resumed requests, and of those that were left out of the
+                step before. moved: (from, to, whether swapped).
         """
+        new = set()
         for row in removed:
             self._prompts.pop(row, None)
         for row, params, ids, output in added:
@@ -117,12 +121,14 @@ class Rows:
             number = next(each for each in itertools.count() if each not in numbers)
             size = block_size(self.layout, len(ids), params)
             self._prompts[row] = Prompt.of(ids, size, number, Continued.of(params), resumed=bool(output))
+            new.add(number)
         for source, target, swapped in moved:
             prompt, other = self._prompts.pop(source, None), self._prompts.pop(target, None)
             if prompt is not None:
                 self._prompts[target] = prompt
             if swapped and other is not None:
                 self._prompts[source] = other
+        self.added = [row for row, prompt in self._prompts.items() if prompt.number in new]
 
 
 BEAMS = "kvpass does not support beam search in vLLM, which reads the prompt anew for each token"
@@ -198,7 +204,9 @@ class Admission:
                 f"--max-model-len {most}"
             )
         if params.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs: document {name!r} is not read again; leave them out")
+            raise ValueError(
+                f"prompt_logprobs: document {name!r} is not read again; leave them out, and echo with logprobs"
+            )
         request.prompt_token_ids = [*ids, *request.prompt_token_ids]
         params.extra_args = {**params.extra_args, DOCUMENT: Continued(name, len(ids))}
         return own

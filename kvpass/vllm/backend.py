@@ -166,10 +166,13 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         step = read_step(starts, lengths, on_device, self.rows, self.layout.shortest)
         if len(step.empty):
             tables.empty(step.empty)
+        if tables.means is not None and self.rows.added:
+            blocks = on_device[2][self.rows.added].long()
+            numbers = [self.rows[row].number for row in self.rows.added]
+            tables.renumber(blocks, torch.tensor(numbers, device=blocks.device))
+            self.rows.added = []
         documents, going, first = self.rows.documents, [], 0
         for row in step.prompts:
-            if tables.means is not None:
-                tables.number[row.place] = row.prompt.number
             if row.prompt.document is not None and row.read == row.prompt.document.tokens:
                 assert documents is not None
                 name = row.prompt.document.name

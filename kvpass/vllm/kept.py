@@ -59,6 +59,16 @@ class Tables:
         for old in [known for known in self.kept if known not in held][: -2 * self.rows]:
             del self.kept[old]
 
+    def renumber(self, blocks: Tensor, numbers: Tensor) -> None:
+        """Note the numbers of requests; the mean of one that had another, as vLLM left it out of a step, goes along.
+
+        Args:
+            blocks, numbers: of each, int64 on the device.
+        """
+        assert self.means is not None
+        self.means[:, numbers] = self.means[:, self.number[blocks]]
+        self.number[blocks] = numbers
+
     def continue_document(self, block: int, document: Continued, offsets: Tensor, mean: Tensor | None = None) -> None:
         """Note that a request continues a document: its tail is empty.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -32,6 +33,11 @@ def _shortest_chunk(config: Any) -> int:
 
 
 REFUSALS = [
+    Refusal("a VLLM_PLUGINS that does not name kvpass",
+            lambda *_: "kvpass" not in os.environ.get("VLLM_PLUGINS", "kvpass").split(","),
+            "vLLM would not load its attention backend, and compress nothing: add kvpass to VLLM_PLUGINS, or unset it"),
+    Refusal("the front end in Rust", lambda *_: bool(int(os.environ.get("VLLM_USE_RUST_FRONTEND", "0"))),
+            "it does not ask kvpass how long an answer may be: set VLLM_USE_RUST_FRONTEND=0"),
     Refusal("the second model runner", lambda config, _: config.use_v2_model_runner,
             "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0"),
     Refusal("chunked prefill with a policy that reads how all tokens attend",

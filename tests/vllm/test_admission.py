@@ -120,6 +120,11 @@ def test_a_request_has_a_number_of_its_own_below_the_most_that_run(rows):
     rows.update([0], [], [(2, 0, False)])
     rows.update([], [added[1], added[2]], [])  # in place of the request in row 1, and behind it
     assert sorted(rows[row].number for row in range(3)) == [0, 1, 2] and rows[0].number == 2
+    assert rows.added == [1, 2]
+    rows.update([], [], [(1, 0, True)])
+    assert rows.added == []
+    rows.update([1], [(3, *added[0][1:])], [(3, 1, False)])
+    assert rows.added == [1]
 
 
 def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known(rows):

@@ -68,6 +68,13 @@ def test_the_mean_of_a_documents_keys_is_subtracted_in_the_block_that_continues_
     assert found.means[:, 3].eq(1).all() and found.means.sum() == 2 * 8
 
 
+def test_means_go_along_with_the_numbers_of_requests():
+    found = tables(rows=3)
+    found.means, found.number[2] = torch.arange(3.0).expand(2, 1, 8, 3).movedim(3, 1).clone(), 1
+    found.renumber(torch.tensor([3, 2]), torch.tensor([1, 0]))  # one that is new, and one that had number 1
+    assert found.means[:, 0].eq(1).all() and found.means[:, 2].eq(2).all() and found.number[2:].tolist() == [0, 1]
+
+
 def test_a_block_is_emptied():
     found = tables()
     found.enter(2, 1, 7, b"before", kept(7))

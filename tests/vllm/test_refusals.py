@@ -53,6 +53,11 @@ FAULTS = {
     "a quantised cache": {"cache_config.cache_dtype": "fp8"},
 }
 """What is refused with every policy."""
+IN_ENVIRONMENT = {
+    "a VLLM_PLUGINS that does not name kvpass": ("VLLM_PLUGINS", "other,kvpass2"),
+    "the front end in Rust": ("VLLM_USE_RUST_FRONTEND", "1"),
+}
+"""What is refused by a variable of the environment."""
 WITH_SETTINGS = {
     "policies that read the output projection of a layer": ({}, settings("criticalkv")),
     "policies that read the rotary embedding": ({}, settings("expected_attention")),
@@ -120,7 +125,9 @@ def config(**changes: object) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("settings", [LAVA, DOCUMENTS, CODES])
-def test_what_is_supported_is_not_refused(settings):
+def test_what_is_supported_is_not_refused(settings, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,kvpass")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
     check_config(config(), settings)
 
 
@@ -139,8 +146,12 @@ def test_what_documents_and_codes_cannot_have_works_without_them(changes):
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
-def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refusal):
-    changes, settings = WITH_SETTINGS.get(refusal.name) or (FAULTS[refusal.name], LAVA)
+def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refusal, monkeypatch):
+    if refusal.name in IN_ENVIRONMENT:
+        monkeypatch.setenv(*IN_ENVIRONMENT[refusal.name])
+        changes, settings = {}, LAVA
+    else:
+        changes, settings = WITH_SETTINGS.get(refusal.name) or (FAULTS[refusal.name], LAVA)
     with pytest.raises(ValueError) as raised:
         check_config(config(**changes), settings)
     assert str(raised.value) == f"kvpass does not support {refusal.name} ({refusal.advice})"

@@ -15,6 +15,7 @@ from driver import alone, engine, greedy, joined, together
 from tiny import CASES, LONG, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
+from vllm.v1.core.sched.interface import PauseState
 
 from kvpass.eval.bench import serve, waits
 from kvpass.eval.bench.settings import BenchSettings
@@ -78,6 +79,32 @@ def chunks(folder: str, settings: dict[str, Any], tokens: int, then: str) -> dic
                 then = ""
         free = [before, pool.get_num_free_blocks()]
         return {"tokens": found, "most": most, "waited": waited, "preempted": preempted, "free": free, "then": then}
+
+
+def paused(folder: str, settings: dict[str, Any]) -> dict[str, list[int]]:
+    """Tokens of requests that run while the engine is paused, during which a client leaves, and of two that come then.
+
+    vLLM then runs a step without tokens, in which all rows leave the batch; later they come back behind the new ones.
+    """
+    with engine(folder, settings) as llm:
+        core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+        found, step, gone = dict[str, list[int]](), 0, CASES[0]
+
+        def send(cases: Cases) -> None:
+            for seed, length in cases:
+                core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy())
+
+        send(CASES[:3])
+        while core.has_unfinished_requests():
+            if step == 10:
+                scheduler.set_pause_state(PauseState.PAUSED_ALL)
+                core.abort_request([str(gone[1])])
+                core.step()
+                scheduler.set_pause_state(PauseState.UNPAUSED)
+                send(CASES[3:5])
+            found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+            step += 1
+        return found
 
 
 def capacity(folder: str, settings: dict[str, Any] | None, orders: int, length: int = 1000) -> dict[str, Any]:

@@ -237,6 +237,15 @@ def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_o
         assert tokens == expected, way
 
 
+def test_requests_keep_their_codes_while_the_engine_is_paused(ask_biased):
+    folder, ask = ask_biased
+    cases = CASES[1:5]
+    expected = by_length(cases, answers(folder, [prompt(*case) for case in cases], NEW, "lava", 64, "rot4"))
+    found = ask("paused", {"policy": "lava", "budget": 64, "room": 64, "entries": "rot4"})
+    wrong, near = differences(found, expected)
+    assert not wrong and near <= 1
+
+
 def test_a_compressed_cache_holds_many_more_requests(ask, folder):
     found, stock = ask("capacity", {"policy": "lava", "budget": 64, "room": 64}, 2), ask("capacity", None, 1)
     assert found["running"] >= 120 and stock["running"] == 15
