@@ -91,7 +91,8 @@ def _product_with_weight(call: Node) -> tuple[Node, Node, bool] | None:
     if name not in ("linear", "addmm", "mm", "matmul") or call.kwargs.keys() - {"bias"} or len(operands) < place + 2:
         return None
     x, weight, inputs_first = operands[place], operands[place + 1], name != "linear"
-    if inputs_first and (target_name(weight) == "t" or weight.args[1:] == ("T",)):
+    # weight.T is a getattr in the graphs of torch before 2.15
+    if inputs_first and (target_name(weight) in ("t", "numpy_T") or weight.args[1:] == ("T",)):
         weight, inputs_first = weight.all_input_nodes[0], False
     features, shape = (shape_of(x) or (None,))[-1], shape_of(weight) or ()
     if len(shape) != 2 or shape[0 if inputs_first else 1] != features or not is_module_tensor(weight):

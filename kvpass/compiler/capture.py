@@ -276,12 +276,13 @@ def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, pos
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
-    except (Unsupported, UserError) as failure:
+    except (Unsupported, UserError, TorchRuntimeError) as failure:
+        # what fails in the model's own code is Unsupported since torch 2.15
+        if isinstance(failure, TorchRuntimeError) or "failed to run FX node with fake tensors" in str(failure):
+            raise ValueError(f"the decoder fails on an input of {tokens} tokens: {_stop(failure)}") from failure
         raise ValueError(
             f"the decoder cannot be captured as one graph: {_stop(failure)}; change that, or use the model uncompiled"
         ) from failure
-    except TorchRuntimeError as failure:
-        raise ValueError(f"the decoder fails on an input of {tokens} tokens: {_stop(failure)}") from failure
     finally:
         _CALL.reset(token)
 

@@ -39,7 +39,7 @@ LIKE_LLAMA |= {"phi", "phi3", "gptj", "mpt", "cohere2", "bloom", "gpt2"}
 COMPARED_ELSEWHERE = {"gpt_neox", "gpt_oss", "llama4"}
 """And these: in every run, padded rows of them are compared with the model below, or in test_chunked_attention.py."""
 OFTEN = [family for family in FAMILIES if family not in LATENT.keys() | LIKE_LLAMA | COMPARED_ELSEWHERE]
-EVERY_POLICY = ["llama", "qwen3", "mixtral", "gemma2", "gemma3", "falcon"]
+EVERY_POLICY = [family for family in ("llama", "qwen3", "mixtral", "gemma2", "gemma3", "falcon") if family in FAMILIES]
 SOME = {family: ["lava"] for family in OFTEN}
 SOME |= {family: ["lava", *POLICIES[i :: len(EVERY_POLICY)]] for i, family in enumerate(EVERY_POLICY)}
 """Policies tried on the first layers of a family: all on some family; on every whole family under ``exhaustive``."""

@@ -163,9 +163,10 @@ def trocr():
         (bert, "BertForMaskedLM is no causal language model: it has no head that predicts the next token; if its"),
         (lambda: tiny_model("llama").model, "LlamaModel is no causal language model: "),
         (trocr, "TrOCRForCausalLM is not supported: its forward has no argument logits_to_keep"),
-        (
+        pytest.param(
             mamba,
             "(node MambaForCausalLM): it has recurrent layers and no attention, so no KV cache that could be comp",
+            marks=pytest.mark.skipif(not hasattr(MambaConfig(), "layer_types"), reason="older: refused when called"),
         ),
     ],
     ids=lambda given: given[:40] if isinstance(given, str) else "",
@@ -257,9 +258,10 @@ def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
         lambda: model(ids[:, :3], past_key_values=cache),
         lambda: model(ids[:, :1], past_key_values=cache),
         lambda: model(ids[:, :1], past_key_values=cache, attention_mask=torch.zeros(1, 1, 1, 41)),
-        lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2),
         lambda: model.generate(torch.cat([ids, ids], 1), past_key_values=cache, max_new_tokens=2),
     ]
+    if not hasattr(model, "_cache_dependant_input_preparation"):  # there, transformers fails at fewer ids by itself
+        calls.append(lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2))
     for call in calls:
         with pytest.raises(
             kvpass.CacheMismatchError, match=r"given to an uncompiled model: .* give the whole text and no"

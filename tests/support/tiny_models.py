@@ -199,6 +199,8 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
 """The same of families that this version of transformers has, which cache a latent, besides deepseek_v3."""
 LATENT = {family: made for family, made in LATENT.items() if made[0] in CONFIG_MAPPING}
 FAMILIES |= LATENT
+if Version(transformers.__version__) < Version("5.15"):  # it makes falcon's mask by torch.vmap
+    FAMILIES = {family: made for family, made in FAMILIES.items() if made[0] != "falcon"}
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 _FOUR = {**LLAMA_LIKE, "num_hidden_layers": 4}
 _CONVOLUTION = {**_FOUR, "layer_types": ["conv", "full_attention"] * 2}
