@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvpass
@@ -115,6 +116,7 @@ class Document:
         tokens = asked.input_ids.shape[1]
         if tokens == 0:
             raise ValueError("the question has no tokens")
+        asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens)  # a longer question is the whole text else
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
         out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, exact=exact, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
