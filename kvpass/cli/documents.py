@@ -116,7 +116,8 @@ class Document:
         tokens = asked.input_ids.shape[1]
         if tokens == 0:
             raise ValueError("the question has no tokens")
-        asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens)  # a longer question is the whole text else
+        # over both, since ids longer than the document, with a mask of their own, would be taken for the whole text
+        asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
         out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, exact=exact, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()

@@ -76,7 +76,6 @@ def check_model(model: object) -> None:
 
 def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     """Raise for unsupported arguments of ``generate``; ``given``, ``default``: generation configurations."""
-    configured = given or default
     cache = kwargs[CACHE]
     check_cache(cache)
     kind = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
@@ -86,7 +85,7 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             "generate argument 'cache_implementation' is not supported: a kvpass model fills a compressed cache of its "
             f"own, not a {kind} one; {advice}"
         )
-    if said("use_cache", kwargs, configured, default) is False:
+    if said("use_cache", kwargs, given, default) is False:
         if kwargs.get("use_cache") is None:
             raise ValueError(
                 "the model is configured with use_cache=False, which computes the whole text again for every new "
@@ -108,7 +107,7 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             "prefill_chunk_size in model.generation_config is not supported: give it to generate, or prefill_block to "
             "kvpass.compile"
         )
-    if getattr(configured, "is_assistant", None):
+    if getattr(given or default, "is_assistant", None):
         raise ValueError("assistant_model: a kvpass model cannot draft for another one; give the uncompiled model")
 
 

@@ -73,12 +73,12 @@ def generate_exactly(model: Any, rules: Rules, kwargs: dict[str, Any], tokens: D
         full.fills = (compressed,)
     else:
         runtime.check_cache(compressed, rules)
-        full, rows = _full_of(compressed), rows // compressed.batch_size
+        rows //= compressed.batch_size
+        if rows <= 1 and compressed.reusable:
+            compressed = compressed.clone()
+        full = _full_of(compressed)
         if rows > 1:
             compressed, full = compressed.repeated(rows), full.repeated(rows)
-        elif compressed.reusable:
-            compressed = compressed.clone()
-            full = _full_of(compressed)
     drafts = full.drafts = CompressedDrafts(model, rules, full, compressed, tokens)
     try:
         with runtime.call(rules.keeping_all), full_cache_on_device():
