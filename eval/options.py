@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-MODEL = "'builtin', 'smollm2-135m', a .gguf file, or a folder or hub name."
+MODEL = "'builtin', 'smollm2-135m', or a folder or hub name."
 Model = Annotated[str, Argument(help=MODEL)]
 Tasks = Annotated[str, Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")]
 Policies = Annotated[str, Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
@@ -21,9 +21,7 @@ Samples = Annotated[int, Option(min=1, help="Samples of each task.")]
 Length = Annotated[int, Option(min=2, help="Longest prompt in tokens; longer ones lose their middle.")]
 Batch = Annotated[int, Option(min=1, help="Prompts answered at once.")]
 NewTokens = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
-Folder = Annotated[
-    Path, Option(file_okay=False, help="Folder for samples, tables and pictures; a rerun goes on there.")
-]
+Folder = Annotated[Path, Option(file_okay=False, help="Folder for samples and tables; a rerun goes on there.")]
 Json = Annotated[Path | None, Option("--json", help="Also write everything measured to this file.")]
 Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are made up.")]
 Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
@@ -68,23 +66,6 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveOptions:
-    samples: Samples = 24
-    length: Length = 512
-    budgets: Annotated[str, Option(help="As in 'kvpass eval'.")] = "0.03,0.06,0.12,0.25,0.5"
-    policies: Annotated[str | None, Option(help="As in 'kvpass eval'; all by default.")] = None
-    scopes: Scopes = "prompt,context"
-    output: Folder = Path("kvpass-curve")
-    entries: Entries = "model"
-    seed: Seed = 0
-    batch: Batch = 25
-    backend: Backend = "eager"
-    dtype: Dtype = "auto"
-    model: Annotated[str, Option(help=MODEL)] = "builtin"
-    tasks: Annotated[str, Option("--task", help="A task of 'kvpass eval'.")] = "multi_needle"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExactOptions:
     model: Model
     tasks: Tasks = "niah_single_2"
@@ -103,14 +84,8 @@ class ExactOptions:
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     model: Model = "builtin"
-    document: Annotated[
-        Path | None, Option(exists=True, dir_okay=False, help="Text file to ask about, instead of a made-up text.")
-    ] = None
-    question: Annotated[str | None, Option(help="What is asked about the document.")] = None
-    tokens: Annotated[
-        int | None, Option(help="Length of each made-up prompt; 2048 for the built-in model, else 1024.")
-    ] = None
-    facts: Annotated[int, Option(help="Facts hidden in the text; each is asked for.")] = 8
+    tokens: Annotated[int | None, Option(help="Length of each prompt; 2048 for the built-in model, else 1024.")] = None
+    facts: Annotated[int, Option(min=1, max=512, help="Facts hidden in the text; each is asked for.")] = 8
     seed: Seed = 0
     output: Annotated[Path, Option(help="Where the heat map of what was kept goes (.png).")] = Path("kvpass-demo.png")
     backend: Backend = "inductor"
@@ -123,8 +98,8 @@ class BenchOptions:
     model: Annotated[
         str,
         Option(
-            help="With random weights: llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, wide-mlp, or a "
-            "config.json; with its own: smollm2-135m, a .gguf file, or a folder."
+            help="With random weights: llama-3.1-8b, qwen3-8b, mistral-7b, small, small-mha, tiny, or a config.json; "
+            "with its own: smollm2-135m, or a folder."
         ),
     ] = "small-mha"
     device: Annotated[Literal["cpu", "cuda"], Option(help="Weights are made there.")] = "cpu"
@@ -134,9 +109,7 @@ class BenchOptions:
     contexts: Annotated[
         str, Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
     ] = ""
-    batches: Annotated[
-        str, Option("--batches", "--batch", help="Rows, separated by commas; 1 if not, with --start 1,2,3,7.")
-    ] = ""
+    batches: Annotated[str, Option("--batches", "--batch", help="Rows, separated by commas.")] = "1"
     budget: Annotated[
         str, Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
     ] = "256"
@@ -158,45 +131,14 @@ class BenchOptions:
     ] = False
     seed: Seed = 0
     json_path: Json = None
-    start: Annotated[
-        str,
-        Option(
-            metavar="LAYERS",
-            help="Instead: seconds to capture and compile the first policy at these depths, such as 4,16,32, with "
-            "Inductor's cache empty and filled, and the first call of each of --batches.",
-        ),
-    ] = ""
-    prefill_memory: Annotated[
-        bool,
-        Option(
-            "--prefill-memory",
-            help="Instead: peak memory of prompts of --contexts tokens under the first policy, in blocks and whole.",
-        ),
-    ] = False
-    tensor_parallel: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="Instead: the policies on one process and on N that share the model (on CUDA a device each); starts "
-            "them itself.",
-        ),
-    ] = 0
     serve: Annotated[
         bool,
         Option(
             "--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy, per context."
         ),
     ] = False
-    waits: Annotated[
-        bool,
-        Option(
-            "--waits",
-            help="Instead: how long --requests that run in vLLM wait for a token while a prompt of --contexts tokens "
-            "is read, whole and in chunks.",
-        ),
-    ] = False
-    requests: Annotated[int, Option(min=1, help="Requests of each context, with --serve and --waits.")] = 32
-    cache_mib: Annotated[int, Option(min=1, help="MiB of an engine's KV cache, with --serve and --waits.")] = 64
+    requests: Annotated[int, Option(min=1, help="With --serve: requests of each context.")] = 32
+    cache_mib: Annotated[int, Option(min=1, help="With --serve: MiB of an engine's KV cache.")] = 64
     question_tokens: Annotated[
         int,
         Option(
@@ -253,7 +195,7 @@ class AskOptions:
         Option(
             envvar="KVPASS_MODEL",
             help="The model that compressed it; if not given, the one that the file names if that is 'builtin', "
-            "fetched, or a folder or .gguf file here.",
+            "fetched, or a folder here.",
         ),
     ] = None
     policy: Annotated[

