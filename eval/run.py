@@ -22,7 +22,6 @@ import kvpass
 from kvpass.config import Budget, EntryFormat
 from kvpass.eval.environment import answering_digest, machine, model_digest, policy_digest, save_json, versions
 from kvpass.eval.options import EvalOptions, names
-from kvpass.eval.plots import plot_grid
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
@@ -32,13 +31,10 @@ from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar, progress_console
-from kvpass.report import import_figure
 
 SCOPES = get_args(Scope)
 
 BudgetValue = int | float | str
-
-_DRAWN = "needle_grid"
 
 SHARE_BATCHES = 4
 """Batches that a worker answers at a time: a worker that is killed loses them."""
@@ -73,7 +69,6 @@ class Evaluation:
 
     Raises:
         ValueError: what does not exist or is out of range: model, tasks, data, budget for the window.
-        ImportError: the task ``needle_grid``, which is drawn, without matplotlib.
     """
 
     def __init__(self, options: EvalOptions) -> None:
@@ -83,8 +78,6 @@ class Evaluation:
         self.scopes = names(options.scopes)
         self._check_options()
         tasks = find_tasks(names(options.tasks), options.data_dir)
-        if any(task.name == _DRAWN for task in tasks):
-            import_figure()
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.fingerprint = model_digest(self.model)
         self.code = answering_digest("prompt.py", "runner.py", "run.py")
@@ -144,14 +137,10 @@ class Evaluation:
                 for record in records:
                     self.file.add(record)
                 progress.update(bar, advance=len(records), score=records[-1].score)
-        output, records = self.options.output, self.records()
-        rows = summarize(records)
-        if not self.writes:
-            return rows
-        (output / "results.md").write_text(results_tables(rows).markdown(), encoding="utf-8")
-        if grid := [record for record in records if record.question.task == _DRAWN]:
-            plot_grid(grid, output / "needle_grid.png", title=f"{self.options.model}: one fact by length and depth")
-        self._write_manifest(rows, time.perf_counter() - begin)
+        rows = summarize(self.records())
+        if self.writes:
+            (self.options.output / "results.md").write_text(results_tables(rows).markdown(), encoding="utf-8")
+            self._write_manifest(rows, time.perf_counter() - begin)
         return rows
 
     def records(self) -> list[Record]:

@@ -26,7 +26,6 @@ COMMANDS = {
     "ask document.kv 'question the code of bara dador is' --new-tokens 3": "482 913 .",
     "demo --tokens 512 --facts 2 --backend eager": "full",
     f"eval builtin --tasks multi_needle --policies full,lava --budgets 64 {SMALL}": "multi_needle",
-    "curve --policies full,lava,h2o --samples 2 --length 512": "curve.png",
     "bench --model tiny --contexts 256 --budget 64 --repeats 1 --new-tokens 4 --backend eager": "lava",
 }
 

@@ -16,10 +16,10 @@ from rich.console import Console
 
 import kvpass
 from command_line import invoke
+from kvpass.eval import demo
 from kvpass.eval.bench import measure as bench_measure
-from kvpass.eval.bench import processes as bench_processes
+from kvpass.eval.bench import serve
 from kvpass.eval.bench.run import Bench
-from kvpass.eval.experiments import demo
 from kvpass.eval.run import Evaluation
 from kvpass.eval.tasks.needle import Task, hide
 
@@ -46,7 +46,6 @@ BAD_PATHS = [
     (("ask", ".", "q"), "file '.' is a directory"),
     (("compress", "nofile", "-o", "doc.kv"), "file 'nofile' does not exist"),
     (("compress", "-", "-o", "."), "file '.' is a directory"),
-    (("demo", "--document", "nofile", "--question", "who?"), "file 'nofile' does not exist"),
     (("eval", "builtin", "--data-dir", "nofolder"), "dir 'nofolder' does not exist"),
     (("eval", "builtin", "--output", "/etc/passwd"), "dir '/etc/passwd' is a file"),
 ]
@@ -79,7 +78,6 @@ GOES_ON = "the same command goes on; the samples finished so far are in 'out'"
     ("words", "where", "part"),
     [
         (("eval", "builtin", "--output", "out"), Evaluation, GOES_ON),
-        (("curve", "--output", "out"), Evaluation, GOES_ON),
         (("bench", "--model", "tiny"), Bench, "the same command begins anew; nothing is kept without --json"),
         (("bench", "--model", "tiny", "--json", "a.json"), Bench, "the same command begins anew; a.json has what"),
     ],
@@ -148,9 +146,6 @@ def test_policies_lists_every_registered_policy_with_its_options():
         (("bench", "--contexts", "1024;2048"), "contexts='1024;2048': must be whole numbers"),
         (("bench", "--batches", "1,0"), "batches=1,0: must be one or more numbers >= 1"),
         (("bench", "--systems", "vllm"), "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
-        (("bench", "--start", "4,0"), "start=4,0: must be one or more numbers of layers >= 1"),
-        (("bench", "--start", "4", "--prefill-memory"), "start and prefill_memory: measure one of them at a time"),
-        (("bench", "--serve", "--start", "4"), "start and serve: measure one of them at a time"),
         (("bench", "--serve", "--policies", "h2o"), "evicts while decoding"),
         (("bench", "--serve", "--budget", "0.1"), "in vLLM it must be a number of entries"),
         (
@@ -163,16 +158,12 @@ def test_policies_lists_every_registered_policy_with_its_options():
             ("bench", "--serve", "--task", "needle", "--question-tokens", "8"),
             "task and question_tokens: ask one of them",
         ),
-        (("demo", "--facts", "0"), "facts=0: must be between 1 and 512"),
         (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
         (("demo", "--tokens", "64", "--facts", "1"), "tokens=64: must be above 64 for the budgets"),
         (("demo", "--tokens", "17000"), "tokens=17000: with the answer 17016, and the model reads at most 16384"),
-        (("demo", "--question", "who?"), "document and question: give both, or none"),
-        (("demo", "--document", __file__, "--question", "who?", "--tokens", 512), "a document has the length"),
         (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
-        (("curve", "--budgets", "0.01"), "budget 0.01 is 5 entries"),
-        (("curve", "--length", "60"), "tokens=60"),
-        (("curve", "--task", "ruler"), "task='ruler': stands for several tasks"),
+        (("eval", "builtin", "--length", "512", "--budgets", "0.01"), "budget 0.01 is 5 entries"),
+        (("eval", "builtin", "--length", "60"), "tokens=60"),
         (("eval", "builtin", "--tasks", "haystack"), "tasks='haystack'"),
         (("eval", "builtin", "--policies", "snapkw"), "did you mean 'snapkv'"),
         (("eval", "builtin", "--budgets", "nan"), "budget=nan"),
@@ -200,6 +191,8 @@ def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2_and_nothing_is_wr
         ("bench", "--device", "tpu"),
         ("bench", "--repeats", "0"),
         ("exact", "builtin", "--new-tokens", "1"),
+        ("demo", "--facts", "0"),
+        ("demo", "--facts", "513"),
         ("demo", "--backend", "jit"),
         ("ask", __file__, "who?", "--new-tokens", "0"),
     ],
@@ -284,7 +277,6 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
         (("demo", "--output", "map.png"), "output"),
         (("bench", "--model", "tiny", "--json", "out.json"), "json"),
         (("eval", "builtin", "--samples", "1", "--output", "answers"), "output"),
-        (("curve", "--samples", "1", "--output", "curve"), "output"),
         (("compress", "file", "--output", "doc.kv"), "output"),
     ],
     ids=lambda words: words[0] if isinstance(words, tuple) else None,
@@ -323,34 +315,6 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
         assert words in result.output.replace("\n", " ")
 
 
-def test_demo_shows_what_each_policy_answers_about_a_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "POLICIES", ("lava",))
-    document, picture = tmp_path / "document.txt", tmp_path / "map.png"
-    document.write_text(
-        "the code of bara dador is 482 913 . " + 15 * "the old farmer carried the lamp near the river . "
-    )
-    question = "question the code of bara dador is"
-    result = invoke("demo", "--document", document, "--question", question, "--backend", "eager", "--output", picture)
-    assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    lines = [line.split() for line in result.output.splitlines()]
-    for system in (["transformers", "all"], ["kvpass", "full", "all"], ["kvpass", "lava", "50%"]):
-        assert [*system, "482", "913", "."] in lines, result.output
-    assert ["kvpass", "full", "all", "100%", "1/1"] in [line[:5] for line in lines]
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [(" \n", "is empty"), (17000 * "the ", "reads at most 16384"), ("the code .", "must be above 128")],
-)
-def test_a_document_that_the_demo_cannot_use_is_refused(text, part, tmp_path):
-    document = tmp_path / "document.txt"
-    document.write_text(text)
-    result = invoke("demo", "--document", document, "--question", "who?")
-    assert result.exit_code == 2
-    assert part in result.stderr and "document" in result.stderr
-
-
 def test_a_demo_of_a_model_that_was_not_fetched_says_how(tmp_path, monkeypatch):
     monkeypatch.setenv("KVPASS_MODELS", str(tmp_path))
     result = invoke("demo", "smollm2-135m")
@@ -358,120 +322,17 @@ def test_a_demo_of_a_model_that_was_not_fetched_says_how(tmp_path, monkeypatch):
     assert "'kvpass fetch smollm2-135m' brings it there" in result.stderr
 
 
-@pytest.fixture
-def one_process(monkeypatch):
-    """Figures of fresh processes are taken in this one, the same ones once: an import of torch takes seconds."""
-    figures = {}
-
-    def here(function, *args):
-        if args not in figures:
-            figures[args] = function(*args)
-        return figures[args]
-
-    monkeypatch.setattr(bench_processes, "in_new_process", here)
-
-
-@pytest.mark.usefixtures("compile_anew")
-def test_bench_of_a_start_counts_what_is_compiled_by_depth_and_batch(micro, tmp_path, one_process):
-    out = tmp_path / "out.json"
-    result = invoke(
-        "bench", "--model", micro, "--start", "1,2", "--batches", "1,2,3", "--budget", 40, "--policies", "lava",
-        "--repeats", 1, "--backend", "eager", "--json", out,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
-    assert written["complete"] and [start["layers"] for start in written["start"]] == [1, 2]
-    for start in written["start"]:
-        for made in (*start["cold"], *start["warm"]):
-            assert [(record["phase"], record["rows"]) for record in made["compiled"]] == [("prefill", 1), ("decode", 1)]
-            assert min(*made["first_s"], *made["again_s"]) > 0
-    assert written["batches"]["layers"] == 1
-    compiled = [[record["rows"] for record in run["compiled"]] for run in written["batches"]["runs"]]
-    assert compiled == [[1, 1], [1, 1, 2, 2], [1, 1, 2, 2]], "three rows use what two compiled"
-    parts = [sum(record["parts"] for record in run["compiled"]) for run in written["batches"]["runs"]]
-    shown = re.findall(r"^ *(\d+) +[\d.]+ +[\d.]+ +(\d+) *$", result.output, re.MULTILINE)
-    assert shown == [(str(rows), str(count)) for rows, count in zip((1, 2, 3), parts, strict=True)]
-
-
-def test_bench_of_memory_tells_blocks_from_the_whole_prompt(micro_sizes, tmp_path, one_process):
-    path, out = tmp_path / "wide.json", tmp_path / "out.json"
-    sizes = {"intermediate_size": 2048, "max_position_embeddings": 8192, "num_attention_heads": 2}
-    path.write_text(json.dumps({**micro_sizes, "model_type": "llama", **sizes}))
-    result = invoke(
-        "bench", "--model", path, "--prefill-memory", "--contexts", "6144", "--budget", 40, "--policies", "snapkv",
-        "--backend", "eager", "--json", out,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
-    blocks, whole = written["prefill_memory"]
-    assert written["complete"] and (blocks["tokens"], blocks["block"], whole["block"]) == (6144, 1024, 6144)
-    needed = blocks["needed_bytes"]
-    assert needed["residual stream"] == 6144 * 32 * 4 and needed["K and V of a layer"] == 6144 * 2 * 2 * 16 * 4
-    assert needed["block"] == 1024 * 2 * 2048 * 4 and needed["cache"] >= 40 * 2 * 2 * 16 * 4
-    assert whole["peak_bytes"] > 6144 * 2 * 2048 * 4, "gate and up of the whole prompt"
-    assert 0 < blocks["peak_bytes"] < whole["peak_bytes"] / 2
-    for found in written["prefill_memory"]:
-        assert f"{found['peak_bytes'] / 2**20:.0f}" in result.output
-
-
-@pytest.mark.parametrize(("processes", "message"), [(1, "at least 2 processes"), (3, "3 processes cannot share the 4")])
-def test_processes_that_cannot_share_a_model_are_refused_before_one_starts(micro, processes, message):
-    result = invoke("bench", "--model", micro, "--tensor-parallel", processes, "--contexts", 128, "--budget", 40)
-    assert result.exit_code == 2 and message in result.stderr
-
-
-@pytest.mark.exhaustive
-def test_bench_of_processes_that_share_a_model(micro_sizes, tmp_path):
-    out, model = tmp_path / "out.json", tmp_path / "model.json"
-    model.write_text(json.dumps({"model_type": "llama", **micro_sizes, "num_hidden_layers": 2}))
-    result = invoke(
-        "bench", "--model", model, "--tensor-parallel", 2, "--contexts", 128, "--budget", 40, "--policies", "lava",
-        "--repeats", 2, "--new-tokens", 3, "--backend", "eager", "--json", out,
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
-    records = written["tensor_parallel"]
-    assert written["complete"]
-    assert [(x["policy"], x["processes"]) for x in records] == [("lava", 1), ("lava", 2), ("full", 1), ("full", 2)]
-    entry_bytes = 2 * 8 * 4  # keys and values, head dim, fp32
-    for one, two in (records[:2], records[2:]):
-        assert one["kept_bytes"] == two["kept_bytes"] and two["same_tokens"]
-        assert len(one["cache_bytes"]) == 1 and len(two["cache_bytes"]) == 2
-        assert one["kept_bytes"] < sum(two["cache_bytes"]) and max(two["cache_bytes"]) < one["cache_bytes"][0]
-        assert one["imbalance"] == [1, 1] and all(1 <= x <= 2 for x in two["imbalance"])
-    assert (
-        records[0]["kept_bytes"] == 40 * 2 * 2 * entry_bytes and records[2]["kept_bytes"] == 128 * 2 * 2 * entry_bytes
-    )
-    for name, count in (("lava", 1), ("lava", 2), ("full", 1), ("full", 2)):
-        assert re.search(rf"^ *{name} +{count} .* same *$", result.output, re.MULTILINE)
-
-
-def test_a_prompt_whose_process_is_killed_is_named_and_the_others_go_on(micro, tmp_path, monkeypatch):
-    def killed(function, settings, tokens, rows, whole):
-        if whole:
-            raise BrokenProcessPool
-        return {
-            "tokens": tokens,
-            "rows": rows,
-            "block": 96,
-            "prefill_s": 1.0,
-            "peak_bytes": 9,
-            "needed_bytes": {"a": 3},
-        }
-
-    monkeypatch.setattr(bench_processes, "in_new_process", killed)
-    out = tmp_path / "out.json"
-    words = ("--prefill-memory", "--contexts", "96,128", "--budget", 40, "--policies", "lava", "--json", out)
-    result = invoke("bench", "--model", micro, *words)
-    assert result.exit_code == 0, result.output
-    failures = [found["failure"] for found in json.loads(out.read_text())["prefill_memory"]]
-    assert failures[::2] == [None, None] and all("want of memory" in said for said in failures[1::2])
-    assert result.output.count("failed") == 2 and result.output.count("3.00") == 2
-
-
 def test_a_process_of_its_own_has_the_environment_of_now(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "here")
-    assert bench_processes.in_new_process(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == "here"
-    assert os.getenv("KVPASS_PROGRESS") != "0", "that was for the process alone"
+    assert serve.in_new_process(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == "here"
     with pytest.raises(BrokenProcessPool):
-        bench_processes.in_new_process(os.abort)
+        serve.in_new_process(os.abort)
+
+
+def test_without_matplotlib_the_demo_says_what_to_install_and_computes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.chdir(tmp_path)
+    result = invoke("demo")
+    assert result.exit_code == 2, result.output
+    assert result.stderr == "error: pictures need matplotlib: pip install 'kvpass[plots]'\n"
+    assert list(tmp_path.iterdir()) == []

@@ -262,13 +262,12 @@ def test_other_weights_have_another_fingerprint():
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def test_the_command_runs_a_grid_and_draws_it(tmp_path):
+def test_the_command_runs_a_grid(tmp_path):
     words = "eval builtin --tasks needle_grid --policies streaming_llm --budgets 0.5 --scope prompt --samples 20"
     words += f" --length 240 --batch 3 --backend eager --output {tmp_path}"
     result = invoke(*words.split(), columns=200)
     assert result.exit_code == 0, result.output
     assert "needle_grid" in result.output
-    assert (tmp_path / "needle_grid.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     deep = [record["score"] for record in records if record["labels"]["depth"] == 1.0]
     middle = [record["score"] for record in records if record["labels"]["depth"] == 0.25]

@@ -17,7 +17,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.interface import PauseState
 
-from kvpass.eval.bench import serve, waits
+from kvpass.eval.bench import serve
 from kvpass.eval.bench.settings import BenchSettings
 from kvpass.vllm import refusals
 from kvpass.vllm.admission import Rows
@@ -219,15 +219,6 @@ def benched(
     with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
         result = serve.Serve(BenchSettings(**usual, **measured, **engine)).run()
     [(_, _, rows)] = serve.Serve.shown(result).tables
-    return result, rows
-
-
-def waited(folder: str, tokens: int) -> tuple[dict[str, Any], list[list[str]]]:
-    """What ``kvpass bench --waits`` finds for a prompt of so many tokens while two requests run, and its rows."""
-    usual = {"model": "small", "policies": "lava", "budget": "64", "repeats": 2, "requests": 2, "cache_mib": 64}
-    with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):
-        result = waits.Waits(BenchSettings(contexts=str(tokens), **usual)).run()
-    [(_, _, rows)] = waits.Waits.shown(result).tables
     return result, rows
 
 

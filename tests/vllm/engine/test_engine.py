@@ -313,17 +313,6 @@ def test_the_bench_scores_the_answers_to_samples_of_a_task(ask):
     assert right["chunks"] == right["whole"] >= 75 > right["kvpass"] + 25
 
 
-def test_the_bench_counts_what_requests_get_while_a_prompt_is_read(ask):
-    result, rows = ask("waited", 2000)
-    ways = {"whole": 1, "chunks": 4}  # steps, in each of which two requests get a token
-    assert [row[:2] for row in rows] == [["2000", name + way] for way in ways for name in ("", "kvpass ")]
-    for one in result["waits"]:
-        assert len(one["rounds"]) == 2
-        for found in one["rounds"]:
-            assert len(found["waits_s"]) == 2 * ways[one["system"].removeprefix("kvpass ")]
-            assert 0 < max(found["waits_s"]) <= found["first_token_s"] + 1e-9
-
-
 def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(ask):
     result, rows = ask("benched", [200], "keydiff", 0.25, 8)
     assert [row[:2] for row in rows] == [["200 + 8", system] for system in ("chunks", "whole", "kvpass", "rot4 kvpass")]
