@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from typing import Any, get_args
 
 import msgspec
-import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -158,7 +157,9 @@ class Evaluation:
         shares, workers = self._shares(), self.options.workers
         if workers > 1 and shares:
             describe(f"{workers} workers")
-            yield from answer_in_processes(partial(begin_worker, self.options), workers, shares)
+            yield from answer_in_processes(
+                functools.partial(answer_share, self.options), workers, shares, self.options.device
+            )
             return
         for share in shares:
             first, count = self.conditions[share.conditions[0]], len(share.conditions)
@@ -300,18 +301,15 @@ class Evaluation:
         save_json(self.options.output / "manifest.json", manifest)
 
 
-def begin_worker(options: EvalOptions, number: int) -> Callable[[Share], list[Record]]:
-    """Load the model in a worker process; return what answers shares there.
+def answer_share(options: EvalOptions, share: Share) -> list[Record]:
+    """Answer samples in a worker process."""
+    return [record for records in _evaluation_of_worker(options).answers(share) for record in records]
 
-    Args:
-        number: workers begun before it; on CUDA it chooses the device.
-    """
-    device = options.device
-    if device == "cuda":
-        device = f"cuda:{number % torch.cuda.device_count()}"
-    unread = options.output / "worker"  # never made: the file of records is the caller's
-    evaluation = Evaluation(dataclasses.replace(options, output=unread, device=device, workers=1))
-    return lambda share: [record for records in evaluation.answers(share) for record in records]
+
+@functools.cache
+def _evaluation_of_worker(options: EvalOptions) -> Evaluation:
+    """The run of this process, whose model is loaded once; the file of records is the caller's and not read."""
+    return Evaluation(dataclasses.replace(options, output=options.output / "worker", workers=1))
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

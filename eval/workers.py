@@ -6,15 +6,11 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from kvpass.eval.records import Record
-
-_ANSWER: Callable[[Share], list[Record]] | None = None
-"""Answers a share in this process, if it is a worker."""
+Answers = TypeVar("Answers")
 
 
 class Share(NamedTuple):
@@ -25,20 +21,21 @@ class Share(NamedTuple):
 
 
 def answer_in_processes(
-    begin: Callable[[int], Callable[[Share], list[Record]]], most: int, shares: Sequence[Share]
-) -> Iterator[list[Record]]:
-    """Yield the records of each share when it is answered, in any order.
+    answer: Callable[[Share], Answers], most: int, shares: Sequence[Share], device: str
+) -> Iterator[Answers]:
+    """Yield what ``answer`` returns for each share, in any order.
 
     Args:
-        begin: called once in each worker with the number of workers begun before it; returns what answers a share.
-        most: workers at a time.
+        answer: called in a worker. most: workers at a time. device: with ``"cuda"`` each worker has another one, as far
+            as there are.
     Raises:
         RuntimeError: a worker died.
     """
     workers, context = min(most, len(shares)), multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start, (begin, workers, context.Value("i", 0)))
+    threads = max(torch.get_num_threads() // workers, 1)
+    pool = ProcessPoolExecutor(workers, context, _begin, (threads, device, context.Value("i", 0)))
     try:
-        for future in as_completed([pool.submit(_answer, share) for share in shares]):
+        for future in as_completed([pool.submit(answer, share) for share in shares]):
             yield future.result()
     except BrokenProcessPool:
         raise RuntimeError(
@@ -49,19 +46,10 @@ def answer_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def _start(begin: Callable[[int], Callable[[Share], list[Record]]], workers: int, started: Any) -> None:
-    """Make this process a worker.
-
-    Args:
-        started: how many workers there were before, shared by all.
-    """
-    global _ANSWER
+def _begin(threads: int, device: str, started: Any) -> None:
+    """Give this worker its threads and its device; ``started``: how many workers began before, shared by all."""
+    torch.set_num_threads(threads)
     with started.get_lock():
         number, started.value = started.value, started.value + 1
-    torch.set_num_threads(max(torch.get_num_threads() // workers, 1))
-    _ANSWER = begin(number)
-
-
-def _answer(share: Share) -> list[Record]:
-    assert _ANSWER is not None
-    return _ANSWER(share)
+    if device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())

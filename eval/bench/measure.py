@@ -36,7 +36,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 class Meter:
-    """Time stamps and allocated bytes of a device; the CPU counts no bytes."""
+    """Time stamps of a device, and the most bytes allocated there; the CPU counts none."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
@@ -56,14 +56,6 @@ class Meter:
             return [last - first for first, last in pairs]
         torch.cuda.synchronize()
         return [first.elapsed_time(last) / 1e3 for first, last in pairs]
-
-    def room(self) -> int | None:
-        """Bytes that can still be allocated."""
-        self.release()
-        return torch.cuda.mem_get_info()[0] if self.is_cuda else None
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.is_cuda else 0
 
     def peak(self) -> int | None:
         """Most bytes allocated at once since :meth:`reset_peak`."""

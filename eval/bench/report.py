@@ -38,12 +38,10 @@ MEMORY: tuple[Column, ...] = (
     ("generate\nms/token", lambda r: _of(r.get("generate_ms"), ".2f")),
     ("cache\nMiB", lambda r: _of(r["cache_bytes"], ".2f", 2**20)),
     ("peak\nGiB", lambda r: _of(r["peak_bytes"], ".2f", 2**30)),
-    ("largest\nbatch", lambda r: _of(r["largest_batch"], ".0f")),
-    ("longest\nprompt", lambda r: _of(r.get("longest_prompt"), ".0f")),
     ("compile\ns", lambda r: _of(r["compile_s"], ".1f")),
     ("first\nsteps ms", lambda r: _of(_first_steps(r), ".1f")),
 )
-_SPARE = ("peak\nGiB", "longest\nprompt", "largest\nbatch", "of the\nbound, %", "\nx full")
+_SPARE = ("peak\nGiB", "of the\nbound, %", "\nx full")
 """Left out of the tables of a narrow terminal, the first ones first."""
 LEGEND = (
     "Medians and quartiles of interleaved repeats. x full: prefill time over that of the compiled full prefill. "
@@ -51,11 +49,8 @@ LEGEND = (
     "that compression takes, attention of the prompt apart (one profiled run). over: decode speed over that system. "
     "of the bound: bytes a step must read (each weight once, the entries held) over the measured copy bandwidth, as a"
     " share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at the end. peak:"
-    " allocator's count, weights included. largest batch: rows whose caches and steps fit beside the weights, by "
-    "their bytes. longest prompt: tokens that fit beside the weights, with as many rows, if the peak beside the "
-    "weights grows in proportion to the prompt (a part that does not grow lets more fit); a limit of the model on "
-    "positions is not counted. compile: first run less a median run, Inductor's cache empty unless said otherwise. "
-    "first steps: those on a new cache, CUDA graph capture included, not in the medians."
+    " allocator's count, weights included. compile: first run less a median run, Inductor's cache empty unless said "
+    "otherwise. first steps: those on a new cache, CUDA graph capture included, not in the medians."
 )
 
 

@@ -62,8 +62,7 @@ class Measurement:
         generate: seconds a token of ``generate`` on the cache of the last repeat; None where it is not timed.
         tokens: greedy continuation of the first row, in the last repeat.
         cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
-        peak_bytes: most that was allocated at once, weights included. step_bytes: most that a decode step needed
-            beside weights and cache; both None on the CPU.
+        peak_bytes: most that was allocated at once, weights included; None on the CPU.
         scoring: what compression adds to a prefill; None for systems that do not compress, or of others.
         failure: why there are no figures.
     """
@@ -78,7 +77,6 @@ class Measurement:
     cache_bytes: int = 0
     attended_bytes: int = 0
     peak_bytes: int | None = None
-    step_bytes: int | None = None
     scoring: Scoring | None = None
     failure: str | None = None
 
@@ -110,7 +108,6 @@ class Bench(Benchmark):
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
         self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
-        self.room, self.held = self.meter.room(), self.meter.allocated()
         budget = Budget.parse(settings.budget_value)
         self.comparisons = [
             Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
@@ -152,13 +149,8 @@ class Bench(Benchmark):
             return {"name": name, "failure": measurement.failure}
         others = {other.system.name: other for other in measured if other.failure is None}
         prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
-        weights, room = self.step_weight_bytes, self.room
+        weights, eager = self.step_weight_bytes, others.get("hf-eager")
         bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / self.bandwidth
-        eager = others.get("hf-eager")
-        largest = longest = None
-        if room is not None and measurement.step_bytes is not None and measurement.peak_bytes is not None:
-            largest = room * wanted.batch // (measurement.cache_bytes + measurement.step_bytes)
-            longest = room * wanted.context // (measurement.peak_bytes - self.held)
         return {
             "name": name,
             "failure": None,
@@ -167,18 +159,13 @@ class Bench(Benchmark):
             "first_steps_ms": [[1e3 * s for s in steps] for steps in measurement.first_steps],
             "generate_ms": None if measurement.generate is None else 1e3 * measurement.generate,
             "tokens_per_s": 1e3 * wanted.batch / decode["median"],
-            **{
-                name: getattr(measurement, name)
-                for name in ("cache_bytes", "attended_bytes", "peak_bytes", "step_bytes")
-            },
+            **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes")},
             "compile_s": measurement.compile_seconds,
             "scoring": None
             if scoring is None
             else {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
             "bound_ms": bound,
             "share_of_bound": None if bound is None else bound / decode["median"],
-            "largest_batch": largest,
-            "longest_prompt": longest,
             "decode_speedup": {
                 other: spread(others[other].decode_ms)["median"] / decode["median"]
                 for other in ("hf-eager", "hf-static", "full")
@@ -283,10 +270,8 @@ class Bench(Benchmark):
         """Prefill and decode, and note tokens and bytes."""
         system = measurement.system
         found = system.run(self.meter, ids, new_tokens, batch // ids.shape[0])
-        if found.peak_bytes is not None and found.step_bytes is not None:
-            # the most of all runs: replayed steps allocate next to nothing
+        if found.peak_bytes is not None:  # the most of all runs: replayed steps allocate next to nothing
             measurement.peak_bytes = max(measurement.peak_bytes or 0, found.peak_bytes)
-            measurement.step_bytes = max(measurement.step_bytes or 0, found.step_bytes)
         measurement.tokens = found.tokens[0].tolist()
         measurement.cache_bytes = system.nbytes(found.cache)
         measurement.attended_bytes = system.attended_bytes(found.cache, ids.shape[1] + new_tokens)

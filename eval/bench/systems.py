@@ -45,8 +45,7 @@ class Timed(NamedTuple):
 
     Attributes:
         prefill, steps: seconds of the prefill and of each decode step. tokens: int64 ``[B, 1 + steps]``. cache: at the
-            end. peak_bytes: most that was allocated at once. step_bytes: most that a step needed beside what was held
-            before it; both None on the CPU.
+            end. peak_bytes: most that was allocated at once; None on the CPU.
     """
 
     prefill: float
@@ -54,7 +53,6 @@ class Timed(NamedTuple):
     tokens: Tensor
     cache: Any
     peak_bytes: int | None
-    step_bytes: int | None
 
 
 class System(ABC):
@@ -92,17 +90,12 @@ class System(ABC):
         cache = self.decoding_cache(cache, repeats)
         tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
         del logits
-        peak, begun = meter.peak(), meter.allocated()
-        meter.reset_peak()
         steps = [meter.mark()]
         for position in range(ids.shape[1], ids.shape[1] + new_tokens):
             logits = self.step(tokens[-1], position, cache)
             tokens.append(logits[:, -1].argmax(-1, keepdim=True))
             steps.append(meter.mark())
-        prefill, taken, later = meter.seconds(marks)[0], meter.seconds(steps), meter.peak()
-        if peak is None or later is None:
-            return Timed(prefill, taken, torch.cat(tokens, 1), cache, None, None)
-        return Timed(prefill, taken, torch.cat(tokens, 1), cache, max(peak, later), later - begun)
+        return Timed(meter.seconds(marks)[0], meter.seconds(steps), torch.cat(tokens, 1), cache, meter.peak())
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
         """Generate greedily after ``token`` as users do; False where that is not timed.

@@ -95,8 +95,9 @@ def through_layers(attend: Callable[..., Tensor], call: Attention, held: AppendB
 
 def result(found: Any) -> Tensor:
     """Return the tensor of a workload's result by which configs are compared, fp32."""
-    found = getattr(found, "mean", found) if not isinstance(found, Tensor) else found
-    return (found[0] if isinstance(found, tuple) else found).float()
+    if not isinstance(found, Tensor):
+        found = found.mean if hasattr(found, "mean") else found[0]
+    return found.float()
 
 
 def neighbours(config: Any) -> Iterator[Any]:

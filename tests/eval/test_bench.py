@@ -159,19 +159,6 @@ def test_models_whose_layers_share_no_budget_are_refused(micro_sizes, tmp_path):
         Bench(settings(str(path)))
 
 
-def test_largest_batch_and_longest_prompt_are_what_the_room_beside_the_weights_has():
-    system = SimpleNamespace(name="hf-eager", compiled=False)
-    found = bench.Measurement(system, prefill=[1.0], steps=[[0.5]], cache_bytes=90, step_bytes=11, peak_bytes=700)
-
-    def record(room, held):
-        device = SimpleNamespace(room=room, held=held, step_weight_bytes=None, bandwidth=1.0)
-        return Bench._record(device, found, [found], bench.Comparison(100, 2, 9))
-
-    assert record(1000, 500)["largest_batch"] == 19
-    assert record(1000, 500)["longest_prompt"] == 500  # 100 tokens take 200 bytes beside the 500 of the weights
-    assert record(None, 0)["largest_batch"] is record(None, 0)["longest_prompt"] is None
-
-
 HYBRID = {
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 2,

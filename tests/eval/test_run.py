@@ -178,7 +178,7 @@ def died(*_):
 
 
 def test_workers_that_die_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_start", died)
+    monkeypatch.setattr(workers, "_begin", died)
     with pytest.raises(RuntimeError, match="workers=2: one died, mostly for want of memory"):
         Evaluation(options(tmp_path, workers=2)).run()
 
