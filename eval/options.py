@@ -15,6 +15,7 @@ MODEL = "'builtin', 'smollm2-135m', or a folder or hub name."
 Model = Annotated[str, Argument(help=MODEL)]
 Tasks = Annotated[str, Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")]
 Policies = Annotated[str, Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
+Budget = Annotated[str, Option(help="Entries per KV head per layer (256), share of the text (0.25) or bytes ('4MiB').")]
 Budgets = Annotated[str, Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")]
 Scopes = Annotated[str, Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")]
 Samples = Annotated[int, Option(min=1, help="Samples of each task.")]
@@ -103,62 +104,35 @@ class BenchOptions:
         ),
     ] = "small-mha"
     device: Annotated[Literal["cpu", "cuda"], Option(help="Weights are made there.")] = "cpu"
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None, Option(help="If not given, bf16 on CUDA and fp32 on a CPU.")
-    ] = None
-    contexts: Annotated[
-        str, Option("--contexts", "--context", help="Prompt tokens, separated by commas; the model's own if not.")
-    ] = ""
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, Option(help="bf16 on CUDA, fp32 on a CPU if not.")] = None
+    contexts: Annotated[str, Option("--contexts", "--context", help="Prompt tokens; the model's own if not.")] = ""
     batches: Annotated[str, Option("--batches", "--batch", help="Rows, separated by commas.")] = "1"
-    budget: Annotated[
-        str, Option(help="Entries per KV head per layer (256), share of the prompt (0.1) or bytes ('4MiB').")
-    ] = "256"
+    budget: Budget = "256"
     window: Annotated[int, Option(min=1, help="Last prompt tokens, always kept.")] = 32
     policies: Policies = "lava,snapkv"
     entries: Entries = "model"
     systems: Annotated[
-        str | None,
-        Option(help="Beside them: hf-eager, hf-static, full, kvpress; all of these that are installed if not."),
+        str | None, Option(help="Beside them: hf-eager, hf-static, full, kvpress; all that are installed if not.")
     ] = None
     new_tokens: Annotated[int, Option(min=1, help="Tokens decoded in each repeat.")] = 32
     repeats: Annotated[int, Option(min=1, help="Timed rounds over all systems.")] = 3
     backend: Backend = "inductor"
-    shared_prompt: Annotated[
-        bool, Option("--shared-prompt", help="Prefill one row and repeat its cache for the batch.")
-    ] = False
-    warm_cache: Annotated[
-        bool, Option("--warm-cache", help="Use what Inductor has compiled before; compile times mean little.")
-    ] = False
+    shared_prompt: Annotated[bool, Option("--shared-prompt", help="Prefill one row, repeat it for the batch.")] = False
+    warm_cache: Annotated[bool, Option("--warm-cache", help="Do not empty Inductor's cache before.")] = False
     seed: Seed = 0
     json_path: Json = None
     serve: Annotated[
-        bool,
-        Option(
-            "--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy, per context."
-        ),
+        bool, Option("--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy.")
     ] = False
     requests: Annotated[int, Option(min=1, help="With --serve: requests of each context.")] = 32
     cache_mib: Annotated[int, Option(min=1, help="With --serve: MiB of an engine's KV cache.")] = 64
     question_tokens: Annotated[
-        int,
-        Option(
-            min=0,
-            help="With --serve: each request is a question of so many tokens about one text of --contexts tokens, "
-            "compressed before.",
-        ),
+        int, Option(min=0, help="With --serve: tokens of each question about one compressed text of --contexts tokens.")
     ] = 0
-    task: Annotated[
-        str,
-        Option(
-            help="With --serve: prompts are samples of this task of 'kvpass eval', of at most --contexts tokens, and "
-            "answers are scored; a model with weights."
-        ),
-    ] = ""
+    task: Annotated[str, Option(help="With --serve: a task of 'kvpass eval' that gives prompts and scores.")] = ""
     tune: Annotated[
         bool,
-        Option(
-            "--tune", help="Instead: measure the kernels' block sizes on this CUDA device, write them into their table."
-        ),
+        Option("--tune", help="Instead: write the fastest block sizes on this CUDA device into the kernels' table."),
     ] = False
 
 
@@ -171,13 +145,9 @@ class CompressOptions:
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")]
     model: Annotated[str, Option(envvar="KVPASS_MODEL", help=MODEL)] = "builtin"
     policy: Annotated[str, Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")] = "lava"
-    budget: Annotated[
-        str, Option(help="Entries per KV head per layer (1024), share of the document (0.25) or bytes ('4MiB').")
-    ] = "0.25"
+    budget: Budget = "0.25"
     window: Annotated[int | None, Option(help="Last tokens, always kept; the policy's own default.")] = None
-    entries: Annotated[
-        str, Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")
-    ] = "model"
+    entries: Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")] = "model"
     keep_full: Annotated[
         bool, Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
     ] = False
@@ -194,13 +164,10 @@ class AskOptions:
         str | None,
         Option(
             envvar="KVPASS_MODEL",
-            help="The model that compressed it; if not given, the one that the file names if that is 'builtin', "
-            "fetched, or a folder here.",
+            help="The model that compressed it; if not given, what the file names: 'builtin', fetched, or a folder.",
         ),
     ] = None
-    policy: Annotated[
-        str | None, Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
-    ] = None
+    policy: Annotated[str | None, Option(help="A policy of your own to import first: my.module:KeyDiff.")] = None
     new_tokens: NewTokens = 64
     exact: Annotated[
         bool, Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
@@ -214,8 +181,7 @@ class CalibrateOptions:
     model: Model
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the maps go to.")]
     texts: Annotated[
-        Path | None,
-        Option(exists=True, file_okay=False, help="Folder with .txt files to fit on; generated texts if not."),
+        Path | None, Option(exists=True, file_okay=False, help="Folder of .txt files to fit on; generated ones if not.")
     ] = None
     tokens: Annotated[int, Option(help="Longest piece of text; about the length to be compressed.")] = 1000
     ridge: Annotated[float, Option(help="Added to the diagonal of the system that is solved.")] = 30.0

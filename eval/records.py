@@ -174,17 +174,12 @@ def _cells(row: Row) -> list[str]:
         str(row.samples),
         f"{100 * row.score:.2f}",
         f"{100 * row.low:.1f}-{100 * row.high:.1f}",
-        mass_text(row),
+        "-" if row.kept.attention_mass is None else f"{row.kept.attention_mass:.1%}",
         f"{row.kept.kept_entries:.1f}",
         f"{row.kept.kept_fraction:.1%}",
         f"{row.kept.kept_bytes / 1024:.1f}",
         f"{row.kept.cache_bytes / 1024:.1f}",
     ]
-
-
-def mass_text(row: Row) -> str:
-    """Share of the window's attention in the kept entries, in percent; a dash where it is not known."""
-    return "-" if row.kept.attention_mass is None else f"{row.kept.attention_mass:.1%}"
 
 
 def results_tables(rows: Sequence[Row]) -> Tables:

@@ -24,14 +24,12 @@ from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
-from kvpass.eval.runner import Runner, chunks
+from kvpass.eval.runner import Kept, Runner, chunks
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar, progress_console
-
-SCOPES = get_args(Scope)
 
 BudgetValue = int | float | str
 
@@ -96,8 +94,8 @@ class Evaluation:
 
     def _check_options(self) -> None:
         options = self.options
-        if not self.scopes or not set(self.scopes) <= set(SCOPES):
-            raise ValueError(f"scope={options.scopes!r}: must be one of {', '.join(SCOPES)}, or both")
+        if not self.scopes or not set(self.scopes) <= set(get_args(Scope)):
+            raise ValueError(f"scope={options.scopes!r}: must be one of {', '.join(get_args(Scope))}, or both")
         if options.workers > 1 and launched()[1] > 1:
             raise ValueError(
                 f"workers={options.workers}: must be 1 where torchrun started processes that share the model"
@@ -205,24 +203,22 @@ class Evaluation:
         rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
         limits = [sample.max_new_tokens for sample, _ in samples]
         for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
-            condition, records = conditions[number], []
-            for index, tokens, kept in answers:
-                sample, question = samples[index][0], condition.questions[indices[index]]
-                text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-                records.append(
-                    Record(
-                        key=question.key,
-                        label=condition.label,
-                        question=question,
-                        answers=list(sample.answers),
-                        prediction=text,
-                        score=condition.task.metric(text, sample),
-                        generated_tokens=len(tokens),
-                        kept=kept,
-                        labels=dict(sample.labels),
-                    )
-                )
-            yield records
+            yield [self._record(conditions[number], indices[index], tokens, kept) for index, tokens, kept in answers]
+
+    def _record(self, condition: Condition, index: int, tokens: list[int], kept: Kept) -> Record:
+        (sample, _), question = self.samples[condition.task.name][index], condition.questions[index]
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return Record(
+            key=question.key,
+            label=condition.label,
+            question=question,
+            answers=list(sample.answers),
+            prediction=text,
+            score=condition.task.metric(text, sample),
+            generated_tokens=len(tokens),
+            kept=kept,
+            labels=dict(sample.labels),
+        )
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
         s = self.options
@@ -243,7 +239,7 @@ class Evaluation:
             question = Question(
                 task=task.name,
                 sample=sample.id,
-                policy=with_format(policy.spec, condition.entry_format),
+                policy=with_format(policy.spec, entry_format),
                 budget="all" if budget is None else str(budget),
                 scope=scope,
                 num_uncompressed_tokens=self.options.num_uncompressed_tokens if scope == "prompt" else 0,
@@ -274,14 +270,11 @@ class Evaluation:
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r}, scope {scope!r}: {error}") from None
 
-    def _settings(self) -> dict[str, Any]:
-        """The options as they were typed, without the paths of a machine."""
-        folder = self.options.data_dir
-        given = asdict(self.options) | {"data_dir": folder and folder.name}
-        return {name: value for name, value in given.items() if name != "output"}
-
     def _write_manifest(self, rows: Sequence[Row], seconds: float | None) -> None:
-        """Write what the run was made of; ``seconds`` is None while it goes on."""
+        """Write what the run was made of, without the paths of a machine; ``seconds`` is None while it goes on."""
+        folder = self.options.data_dir
+        settings = asdict(self.options) | {"data_dir": folder and folder.name}
+        del settings["output"]
         manifest = {
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "finished": seconds is not None,
@@ -295,7 +288,7 @@ class Evaluation:
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "parameters": self.model.num_parameters(),
             },
-            "settings": self._settings(),
+            "settings": settings,
             "results": [asdict(row) for row in rows],
         }
         save_json(self.options.output / "manifest.json", manifest)

@@ -78,13 +78,8 @@ def _shared() -> dict[str, Any]:
         return {}
     from transformers.distributed import DistributedConfig
 
-    atexit.register(_leave_processes)
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return {"distributed_config": DistributedConfig(tp_size=processes)}
-
-
-def _leave_processes() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _device(name: str) -> torch.device:

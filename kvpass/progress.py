@@ -40,24 +40,23 @@ def progress_bar(console: Console) -> Iterator[Progress]:
     text = TextColumn("{task.description}", markup=False)
     columns = SpinnerColumn(), text, BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn()
     drawn = console.is_terminal and not console.quiet
-    period, ended = 3600.0, threading.Event()  # of the speed from which the seconds left follow
-    progress = Progress(*columns, console=console, transient=True, disable=not drawn, speed_estimate_period=period)
+    ended = threading.Event()
+    # the period: of the speed from which the seconds left follow
+    progress = Progress(*columns, console=console, transient=True, disable=not drawn, speed_estimate_period=3600.0)
 
     def print_lines() -> None:
-        while not ended.wait(LINE_SECONDS):
+        while not drawn and not ended.wait(LINE_SECONDS):
             for task in progress.tasks:
                 console.print(_line(task), markup=False, highlight=False, soft_wrap=True)
 
     printer = threading.Thread(target=print_lines, daemon=True)
-    if not drawn and not console.quiet:
-        printer.start()
+    printer.start()
     try:
         with progress:
             yield progress
     finally:
         ended.set()
-        if printer.ident is not None:
-            printer.join()
+        printer.join()
 
 
 def _line(task: Task) -> str:

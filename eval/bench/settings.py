@@ -20,7 +20,7 @@ from kvpass.fetch import PACKAGES
 from kvpass.loading import located
 from kvpass.policies import resolve_budget
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
 WARM_UP_STEPS = 3
 """Decode steps of the first run of a system, and those before the timed steps of every run on CUDA, where the first
@@ -91,21 +91,20 @@ def find_model(name: str) -> BenchModel:
         ValueError: none of these, or no readable config of a known architecture.
     """
     if name in _MODELS:
-        context, known = _MODELS[name]
-        return BenchModel(name, AutoConfig.for_model(**known), context)
+        context, fields = _MODELS[name]
+        return BenchModel(name, AutoConfig.for_model(**fields), context)
     path = Path(name)
     if name in PACKAGES or path.is_dir():
         with located(name) as place:
             config = AutoConfig.from_pretrained(place)
         return BenchModel(name, config, _usual_context(config), has_weights=True)
     if path.suffix != ".json":
-        raise ValueError(
-            f"model={name!r}: expected one of {', '.join([*_MODELS, *PACKAGES])}, or a folder or config.json of a model"
-        )
-    if not path.is_file():
-        raise ValueError(f"model={name!r}: no such file")
+        known = ", ".join([*_MODELS, *PACKAGES])
+        raise ValueError(f"model={name!r}: expected one of {known}, or a folder or config.json of a model")
     try:
         fields = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"model={name!r}: no such file") from None
     except ValueError as error:
         raise ValueError(f"model={name!r}: not JSON ({error})") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
@@ -218,7 +217,7 @@ class BenchSettings(BenchOptions):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
+        return _DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
 
     def ids(self, rows: int, tokens: int) -> Tensor:
         """Return prompts of random tokens, int64 ``[rows, tokens]``, the same ones every time."""

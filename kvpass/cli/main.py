@@ -51,12 +51,10 @@ def _bad_values() -> Iterator[None]:
 def _import_libraries() -> None:
     """Import torch and transformers under a spinner: it takes seconds."""
     gc.disable()  # what is imported stays: to search it for garbage takes a fifth of the time
-    try:
-        with working("importing torch and transformers"):
-            importlib.import_module("kvpass.api")
-        gc.freeze()
-    finally:
-        gc.enable()
+    with working("importing torch and transformers"):
+        importlib.import_module("kvpass.api")
+    gc.enable()
+    gc.freeze()
 
 
 @contextmanager
@@ -86,13 +84,12 @@ def main(
     if "TORCHELASTIC_RUN_ID" in os.environ and context.invoked_subcommand not in _DIVIDED:
         from kvpass.loading import launched
 
-        if launched()[1] > 1:
-            typer.echo(
-                f"error: kvpass {context.invoked_subcommand} runs in one process; under torchrun several share the "
-                f"model of {', '.join(_DIVIDED)}",
-                err=True,
-            )
-            raise typer.Exit(2)
+        with _bad_values():
+            if launched()[1] > 1:
+                raise ValueError(
+                    f"kvpass {context.invoked_subcommand} runs in one process; under torchrun several share the model "
+                    f"of {', '.join(_DIVIDED)}"
+                )
 
 
 def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
@@ -142,10 +139,9 @@ def bench(options: BenchOptions) -> None:
             checked = (Serve if options.serve else Bench)(BenchSettings(**vars(options)))
             save = _writer(path)
         result = checked.run(save)
-    console = Console()
-    console.print(show(result))
+    Console().print(show(result))
     if path is not None:
-        console.print(f"written: {path}", highlight=False)
+        Console().print(f"written: {path}", highlight=False)
 
 
 @app.command("eval")
@@ -161,11 +157,9 @@ def evaluate(options: EvalOptions) -> None:
             checked = Evaluation(options)
             _make_folder("output", options.output)
         rows = checked.run()
-    if not checked.writes:
-        return
-    console = Console()
-    console.print(results_tables(rows))
-    console.print(f"written: {options.output}", highlight=False)
+    if checked.writes:
+        Console().print(results_tables(rows))
+        Console().print(f"written: {options.output}", highlight=False)
 
 
 @app.command()
@@ -196,9 +190,8 @@ def calibrate(options: CalibrateOptions) -> None:
         loaded = load_model(options.model, dtype=options.dtype, device=options.device)
         made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge, resume=left)
         made.save(output)
-    Console().print(
-        f"R2 {float(made.r2.mean()):.2f} in texts held out, lowest of a layer {float(made.r2.mean(1).min()):.2f}"
-    )
+    mean, least = float(made.r2.mean()), float(made.r2.mean(1).min())
+    Console().print(f"R2 {mean:.2f} in texts held out, lowest of a layer {least:.2f}")
     Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
 
@@ -210,7 +203,7 @@ def compress(options: CompressOptions) -> None:
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
-    document, output, window = options.document, options.output, options.window
+    document, output = options.document, options.output
     with _bad_values():
         chosen = parse_policies(options.policy)
         if len(chosen) != 1:
@@ -227,14 +220,12 @@ def compress(options: CompressOptions) -> None:
             device=options.device,
             backend=options.backend,
             keep_full=options.keep_full,
-            **({} if window is None else {"window": window}) | dict(chosen[0].options),
+            **({} if options.window is None else {"window": options.window}) | dict(chosen[0].options),
         )
         made.save(output)
-    if launched()[0] > 0:
-        return
-    console = Console()
-    console.print(made.model.report())
-    console.print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
+    if launched()[0] == 0:
+        Console().print(made.model.report())
+        Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
 
 @app.command()
