@@ -52,19 +52,16 @@ class Comparison:
 
 @dataclass
 class Measurement:
-    """What one system did with one context and batch.
+    """What one system did with one context and batch; None where it is not measured.
 
     Attributes:
-        prefill: seconds, one a repeat. steps: seconds of each timed decode step, one list a repeat.
-        warm_up: seconds of the first prefill and the first decode steps, compilation included; None for a system that
-            is not compiled, or was before.
-        first_steps: seconds of the steps before the timed ones, one list a repeat.
-        generate: seconds a token of ``generate`` on the cache of the last repeat; None where it is not timed.
+        prefill: seconds, one a repeat. steps, first_steps: of each timed decode step and of those before, a list a
+            repeat. warm_up: seconds of the first prefill and the first decode steps, compilation included.
+        generate: seconds a token of ``generate`` on the cache of the last repeat.
         tokens: greedy continuation of the first row, in the last repeat.
         cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
-        peak_bytes: most that was allocated at once, weights included; None on the CPU.
-        scoring: what compression adds to a prefill; None for systems that do not compress, or of others.
-        failure: why there are no figures.
+        peak_bytes: most that was allocated at once, weights included.
+        scoring: what compression adds to a prefill. failure: why there are no figures.
     """
 
     system: System
@@ -144,15 +141,16 @@ class Bench(Benchmark):
 
     def _record(self, measurement: Measurement, measured: Iterable[Measurement], wanted: Comparison) -> Result:
         """The figures of a system, beside those of all systems with this context and batch."""
-        name, scoring = measurement.system.name, measurement.scoring
         if measurement.failure is not None:
-            return {"name": name, "failure": measurement.failure}
+            return {"name": measurement.system.name, "failure": measurement.failure}
         others = {other.system.name: other for other in measured if other.failure is None}
-        prefill, decode = spread(measurement.prefill), spread(measurement.decode_ms)
+        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items()}
+        prefills = {name: spread(other.prefill)["median"] for name, other in others.items()}
+        prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
         weights, eager = self.step_weight_bytes, others.get("hf-eager")
         bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / self.bandwidth
         return {
-            "name": name,
+            "name": measurement.system.name,
             "failure": None,
             "prefill_s": prefill | {"all": measurement.prefill},
             "decode_ms": decode | {"all": [[1e3 * s for s in steps] for steps in measurement.steps]},
@@ -161,20 +159,15 @@ class Bench(Benchmark):
             "tokens_per_s": 1e3 * wanted.batch / decode["median"],
             **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes")},
             "compile_s": measurement.compile_seconds,
-            "scoring": None
-            if scoring is None
-            else {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
+            "scoring": scoring
+            and {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
             "bound_ms": bound,
             "share_of_bound": None if bound is None else bound / decode["median"],
             "decode_speedup": {
-                other: spread(others[other].decode_ms)["median"] / decode["median"]
-                for other in ("hf-eager", "hf-static", "full")
-                if other in others
+                name: decodes[name] / decode["median"] for name in ("hf-eager", "hf-static", "full") if name in others
             },
             "prefill_ratio": {
-                other: prefill["median"] / spread(others[other].prefill)["median"]
-                for other in ("hf-static", "full")
-                if other in others
+                name: prefill["median"] / prefills[name] for name in ("hf-static", "full") if name in others
             },
             "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
         }
@@ -260,11 +253,9 @@ class Bench(Benchmark):
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
         """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
         system = measurement.system
-        if not isinstance(system, Kvpass) or not system.model.policy.needs_budget:
-            return
-
-        with suppress(torch.OutOfMemoryError):
-            measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
+        if isinstance(system, Kvpass) and system.model.policy.needs_budget:
+            with suppress(torch.OutOfMemoryError):
+                measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
 
     def _run(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> Timed:
         """Prefill and decode, and note tokens and bytes."""
@@ -306,10 +297,5 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
             "the bench compares caches of equal bytes, which these have not"
         )
     ((kv_heads, key_dim, value_dim),) = shapes
-    return Geometry(
-        layers=len(layers),
-        kv_heads=kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        itemsize=layers[0].keys.element_size(),
-    )
+    sizes = {"kv_heads": kv_heads, "key_dim": key_dim, "value_dim": value_dim}
+    return Geometry(layers=len(layers), itemsize=layers[0].keys.element_size(), **sizes)

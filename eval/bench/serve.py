@@ -125,8 +125,8 @@ class _Questions:
         [self.task] = find_tasks([settings.task])
         self.samples = self.task.samples(self.tokenizer, tokens, count, settings.seed)
 
-    def prompts(self) -> list[list[int]]:
-        return [list(encode(self.tokenizer, sample, chat=self.task.chat).ids) for sample in self.samples]
+        encoded = (encode(self.tokenizer, sample, chat=self.task.chat) for sample in self.samples)
+        self.prompts = [list(prompt.ids) for prompt in encoded]
 
     def score(self, sample: int, answer: list[int]) -> float:
         """Return the score of an answer, up to the token that ends it, in [0, 1]."""
@@ -168,7 +168,7 @@ def measure_requests(settings: BenchSettings, system: str, tokens: int) -> Resul
     unused, running, held, rounds = pool.get_num_free_blocks(), 0, 0.0, list[Result]()
     block_bytes = cache_bytes / pool.num_gpu_blocks
     questions = _Questions(settings, tokens, count) if settings.task else None
-    prompts = dict(enumerate(made.tolist() if questions is None else questions.prompts()))
+    prompts = dict(enumerate(made.tolist() if questions is None else questions.prompts))
     scores: list[float] = []
     _round(engine, dict([prompts.popitem()]), params)  # compiles kernels, and leaves the text in the prefix cache
     for some in chunks(list(prompts), settings.requests):

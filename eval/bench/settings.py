@@ -94,27 +94,23 @@ def find_model(name: str) -> BenchModel:
         context, fields = _MODELS[name]
         return BenchModel(name, AutoConfig.for_model(**fields), context)
     path = Path(name)
-    if name in PACKAGES or path.is_dir():
+    if has_weights := name in PACKAGES or path.is_dir():
         with located(name) as place:
             config = AutoConfig.from_pretrained(place)
-        return BenchModel(name, config, _usual_context(config), has_weights=True)
-    if path.suffix != ".json":
+    elif path.suffix != ".json":
         known = ", ".join([*_MODELS, *PACKAGES])
         raise ValueError(f"model={name!r}: expected one of {known}, or a folder or config.json of a model")
-    try:
-        fields = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"model={name!r}: no such file") from None
-    except ValueError as error:
-        raise ValueError(f"model={name!r}: not JSON ({error})") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
-    config = AutoConfig.for_model(**fields)
-    return BenchModel(name, config, _usual_context(config))
-
-
-def _usual_context(config: PretrainedConfig) -> int:
-    return min(16384, config.max_position_embeddings // 2)
+    else:
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"model={name!r}: no such file") from None
+        except ValueError as error:
+            raise ValueError(f"model={name!r}: not JSON ({error})") from error
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
+        config = AutoConfig.for_model(**fields)
+    return BenchModel(name, config, min(16384, config.max_position_embeddings // 2), has_weights)
 
 
 def build(
@@ -224,10 +220,8 @@ class BenchSettings(BenchOptions):
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(self.bench_model.config.vocab_size, (rows, tokens), generator=generator)
 
-    def system(
-        self, model: PreTrainedModel, spec: PolicySpec, entries: EntryFormat = "model", **options: Any
-    ) -> Kvpass:
-        """Return kvpass with a policy; ``entries`` and ``options`` are of ``kvpass.compile``."""
-        policy, name = spec.with_window(self.window).resolve(), with_format(str(spec), entries)
-        options |= {"policy": policy, "budget": self.budget_value, "backend": self.backend, "entries": entries}
-        return Kvpass(model, name, **options)
+    def system(self, model: PreTrainedModel, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
+        """Return kvpass with a policy and a format of entries."""
+        given = {"budget": self.budget_value, "backend": self.backend, "entries": entries}
+        policy = spec.with_window(self.window).resolve()
+        return Kvpass(model, with_format(str(spec), entries), policy=policy, **given)
