@@ -77,7 +77,7 @@ class Demo:
                 text.insert(rng.randrange(len(text) + 1), f"The code of the {name} is {value}.")
             name, value = names[asked], values[asked]
             question, prefix = f"\n\nWhat is the code of the {name} in the text above?", f"The code of the {name} is"
-            said = {"context": " ".join(text), "question": question, "answer_prefix": prefix}
+            said: Any = {"context": " ".join(text), "question": question, "answer_prefix": prefix}
             return Sample(**said, id=name, answers=(value,), max_new_tokens=8)
 
         size = largest(build, self.tokenizer, tokens, smallest=1, chat=True, name="demo")

@@ -46,7 +46,7 @@ def test_the_first_call_of_several_rows_says_what_it_does(monkeypatch, logged):
 def test_a_command_says_that_it_imports(monkeypatch):
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(kvpass.progress, "progress_console", lambda: terminal)
-    assert CliRunner().invoke(app, ["demo", "--facts", "0"]).exit_code == 2
+    assert CliRunner().invoke(app, ["demo", "--output", "map.txt"]).exit_code == 2
     assert "importing torch and transformers" in terminal.file.getvalue()
 
 
