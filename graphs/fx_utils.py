@@ -401,6 +401,12 @@ def numbers_given(node: Node) -> list[Node]:
     return [number for number in given if isinstance(number, Node) and is_scalar(number)]
 
 
+def replace_node(node: Node, other: Node) -> None:
+    """Replace a call by another node, and erase it."""
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+
+
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:
     """Erase calls in ``among`` that do not affect the output or the inputs; return how many.
 
