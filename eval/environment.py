@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.policies import Policy
-from kvpass.remembered import source_digest, source_files
+from kvpass.version import source_digest, source_files
 
 _LIBRARIES = (
     *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),

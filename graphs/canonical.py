@@ -111,7 +111,7 @@ class Site:
 
 def find_sites(gm: GraphModule) -> list[Site]:
     """Return the attention ops in execution order; layers are numbered in that order."""
-    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is SITE]
+    nodes = gm.graph.find_nodes(op="call_function", target=SITE)
     return [Site(node=node, layer=layer, **arguments_of(node)) for layer, node in enumerate(nodes)]
 
 

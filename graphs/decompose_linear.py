@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import arguments_of, recorded
+from kvpass.graphs.fx_utils import arguments_of, recorded, replace_node
 from kvpass.torch_compat import force_stride_order
 
 _TO = torch.ops.aten.to.dtype
@@ -43,10 +43,9 @@ def reads_large_weights_faster() -> bool:
 
 def decompose_linear_pass(gm: GraphModule) -> int:
     """Replace every eligible ``linear`` call; return how many."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is _LINEAR]
     most = LARGE_BYTES if reads_large_weights_faster() else float("inf")
     changed = 0
-    for node in calls:
+    for node in gm.graph.find_nodes(op="call_function", target=_LINEAR):
         x, weight, bias = arguments_of(node).values()
         held = recorded(weight)
         made_of_others = hasattr(held, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
@@ -55,8 +54,7 @@ def decompose_linear_pass(gm: GraphModule) -> int:
         with gm.graph.inserting_before(node):
             total = _reduction(gm, x, weight, bias)
         total.meta = node.meta
-        node.replace_all_uses_with(total)
-        gm.graph.erase_node(node)
+        replace_node(node, total)
         changed += 1
     return changed
 

@@ -56,7 +56,7 @@ MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 """Names of softmax as function, method and operator."""
 
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+TORCH_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 _SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
@@ -92,7 +92,7 @@ def dotted(source: str) -> str:
 def line_of(node: Node) -> str:
     """Return the innermost ``file:line`` outside torch that made the node; "" if not recorded."""
     lines = _FRAME.findall(node.stack_trace or "")
-    own = [(file, line) for file, line in lines if not file.startswith(_TORCH)]
+    own = [(file, line) for file, line in lines if not file.startswith(TORCH_FOLDER)]
     return ":".join((own or lines)[-1]) if lines else ""
 
 
@@ -399,6 +399,12 @@ def numbers_given(node: Node) -> list[Node]:
     fills = fills_of(node) if target_name(node) != "setitem" else [node.args[2]]
     given = node.all_input_nodes if fills is None else fills
     return [number for number in given if isinstance(number, Node) and is_scalar(number)]
+
+
+def replace_node(node: Node, other: Node) -> None:
+    """Replace a call by another node, and erase it."""
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
 
 
 def erase_dead_nodes(gm: GraphModule, among: Iterable[Node]) -> int:

@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.config import Layout
 from kvpass.graphs.canonical import READ_STATE, WRITE_STATE, find_sites, site_locations, state_of
-from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.fx_utils import recorded, replace_node
 from kvpass.operands import AppendBuffers, EvictBuffers, RecompressBuffers, RingBuffers
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
@@ -70,8 +70,7 @@ def rewrite_cached_pass(
                 if None not in found:
                     call("observe_held", *site.call, *held, *found, layer, location.layers, policy.spec, ranks.spec)
         output.meta = site.node.meta
-        site.node.replace_all_uses_with(output)
-        gm.graph.erase_node(site.node)
+        replace_node(site.node, output)
     return len(sites)
 
 
@@ -83,8 +82,7 @@ def _bind_states(gm: GraphModule, state: Mapping[str, Node], layout: Layout) -> 
     """Read states from the cache, and write them there."""
     places = {(held.layer, held.name): index for index, held in enumerate(layout.states)}
     for node in gm.graph.find_nodes(op="call_function", target=READ_STATE):
-        node.replace_all_uses_with(state[f"state{places[state_of(node)]}_held"])
-        gm.graph.erase_node(node)
+        replace_node(node, state[f"state{places[state_of(node)]}_held"])
     for node in gm.graph.find_nodes(op="call_function", target=WRITE_STATE):
         with gm.graph.inserting_before(node):
             _call(gm, "store_state", node.args[0], state[f"state{places[state_of(node)]}_made"])

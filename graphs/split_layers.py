@@ -54,6 +54,7 @@ from kvpass.graphs.fx_utils import (
     mutated_inputs,
     reached,
     recorded,
+    replace_node,
     shape_of,
     storage_of,
     symbols_of,
@@ -236,7 +237,7 @@ def _take_states(gm: GraphModule) -> dict[Node, Node]:
     for node in reads:
         if state_of(node) not in held:
             held[state_of(node)] = append_input(gm, f"state{len(held)}_held", recorded(node))
-        _replace(gm, node, held[state_of(node)])
+        replace_node(node, held[state_of(node)])
     written = dict[tuple[int, str], Node]()
     for node in gm.graph.find_nodes(op="call_function", target=WRITE_STATE):
         (written[state_of(node)],) = node.all_input_nodes
@@ -251,7 +252,7 @@ def _take_real_tokens(gm: GraphModule) -> list[Node]:
     found = list[Node]()
     for node in gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
         found.append(append_input(gm, f"real{len(found)}", recorded(node)))
-        _replace(gm, node, found[-1])
+        replace_node(node, found[-1])
     return found
 
 
@@ -264,14 +265,9 @@ def _attend_expanded(gm: GraphModule) -> None:
         q, up, nope = site.q.args
         with gm.graph.inserting_before(site.node):
             whole = insert_function(site.node, SITE, q, *site.node.args[1:], up=up, nope=nope, **site.node.kwargs)
-        _replace(gm, expanded, whole)
+        replace_node(expanded, whole)
         gm.graph.erase_node(site.node)
         gm.graph.erase_node(site.q)
-
-
-def _replace(gm: GraphModule, node: Node, other: Node) -> None:
-    node.replace_all_uses_with(other)
-    gm.graph.erase_node(node)
 
 
 def _read_length_from_input(gm: GraphModule, tokens: Dim) -> None:
@@ -279,8 +275,7 @@ def _read_length_from_input(gm: GraphModule, tokens: Dim) -> None:
     lengths = [node for node in gm.graph.nodes if is_scalar(node) and _is_length(node, tokens)]
     for node in lengths:
         if node.op.startswith("call_") and lengths[0].op == "placeholder":
-            node.replace_all_uses_with(lengths[0])
-            gm.graph.erase_node(node)
+            replace_node(node, lengths[0])
 
 
 def _is_length(node: Node, tokens: Dim) -> bool:

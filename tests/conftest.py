@@ -53,19 +53,6 @@ def garbage() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def captures_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Captures of one model are made once in the tests of this run that use this, and taken again in the others.
-
-    For tests that do not look at captures: their models are traced by Dynamo in many others.
-    """
-    base = tmp_path_factory.getbasetemp()
-    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers of one run share it
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVPASS_CACHE", str(base / "kvpass-cache"))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
     random.seed(0)

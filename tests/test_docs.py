@@ -27,7 +27,6 @@ import kvpass
 from kvpass import builtin
 from tiny_models import random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [
     *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")),

@@ -36,6 +36,7 @@ from kvpass.graphs.fx_utils import (
     reached,
     recorded,
     refuse,
+    replace_node,
     shape_of,
     target_name,
     token_sizes,
@@ -93,8 +94,7 @@ def split_baddbmm(gm: GraphModule) -> None:
         with gm.graph.inserting_before(node):
             scaled = insert(torch.mul, insert(torch.bmm, given["batch1"], given["batch2"]), given["alpha"])
             total = insert(torch.add, insert(torch.mul, given["input"], given["beta"]), scaled)
-        node.replace_all_uses_with(total)
-        gm.graph.erase_node(node)
+        replace_node(node, total)
 
 
 def _match(flow: DataFlow, softmax: Node, tokens: set[Dim]) -> _Match | None:
@@ -182,6 +182,5 @@ def _replace(flow: DataFlow, match: _Match, heads: tuple[Node, Node, Node], rule
     with out.graph.inserting_before(out):
         site = emit_site(out, *heads, scale, rule.band, rule.softcap)
         result = insert_result(site, match.out)
-    out.replace_all_uses_with(result)
-    out.graph.erase_node(out)
+    replace_node(out, result)
     erase_dead_nodes(flow.gm, between)

@@ -19,7 +19,16 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from kvpass.graphs.canonical import find_sites
-from kvpass.graphs.fx_utils import DataFlow, Dim, arguments_of, erase_dead_nodes, recorded, refuse, shape_of
+from kvpass.graphs.fx_utils import (
+    DataFlow,
+    Dim,
+    arguments_of,
+    erase_dead_nodes,
+    recorded,
+    refuse,
+    replace_node,
+    shape_of,
+)
 from kvpass.graphs.insert_nodes import emit_site
 from kvpass.graphs.verify.causal_mask import Band, MaskPart, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
@@ -55,8 +64,7 @@ def find_attention_pass(gm: GraphModule) -> int:
         scale = int(recorded(q).shape[3]) ** -0.5 if scale is None else float(scale)
         with gm.graph.inserting_before(node):
             site = emit_site(node, q, call["key"], call["value"], scale, band)
-        node.replace_all_uses_with(site)
-        gm.graph.erase_node(node)
+        replace_node(node, site)
     erase_dead_nodes(gm, mask_nodes)
     return len(raw)
 

@@ -1,4 +1,7 @@
-"""A graph, its weights and its inputs as text: equal texts mean that a check gives the same result."""
+"""A graph, its weights and its inputs as text: equal texts mean that a check gives the same result.
+
+Only on the CPU: elsewhere it would take longer to copy all weights to the host than to check.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import operator
 import sys
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,13 +19,21 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from kvpass.graphs.canonical import batch_and_tokens
-from kvpass.graphs.fx_utils import dim_of, is_module_tensor, module_tensor, recorded, source_of, storage_of, symbols_of
+from kvpass.graphs.fx_utils import (
+    TORCH_FOLDER,
+    dim_of,
+    is_module_tensor,
+    module_tensor,
+    recorded,
+    source_of,
+    storage_of,
+    symbols_of,
+)
 from kvpass.graphs.verify.examples import hinted_sizes
 
-_SAMPLES = 256
 _LIBRARIES = {"torch", "_operator", "math", "builtins"}
 _HOMES = ("torch", "torch._C._nn")
-NAMESPACES = {"aten", "prims", "kvpass", "transformers"}
+_NAMESPACES = {"aten", "prims", "kvpass", "transformers"}
 _PLAIN = (bool, int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
 
 
@@ -38,11 +50,12 @@ def graph_text(gm: GraphModule) -> list[str]:
     """
     for node in gm.graph.nodes:
         if node.op.startswith("call_"):
-            target_text(node)
+            _check_target(node)
         map_aggregate((node.args, node.kwargs), _check_plain)
     inputs = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
     shared = {storage_of(node): place for place, node in reversed([*enumerate(inputs)])}  # by the first that holds it
-    settings = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.version.cuda
+    casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), *casts
     given = symbols_of(batch_and_tokens(gm))
     sizes = sorted((str(symbol), size) for symbol, size in hinted_sizes(gm).items() if symbol not in given)
     return [
@@ -65,39 +78,37 @@ def _input_text(node: Node) -> str:
     value, source = recorded(node), getattr(source_of(node), "name", "")
     if not isinstance(value, Tensor):
         return f"{value} {source}"
-    form = value.dtype, value.device, value.requires_grad, *map(dim_of, (*value.shape, *value.stride()))
+    if value.device.type != "cpu":
+        raise NoTextError(f"{node.name} is on {value.device}")
+    form = value.dtype, value.requires_grad, *map(dim_of, (*value.shape, *value.stride()))
     return f"{form} {source} {content_text(module_tensor(node)) if is_module_tensor(node) else ''}"
 
 
-def target_text(node: Node) -> str:
-    """What a node calls: a function by its name, under which it must be found; a method by its own.
-
-    Raises:
-        NoTextError: a function of no library, or not found by its name; a module.
-    """
+def _check_target(node: Node) -> None:
+    """Raise unless a node calls a method, an operator, or a function of a library that is found by its name."""
     target = node.target
-    if node.op in ("call_method", "output"):
-        return str(target)
     operators = torch._ops.OpOverload, torch._ops.OpOverloadPacket
-    if isinstance(target, operators) and str(target).split(".")[0] in NAMESPACES:
-        return str(target)
+    is_operator = isinstance(target, operators) and str(target).split(".")[0] in _NAMESPACES
+    if is_operator or node.op == "call_method":
+        return
     module = getattr(target, "__module__", None) or "torch"  # functions in C++ name none
     for home in (module, *_HOMES) if module.split(".")[0] in _LIBRARIES else ():
         for name in (getattr(target, "__qualname__", ""), getattr(target, "__name__", "")):
             with suppress(AttributeError, KeyError):
-                if operator.attrgetter(name)(sys.modules[home]) is target:
-                    return f"{home}.{name}"
+                if operator.attrgetter(name)(sys.modules[home]) is target and _is_of_torch(target):
+                    return
     raise NoTextError(f"{target} is no function of torch by that name")
 
 
+def _is_of_torch(target: Any) -> bool:
+    """Whether a function of Python is none that was put in the place of another, under its name."""
+    return not isinstance(target, FunctionType) or target.__code__.co_filename.startswith(TORCH_FOLDER)
+
+
 def content_text(weight: Tensor | None) -> str:
-    """A digest of samples, and the sum of all 8-byte words: what a weight is to a check that it is an example for."""
+    """A digest of a weight's bytes."""
     if weight is None or type(weight) not in (Tensor, nn.Parameter, nn.Buffer):
         raise NoTextError("the content of a weight is out of reach")
     if weight.layout != torch.strided or weight.is_quantized or weight.is_conj() or weight.is_neg():
         raise NoTextError("a weight has no plain bytes")
-    flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = flat[: flat.numel() // 8 * 8]
-    words = words.clone() if words.storage_offset() % 8 else words
-    sample = torch.cat([flat[:: max(flat.numel() // _SAMPLES, 1)], flat[words.numel() :]]).cpu()
-    return f"{int(words.view(torch.int64).sum())} {hashlib.sha256(sample.numpy().tobytes()).hexdigest()}"
+    return hashlib.sha256(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()

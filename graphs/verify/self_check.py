@@ -100,7 +100,7 @@ def self_check_pass(gm: GraphModule) -> int:
         log.debug("self_check is not remembered: %s", reason)
         marks = _check(gm)
     else:
-        marks = remembered("self_check", text, lambda: _check(gm))
+        marks = remembered(text, lambda: _check(gm))
     nodes = list(gm.graph.nodes)
     for place, operands, counted in marks:
         nodes[place].meta |= {MARK: tuple(operands), COUNTED: counted}

@@ -57,16 +57,12 @@ class CacheMetadata:
             raise ValueError(f"columns={self.columns}: must be from 1 to 2**26")
         if not (self.layout.pools or self.layout.rings):
             raise ValueError("layout: must have a group of layers")
-        least, most = self._bounds_of_entries()
+        least, most = 1, self.columns  # prompts are no longer
+        if self.budget is not None and self.layout.pools:
+            most = self.budget.entries(self.columns, self.layout.token_bytes(self.entry_format))
+            least = 1 if self.budget.kind == "fraction" else most
         if not self.entries or not all(least <= entries <= most for entries in self.entries):
             raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
-
-    def _bounds_of_entries(self) -> tuple[int, int]:
-        """Return the smallest and largest budget of a row; prompts are no longer than ``columns``."""
-        if self.budget is None or not self.layout.pools:
-            return 1, self.columns
-        most = self.budget.entries(self.columns, self.layout.token_bytes(self.entry_format))
-        return (1 if self.budget.kind == "fraction" else most), most
 
 
 def saved_names(policy: Policy, geometry: Geometry, entry_format: EntryFormat) -> list[str]:

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import importlib
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,23 +262,6 @@ def fetch(name: Annotated[str, typer.Argument(help="'smollm2-135m'.")]) -> None:
     with _interruptible("the same command begins again"), _bad_values(), working(f"fetching {name}"):
         folder = bring(name)
     Console().print(f"there: {folder}", highlight=False)
-
-
-@app.command()
-def cache(clear: Annotated[bool, typer.Option("--clear", help="Remove them.")] = False) -> None:
-    """Show the files that later processes start faster with (KVPASS_CACHE), or remove them."""
-    from kvpass.remembered import kept_files
-
-    files = kept_files()
-    console = Console()
-    for kind, own in itertools.groupby(files, lambda path: path.name.split("-")[0]):
-        sizes = [path.stat().st_size for path in own]
-        console.print(f"{kind}: {len(sizes)}, {sum(sizes) / 2**20:.2f} MiB", highlight=False)
-    console.print(f"in {files[0].parent}" if files else "nothing is kept", highlight=False)
-    if clear:
-        for path in files:
-            path.unlink(missing_ok=True)
-        console.print(f"removed: {len(files)} files", highlight=False)
 
 
 @app.command()

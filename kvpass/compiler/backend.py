@@ -51,13 +51,11 @@ from kvpass.policies.base import Policy
 from kvpass.progress import working
 from kvpass.ranks import ONE_PROCESS, Ranks, run_on_all_ranks
 from kvpass.torch_compat import (
-    ShapeGuard,
     TracingContext,
     compile_fx,
     compile_lock,
     compiled_for_any_length,
     inductor_config,
-    known_cpp_compiler,
     tracing,
 )
 
@@ -154,11 +152,6 @@ class PhaseCompiler:
     on_host: int = 0
     ranks: Ranks = ONE_PROCESS
 
-    @property
-    def captures_alone(self) -> bool:
-        """Whether a capture depends on the model alone: on no other process, nor on weights that stay on the host."""
-        return self.ranks is ONE_PROCESS and not self.on_host
-
     def captures_steps(self, device: torch.device) -> bool:
         """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
         return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor" and not self.on_host
@@ -176,15 +169,12 @@ class PhaseCompiler:
     def compile(self, captured: Capture, call: Call) -> Runner:
         """Compile a copy of the graph for calls like ``call``, in the trace that captured it."""
         began, cache, phase = time.perf_counter(), call.cache, call.phase
-        layout, _, device = layout_of(captured.gm)
         is_prompt = phase == "prefill"
         names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
         kind = phase if is_prompt else (phase, cache.entry_format, cache.selects_rows)
         made = None if names_policy else captured.shared.get(kind)
         if made is None:
-            on_cpu = self.compiler == "inductor" and device.type == "cpu"
-            with known_cpp_compiler() if on_cpu else nullcontext():
-                made = (self._prefill if is_prompt else self._rewritten)(captured, call)
+            made = (self._prefill if is_prompt else self._rewritten)(captured, call)
         if not names_policy:
             captured.shared[kind] = made
         self.records.append(
@@ -193,7 +183,7 @@ class PhaseCompiler:
                 phase=phase,
                 batch=cache.batch_size,
                 sites=len(find_sites(captured.gm)),
-                layout=layout,
+                layout=layout_of(captured.gm)[0],
                 parts=made.parts,
                 not_in_blocks=made.not_in_blocks,
                 seconds=time.perf_counter() - began,
@@ -315,11 +305,6 @@ class Capture:
         self._shapes = shapes
         self._tokens = batch_and_tokens(gm)[1]
         self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool], Runner] = {}
-
-    @property
-    def guards(self) -> list[ShapeGuard]:
-        """What it takes for granted of its sizes."""
-        return list(self._shapes.guards)
 
     def admit_one_token(self) -> None:
         """Let Dynamo call this capture with one token too. To be called last in its trace."""

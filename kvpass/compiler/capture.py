@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
-from kvpass.compiler.known_capture import KnownCapture, keep_capture, recall_capture
-from kvpass.compiler.model_text import ModelText
 from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import batch_and_tokens
@@ -32,15 +30,10 @@ from kvpass.progress import working
 from kvpass.ranks import run_on_all_ranks
 from kvpass.torch_compat import (
     BackendCompilerFailed,
-    FakeTensorMode,
-    ShapeEnv,
     TorchRuntimeError,
-    TracingContext,
     Unsupported,
     UserError,
-    compile_lock,
     maybe_mark_dynamic,
-    tracing,
 )
 
 Further = Callable[[Tensor], dict[str, Any]]
@@ -164,33 +157,11 @@ class CaptureCache:
 
         A capture is made of several tokens, also where the call has one, and serves one as well.
         """
-        known = self._compiled.get(key)
-        if isinstance(known, KnownCapture) and not known.holds(ids.shape[1]):
-            del self._compiled[key]
-        elif known is not None:
-            return
-        several, model = ids if ids.shape[1] > 1 else _several(ids), forward.__self__
-        assert isinstance(model, nn.Module)
-        if known is None and self.further is None and not self._hooks and self.compiler.captures_alone:
-            call.model_text = ModelText.of(model, key, self.compiler.layers, forward.__func__.__qualname__)
-        recalled = None if call.model_text is None else self._recalled(call.model_text, model, several, key)
-        if recalled is not None:
-            self._compiled[key] = recalled
+        if key in self._compiled:
             return
         compiled = _make_compiled_forward(forward, self.further, self.compiler, key, self._ends)
-        self._capture_on_all_ranks(compiled, call, several)
+        self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
         self._compiled[key] = compiled
-
-    def _recalled(self, text: ModelText, model: nn.Module, ids: Tensor, key: Key) -> KnownCapture | None:
-        """The capture that an earlier process made of this model; None if there is none."""
-        shapes = ShapeEnv()
-        with compile_lock, no_garbage_collection(), tracing(TracingContext(FakeTensorMode(shape_env=shapes))):
-            known = recall_capture(text, model, ids, self.compiler)
-            if known is not None:
-                _find_ends(known.decoder.gm, key, self._ends)
-                known.decoder.admit_one_token()
-                shapes.freeze()
-        return known
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
         """Capture without running, in all processes that share the weights or in none.
@@ -262,8 +233,6 @@ def _several(ids: Tensor) -> Tensor:
 
 
 def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, positions: Tensor) -> Tensor:
-    if isinstance(compiled, KnownCapture):
-        return compiled(call, ids, positions)
     tokens = ids.shape[1]
     for tensor in (ids, positions):
         for axis, size in enumerate(tensor.shape[:2]):
@@ -334,10 +303,7 @@ def _make_compiled_forward(
                 call.made = GraphCall(decoder, inputs, outputs, given)
             return outputs
 
-        assumed = decoder.guards
         decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
-        if call.model_text is not None and decoder.guards == assumed:
-            keep_capture(call.model_text, decoder.gm, repeatable=given is not None)
         decoder.admit_one_token()
         return run
 

@@ -20,7 +20,6 @@ from transformers import PretrainedConfig
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
-from kvpass.compiler.model_text import ModelText
 from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import held_by_module, ids_and_positions, placeholders
@@ -31,7 +30,6 @@ R = TypeVar("R")
 
 Phase = Literal["prefill", "extend", "decode"]
 """A prompt on an empty cache; several tokens on a filled one; one token."""
-
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -64,7 +62,6 @@ class Call:
         only_capture: capture the graph and do not run it.
         block: tokens of a block of a prompt, "auto" or at least 2.
         made: the call of the graph, where it can be made again without Dynamo.
-        model_text: for a later process that captures the same, where it can.
     """
 
     cache: CompressedCache
@@ -74,7 +71,6 @@ class Call:
     only_capture: bool = False
     block: Block = "auto"
     made: GraphCall | None = None
-    model_text: ModelText | None = None
 
     def begin(self) -> None:
         """Note that the graph starts; an interruption from here on may leave overwritten entries."""
@@ -189,34 +185,6 @@ def given_places(gm: GraphModule) -> tuple[int | None, ...] | None:
     return given
 
 
-class ModuleState:
-    """A module as it is now, to see later whether it is still the same; ``held``: tensors that a graph reads."""
-
-    def __init__(self, module: nn.Module, held: Sequence[Tensor]) -> None:
-        self._attributes = list(_attributes(module))
-        self._versions = list(map(dict_version, self._attributes))
-        named = {id(value) for attributes in self._attributes for value in attributes.values()}
-        self._comparable = all(type(x) in _PLAIN and id(x) in named for x in held)
-        self._held = held if self._comparable else []
-        self._addresses = list(map(Tensor.data_ptr, self._held))  # "tensor.data = other" writes no attribute
-        self._global_state, self._settings = GlobalStateGuard(), dynamo_settings()
-
-    def lists(self) -> list[str]:
-        """Texts of lists and sets that are attributes: to change an element writes no attribute."""
-        return [repr(x) for attributes in self._attributes for x in attributes.values() if type(x) in (list, set)]
-
-    def holds(self) -> bool:
-        """Whether no attribute was written, tensors are at the same addresses, and torch is in the same state."""
-        return (
-            self._comparable
-            and self._versions == list(map(dict_version, self._attributes))
-            and self._addresses == list(map(Tensor.data_ptr, self._held))
-            and self._global_state.check()
-            and dynamo_settings() == self._settings
-            and not modes_are_active()
-        )
-
-
 class RepeatedStep:
     """A decode step, to be called again with other ids and positions ``[B, 1]``.
 
@@ -229,12 +197,26 @@ class RepeatedStep:
         self._graph, self._inputs, self._given = made.graph, made.inputs, made.given
         self._output = next(place for place, value in enumerate(made.outputs) if value is result)
         self._form = list(map(_form, given))
+        self._attributes = list(_attributes(module))
+        self._versions = list(map(dict_version, self._attributes))
+        named = {id(value) for attributes in self._attributes for value in attributes.values()}
         held = [x for place, x in enumerate(made.inputs) if isinstance(x, Tensor) and place not in made.given]
-        self._state = ModuleState(module, held)
+        self._comparable = all(type(x) in _PLAIN and id(x) in named for x in held)
+        self._held = held if self._comparable else []
+        self._addresses = list(map(Tensor.data_ptr, self._held))  # "tensor.data = other" writes no attribute
+        self._global_state, self._settings = GlobalStateGuard(), dynamo_settings()
 
     def holds(self, given: Sequence[Tensor]) -> bool:
-        """Whether the step is still what Dynamo checked."""
-        return self._form == list(map(_form, given)) and self._state.holds()
+        """Whether the step is what Dynamo checked: ids of the same form, no attribute written, no tensor elsewhere."""
+        return (
+            self._comparable
+            and self._form == list(map(_form, given))
+            and self._versions == list(map(dict_version, self._attributes))
+            and self._addresses == list(map(Tensor.data_ptr, self._held))
+            and self._global_state.check()
+            and dynamo_settings() == self._settings
+            and not modes_are_active()
+        )
 
     def __call__(self, call: Any, given: Sequence[Tensor]) -> Tensor:
         """Run the graph for ``call``, which has one token."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from typer.testing import CliRunner
 
 from kvpass.calibration.texts import generated_texts
 from kvpass.cli.main import app
 
 
-@pytest.mark.usefixtures("captures_kept")
 def test_a_file_of_the_command_is_an_option_of_the_policy(tmp_path):
     folder, output = tmp_path / "texts", tmp_path / "made" / "kvzap.safetensors"
     folder.mkdir()

@@ -37,11 +37,6 @@ class Chat(Letters):
         return f"<user>{messages[0]['content']}<answer>"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _captures_kept(captures_kept):
-    """For all of them."""
-
-
 def layers_of(model, *pieces: fit.Piece) -> list[list[fit._Layer]]:
     with fit._observed(model) as run:
         return [run(piece) for piece in pieces]

@@ -15,7 +15,6 @@ from kvpass.cache.serialization import read_cache_file, write_cache_file
 from pairwise import quick
 from tiny_models import HYBRIDS, compiled_once, continuation, kvzap_file, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 HAS_STATES = Version(transformers.__version__) >= Version("5.22")
 CASES = {
     "lava": ("llama", "lava", {}),

@@ -21,7 +21,6 @@ from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 STEPS = 14
 BUDGET, WINDOW = 14, 5
 MOST_CACHES, MOST_COLUMNS = 4, 110

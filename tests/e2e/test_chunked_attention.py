@@ -10,7 +10,6 @@ from masked_oracle import assert_decodes_like_the_masked_model
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 CHUNK, NEW = 24, 40  # the answer crosses the end of a chunk, or two
 UNLIMITED = 10**6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}

@@ -10,7 +10,6 @@ from kvpass.policies import resolve
 from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 KEPT = {"policy": "kvzip", "budget": 12, "chunk": 40}
 FAMILIES = ["llama", "gpt2", "gemma2", "gpt_oss", "bloom", "qwen2"]
 

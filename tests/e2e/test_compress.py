@@ -17,7 +17,6 @@ from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 POLICIES = {"lava": {}, "h2o": {"window": 8}, "cake": {"tau1": 1.0, "tau2": 1.0}}
 
 READ_ALL_IDS = {

@@ -11,7 +11,6 @@ from kvpass.policies import POLICIES, resolve
 from pairwise import quick_rows
 from tiny_models import HEAD_MAP, HYBRIDS, added_in_place, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP[:2]}}
 CONDITIONS = [
     (resolve(name, **OPTIONS.get(name, {})), (0.9 if i % 2 else 40) if policy.needs_budget else None)

@@ -27,7 +27,6 @@ from tiny_models import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}

@@ -22,7 +22,6 @@ from pairwise import each_value, quick
 from recorded_calls import recorded_calls
 from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, statistics_file, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 RULES = {
     "cake": {"tau1": 1.6, "tau2": 0.4, "window": 6},
     "tova": {},

@@ -16,7 +16,6 @@ from divided_model import small_builtin
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cli.documents import Document
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
 QUESTIONS = [". question the pin of lato gilum is", "is", "is 482"]

@@ -23,7 +23,6 @@ from numeric_checks import assert_close, rounded
 from pairwise import quick, quick_rows
 from tiny_models import continuation, left_pad, random_ids, sharing_captures, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
 ROTATED = {"rot4": 4, "rot3": 3, "rot2": 2}
 WINDOW, BUDGET = 8, 20

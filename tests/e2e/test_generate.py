@@ -18,7 +18,6 @@ from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import VOCABULARY, compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW = 10
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
 

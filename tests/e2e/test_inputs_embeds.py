@@ -10,7 +10,6 @@ from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 

@@ -15,12 +15,9 @@ from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = [
-    pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.16"), reason="transformers before 5.16 caches expanded heads"
-    ),
-    pytest.mark.usefixtures("captures_kept"),
-]
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.16"), reason="transformers before 5.16 caches expanded heads"
+)
 FAMILY, PROMPT, WINDOW, BUDGET = "deepseek_v3", 61, 8, 20
 ROW = 16 + 8
 """kv_lora_rank and qk_rope_head_dim of the tiny models."""

@@ -11,7 +11,6 @@ from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import in_session, random_ids, raw
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 TOKENS, NEW, WINDOW, BUDGET = 40, 6, 8, 16
 SHAPES = [(4, 2, 12), (4, 4, 8), (4, 2, 12), (6, 1, 10)]
 """Query heads, KV heads and head dim of each layer."""

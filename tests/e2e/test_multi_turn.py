@@ -12,7 +12,6 @@ from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 WINDOW, BUDGET = 8, 20
 LIKE_A_PROMPT = {
     "lava": {},

@@ -9,7 +9,6 @@ import kvpass
 from numeric_checks import assert_close
 from tiny_models import compiled_once, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 UNLIMITED, NEW = 10**6, 6
 LENGTHS = 7, 3, 7, 5
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}

@@ -18,7 +18,6 @@ from numeric_checks import assert_close
 from pairwise import each_value, quick
 from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, in_blocks, kvzap_file, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 WHOLE = 10**6
 OPTIONS = POLICY_OPTIONS | {"full": {"budget": None}, "kvzap": {"weights": kvzap_file()}}
 UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3", "llama4"]

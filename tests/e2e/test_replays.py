@@ -23,7 +23,6 @@ from tiny_models import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 ASKED = {"sinks": 3, "chunk": 12, "overlap": 5, "prompt_ids": (5, 6, 7), "again_ids": (9, 8), "suffix_ids": (11,)}
 BUDGET = 9
 WITH_ATTENTIONS = [name for name in FAMILIES if name not in ("mistral_sliding", "diffllama", "falcon_alibi")]

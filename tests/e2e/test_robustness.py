@@ -13,7 +13,6 @@ import kvpass
 from pairwise import each_value, quick
 from tiny_models import compiled_once, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW = 6
 OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
 compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compiled copy, shared with other tests

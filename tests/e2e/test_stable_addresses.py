@@ -22,7 +22,6 @@ from kvpass.compiler.backend import PhaseCompiler
 from kvpass.frontends.transformers import CompressedModel
 from tiny_models import in_session, left_pad, random_ids, raw_llama, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 OPTIONS = {"budget": 16, "window": 8, "backend": "eager"}
 
 

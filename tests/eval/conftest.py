@@ -18,11 +18,6 @@ from kvpass.eval.tasks import registry
 from tiny_models import sharing_captures
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _captures_kept(captures_kept):
-    """For all of them."""
-
-
 @pytest.fixture
 def micro_sizes():
     """Sizes of a very small Llama, as its configuration names them."""

@@ -99,7 +99,6 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
 @pytest.mark.usefixtures("compile_anew")
 def test_bars_are_drawn_on_standard_error(tmp_path, monkeypatch):
     """Spinners of a compilation stand below a bar only if both are on one console."""
-    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path / "cache"))  # else the capture may be known
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     for module in ("kvpass.progress", "kvpass.eval.run"):
         monkeypatch.setattr(f"{module}.progress_console", lambda: console)

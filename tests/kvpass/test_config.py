@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from kvpass.config import Budget
 from tiny_models import compiled_once, random_ids
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
-
 
 @given(st.integers(1, 1000), st.integers(1, 1_000_000))
 @example(290, 100)

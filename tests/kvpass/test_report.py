@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
 from matplotlib.figure import Figure
 
 import kvpass
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
-
-pytestmark = pytest.mark.usefixtures("captures_kept")
 
 
 def report(**options):

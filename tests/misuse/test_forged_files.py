@@ -15,7 +15,6 @@ from kvpass.cli import documents
 from kvpass.cli.main import app
 from tiny_models import left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 REFUSED = (kvpass.CacheFileError, kvpass.CacheMismatchError)
 
 

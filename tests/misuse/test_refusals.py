@@ -43,7 +43,6 @@ import kvpass
 from numeric_checks import assert_close
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 IDS = random_ids(1, 40)
 TOKEN = IDS[:, :1]
 NAMES_OF_THE_CACHE = ("past_key_values", "cache")

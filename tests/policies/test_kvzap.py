@@ -30,8 +30,6 @@ from tiny_models import (
     tiny_model,
 )
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
-
 LAYERS, KV_HEADS, HIDDEN, WINDOW, SINKS, BUDGET = 3, 2, 64, 5, 3, 12
 
 

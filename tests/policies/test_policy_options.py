@@ -21,7 +21,6 @@ from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.tova import Tova
 from tiny_models import compiled_once, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 TAUS = {"tau1": 1.0, "tau2": 1.0}
 
 

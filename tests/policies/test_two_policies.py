@@ -9,7 +9,6 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from kvpass.policies.scores import reduce_group
 from kvpass.policies.tova import Tova
 from tiny_models import compiled_once, kvzap_file, random_ids
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 LAYERS, BUDGET = 3, 16
 KVZAP = {"weights": kvzap_file(LAYERS)}
 

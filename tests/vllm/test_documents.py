@@ -14,8 +14,6 @@ from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.vllm import documents
 from kvpass.vllm.settings import Settings
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
-
 
 def make(folder, seed=0, **changes):
     torch.manual_seed(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial, wraps
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,9 +71,13 @@ def test_another_length_of_the_first_prompt_is_no_other_check(model, was_made):
 
 
 def change_one_element(model: Scaled) -> None:
-    """None of those that are sampled."""
     with torch.no_grad():
         model.scale[500] += 1e-6
+
+
+def swap_two_elements(model: Scaled) -> None:
+    with torch.no_grad():
+        model.scale[[500, 502]] = model.scale[[502, 500]]
 
 
 def change_a_number(model: Scaled) -> None:
@@ -90,21 +96,32 @@ def change_dtype(model: Scaled) -> None:
     model.double()
 
 
-@pytest.mark.parametrize("change", [change_one_element, change_a_number, add_an_operation, freeze, change_dtype])
+@pytest.mark.parametrize(
+    "change", [change_one_element, swap_two_elements, change_a_number, add_an_operation, freeze, change_dtype]
+)
 def test_a_changed_model_is_checked_again(change, model, was_made):
     assert was_made(model)
     change(model)
     assert was_made(model)
 
 
-def test_precision_of_products_is_part_of_what_is_remembered(model, was_made):
+@pytest.mark.parametrize(
+    ("read", "change", "other"),
+    [
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+        (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu"), True),
+    ],
+)
+def test_settings_of_torch_are_part_of_what_is_remembered(model, was_made, read, change, other):
     assert was_made(model)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if precision == "highest" else "highest")
+    before = read()
+    assert before != other
+    change(other)
     try:
         assert was_made(model)
     finally:
-        torch.set_float32_matmul_precision(precision)
+        change(before)
 
 
 def test_a_refused_model_is_refused_each_time(model, was_made):
@@ -139,6 +156,28 @@ def test_a_function_under_the_name_of_another_has_no_text(model, capture, inputs
         return 0
 
     model.change = F.gelu
+    capture(model, inputs(), [find_attention_pass, put_other])
+
+
+def test_a_function_in_the_place_of_another_has_no_text(model, capture, inputs, monkeypatch):
+    """As one that was patched before Dynamo first looked."""
+
+    @wraps(F.silu)
+    def other(x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    def put_other(gm: GraphModule) -> int:
+        (node,) = gm.graph.find_nodes(op="call_function", target=F.silu)
+        assert graph_text(gm)
+        monkeypatch.setattr(F, "silu", other)
+        node.target = other
+        with pytest.raises(NoTextError, match="no function of torch"):
+            graph_text(gm)
+        monkeypatch.undo()
+        node.target = F.silu
+        return 0
+
+    model.change = F.silu
     capture(model, inputs(), [find_attention_pass, put_other])
 
 
