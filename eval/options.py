@@ -85,22 +85,6 @@ class CurveOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactOptions:
-    model: Model
-    tasks: Tasks = "niah_single_2"
-    policies: Policies = "snapkv,lava"
-    budgets: Budgets = "0.125,0.25,0.5"
-    samples: Samples = 20
-    length: Length = 1024
-    new_tokens: Annotated[int, Option(min=2, help="Longest answer in tokens.")] = 64
-    json_path: Json = None
-    seed: Seed = 0
-    backend: Backend = "inductor"
-    dtype: Dtype = "auto"
-    device: Device = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     model: Model = "builtin"
     document: Annotated[
@@ -236,9 +220,6 @@ class CompressOptions:
     entries: Annotated[
         str, Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")
     ] = "model"
-    keep_full: Annotated[
-        bool, Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
-    ] = False
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
     device: Device = "cpu"
@@ -260,9 +241,6 @@ class AskOptions:
         str | None, Option(help="Import a policy of your own that the file was made with: my.module:KeyDiff.")
     ] = None
     new_tokens: NewTokens = 64
-    exact: Annotated[
-        bool, Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
-    ] = False
     backend: Backend = "inductor"
     device: Device = "cpu"
 

@@ -12,7 +12,6 @@ from kvpass.eval.bench.serve import Serve
 from kvpass.eval.bench.shared_model import SharedModel
 from kvpass.eval.bench.waits import Waits
 from kvpass.eval.environment import conditions
-from kvpass.eval.experiments.exact import exact_table
 from kvpass.eval.tables import Tables
 
 Column = tuple[str, Callable[[Result], str]]
@@ -113,7 +112,6 @@ SHOWN: dict[str, Callable[[Result], Tables]] = {
     **{name: kind.shown for name, kind in INSTEAD.items()},
     "decode": kernels.shown,
     "stages": stages,
-    "conditions": exact_table,
 }
 """How a result is shown, by the name under which it holds its records."""
 

@@ -26,7 +26,6 @@ from kvpass.eval.options import (
     CurveOptions,
     DemoOptions,
     EvalOptions,
-    ExactOptions,
     read_text,
 )
 from kvpass.progress import working
@@ -189,19 +188,6 @@ def curve(options: CurveOptions) -> None:
 
 @app.command()
 @_with_options
-def exact(options: ExactOptions) -> None:
-    """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
-    from kvpass.eval.experiments.exact import Exact, exact_table
-
-    with _bad_values():
-        checked, save = Exact(options), _writer(options.json_path)
-    with _interruptible("the same command begins anew"):
-        result = checked.run(save)
-    Console().print(exact_table(result))
-
-
-@app.command()
-@_with_options
 def calibrate(options: CalibrateOptions) -> None:
     """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
     from kvpass.calibration.fit import calibrate as fit
@@ -245,7 +231,6 @@ def compress(options: CompressOptions) -> None:
             dtype=options.dtype,
             device=options.device,
             backend=options.backend,
-            keep_full=options.keep_full,
             **({} if window is None else {"window": window}) | dict(chosen[0].options),
         )
         made.save(output)
@@ -267,14 +252,8 @@ def ask(options: AskOptions) -> None:
     with _bad_values():
         if options.policy is not None:
             policy_class(options.policy)
-        found = Document.load(
-            options.cache,
-            model=options.model,
-            device=options.device,
-            backend=options.backend,
-            with_full=options.exact,
-        )
-        answer = found.ask(options.question, new_tokens=options.new_tokens, exact=options.exact)
+        found = Document.load(options.cache, model=options.model, device=options.device, backend=options.backend)
+        answer = found.ask(options.question, new_tokens=options.new_tokens)
     if launched()[0] == 0:
         typer.echo(answer)
 

@@ -136,9 +136,7 @@ class CompressedForward(_Base):
         ranks = runtime.captures.compiler.ranks
         text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
-            if held is not None and held.drafts is not None and held.drafts.is_next:
-                logits = held.drafts.next_logits()
-            elif held is not None and not held.is_empty:
+            if held is not None and not held.is_empty:
                 held, logits = continue_cache(self, held, text, attention_mask, position_ids, logits_to_keep)
             else:
                 held = runtime.new_cache() if held is None else held
@@ -243,10 +241,6 @@ def _append_padded(
         parts.append(part)
         members.append(rows)
     cache.take_over(parts, torch.cat(members).argsort(), padding.mask, ids)
-    if cache.drafts is not None:
-        with model._kvpass.call(cache.drafts.rules):
-            _append_padded(model, cache.drafts.compressed, ids, given, 1, padding)
-        cache.drafts.agreed = 0
     return logits, record if len(parts) == 1 else None
 
 

@@ -6,9 +6,8 @@ import copy
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from kvpass.frontends.arguments import (
     drafts_asked,
     said,
 )
-from kvpass.frontends.exact import DraftTokens, full_cache_on_device, generate_exactly
 from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
@@ -51,8 +49,6 @@ class CompressedModel(GenerateHooks):
         generation_config: Any = None,
         *args: Any,
         budget: BudgetLike = None,
-        exact: bool = False,
-        draft_tokens: DraftTokens = "auto",
         **kwargs: Any,
     ) -> Any:
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
@@ -71,29 +67,17 @@ class CompressedModel(GenerateHooks):
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
-        ``exact=True`` gives the answer of the full cache: ``draft_tokens`` tokens at a time ("auto": as many as are
-        being accepted) are drafted on the compressed cache and verified against the full one, in one call of the model.
-        Greedy answers are those of ``policy="full"``, sampled ones those that it samples with the same seed. Several
-        rows go on by the tokens that all of them accept. Both caches are held: one prompt fills them, or the given
-        cache has its full one (:meth:`compress` with ``keep_full``). The cache in the output is the compressed one,
-        with the full one in ``cache.full``; :meth:`report` says what was accepted.
-
         Raises:
-            ValueError: drafts (``exact``, ``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts
-                while decoding, with recompression, recurrent layers or layers with a sliding window; ``exact`` with
-                beams, guidance, several processes, or a cache without its full one; a cache of another kind, given or
-                asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the
-                configuration has ``use_cache=False`` and the call does not set it.
+            ValueError: drafts (``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts while
+                decoding, with recompression, recurrent layers or layers with a sliding window; a cache of another kind,
+                given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours);
+                or the configuration has ``use_cache=False`` and the call does not set it.
             CacheMismatchError: the cache is not of this model and its policy, or has another budget; or ids that are
                 taken for the whole sequence do not begin with the text of the cache.
         """
         rules = self._kvpass.rules_now.with_budget(budget)
         given = by_name(super().generate, inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
-        if draft_tokens != "auto" and not exact:
-            raise ValueError(f"draft_tokens={draft_tokens!r} goes with exact=True")
         with self._kvpass.call(rules):
-            if exact:
-                return generate_exactly(self, rules, given, draft_tokens)
             return self._generate(rules, given)
 
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
@@ -137,8 +121,7 @@ class CompressedModel(GenerateHooks):
                 check_whole_text(cache, text)
             new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
             new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
-            for one in (cache, *cache.fills):
-                one.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
+            cache.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
             if continues:
                 arguments, held = with_text_of_cache(cache, text, arguments, configs)
         output = super().generate(**arguments)  # type: ignore[misc]
@@ -193,7 +176,6 @@ class CompressedModel(GenerateHooks):
         *,
         inputs_embeds: Tensor | None = None,
         reusable: bool = True,
-        keep_full: bool | Literal["host"] = False,
         budget: BudgetLike = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
@@ -205,28 +187,14 @@ class CompressedModel(GenerateHooks):
             inputs_embeds: the context as embeddings ``[B, N, D]``, in place of ``input_ids``.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
-            keep_full: also keep the full cache, in ``cache.full``, for ``generate(..., exact=True)``. ``"host"``: with
-                keys and values of the context in host memory once it is compressed; exact answers copy them to the
-                device layer by layer, for each draft once. On a CPU that is the memory they are in anyway.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
-        if keep_full not in (False, True, "host"):
-            raise ValueError(f"keep_full={keep_full!r}: must be True, False or 'host'")
-        runtime = self._kvpass
-        rules = runtime.rules_now.with_budget(budget)
-        filled = cache = runtime.new_cache(rules)
-        if keep_full:
-            check_one_process(runtime.captures.compiler.ranks, "keep_full=True")
-            filled = cache.full = runtime.new_cache(rules.keeping_all)
-            filled.fills = (cache,)
-        held = full_cache_on_device() if keep_full else nullcontext()
-        with runtime.call(rules.keeping_all if keep_full else rules), held:
+        rules = self._kvpass.rules_now.with_budget(budget)
+        cache = self._kvpass.new_cache(rules)
+        with self._kvpass.call(rules):
             self.forward(
-                input_ids, attention_mask, past_key_values=filled, inputs_embeds=inputs_embeds, logits_to_keep=1
+                input_ids, attention_mask, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1
             )
-        filled.fills, runtime.last_prompt = (), cache.record
-        if keep_full == "host":
-            filled.hold_pools_on_host()
         cache.reusable = reusable
         if self.policy.needs_question:
             _warn_of_question(self.policy.name)

@@ -199,7 +199,6 @@ def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2_and_nothing_is_wr
         ("eval", "builtin", "--dtype", "int8"),
         ("bench", "--device", "tpu"),
         ("bench", "--repeats", "0"),
-        ("exact", "builtin", "--new-tokens", "1"),
         ("demo", "--backend", "jit"),
         ("ask", __file__, "who?", "--new-tokens", "0"),
     ],
