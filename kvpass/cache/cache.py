@@ -78,6 +78,8 @@ class CompressedCache(Cache):
         block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         fills: further caches that its prompt fills.
+        assists: it holds the drafts of an ``assistant_model``. transformers takes back a token before them too, and
+            gives it again; :meth:`crop` then leaves one of the prompt where it is.
         parts: full_layers, sliding_layers and states.
         selects_rows: a call is for some of its rows.
     """
@@ -107,6 +109,7 @@ class CompressedCache(Cache):
         self.expected = 0
         self.reuse = NO_REUSE
         self.fills: Sequence[CompressedCache] = ()
+        self.assists = False
         self._forget()
 
     def _forget(self) -> None:
@@ -544,6 +547,8 @@ class CompressedCache(Cache):
                 "recurrent layer holds the state after the last token, not those before; use no drafts"
             )
         taken = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
+        if self.assists:
+            taken = min(taken, self.appended)
         if taken > self.appended:
             raise ValueError(
                 f"{taken} tokens cannot be taken back: {self.appended} were appended after the prompt, or after "

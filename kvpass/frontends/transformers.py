@@ -18,14 +18,7 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import (
-    check_drafts,
-    check_generate,
-    check_generate_mask,
-    check_one_process,
-    drafts_asked,
-    said,
-)
+from kvpass.frontends.arguments import check_drafts, check_generate, check_generate_mask, said
 from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
@@ -67,11 +60,14 @@ class CompressedModel(GenerateHooks):
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
+        As ``assistant_model`` of another model, it reads the prompt of its ``generate`` once and compresses it; drafts
+        that are not accepted are taken back.
+
         Raises:
-            ValueError: drafts (``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts while
-                decoding, with recompression, recurrent layers or layers with a sliding window; a cache of another kind,
-                given or asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours);
-                or the configuration has ``use_cache=False`` and the call does not set it.
+            ValueError: drafts, checked or made (``assistant_model``, ``prompt_lookup_num_tokens``), with a policy that
+                evicts while decoding, with recompression, recurrent layers or layers with a sliding window; a cache of
+                another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
+                replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
             CacheMismatchError: the cache is not of this model and its policy, or has another budget; or ids that are
                 taken for the whole sequence do not begin with the text of the cache.
         """
@@ -95,11 +91,9 @@ class CompressedModel(GenerateHooks):
         begun = cache is not None and not cache.is_empty
         if begun and all(kwargs.get(name) is None for name in ("input_ids", "inputs_embeds")) and inputs is None:
             raise ValueError("no input_ids beside a filled cache: pass the tokens that come next, at least one")
-        asked = drafts_asked(kwargs, given, self.generation_config)
-        if asked is not None:
-            check_drafts(asked, rules, recurrent=self._kvpass.adapted.recurrent is not None)
         config, block = self._take_chunk_size(given, kwargs)
         configs = config, self.generation_config
+        check_drafts(kwargs, *configs, rules=rules, recurrent=self._kvpass.adapted.recurrent is not None)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
         text = kwargs.get("input_ids", inputs) if embeds is None else embeds  # beside embeddings ids are only returned
@@ -107,11 +101,15 @@ class CompressedModel(GenerateHooks):
             check_embeds(embeds, None, self, rules.policy, begun=begun)
         elif text is not None:
             check_ids(text)
+        assists = bool(said("is_assistant", kwargs, *configs))
+        if assists and mask is None and text is not None:  # the other model leaves out a mask of ones
+            mask = kwargs["attention_mask"] = torch.ones(text.shape[:2], dtype=torch.int64, device=text.device)
         if text is not None:
             check_generate_mask(mask, text, 0 if cache is None else cache.columns, kwargs, *configs)
         by_default = text is not None and _cache_is_default(kwargs, *configs)
-        if cache is None and (by_default or block is not None):
+        if cache is None and (by_default or block is not None or assists):
             cache = kwargs[CACHE] = self._kvpass.new_cache(rules)
+            cache.assists = assists
         if cache is not None and block is not None:
             cache.block = block
         arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
@@ -222,7 +220,11 @@ class CompressedModel(GenerateHooks):
             ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
         """
         runtime = self._kvpass
-        check_one_process(runtime.captures.compiler.ranks, "compress_each")
+        if runtime.captures.compiler.ranks.several:
+            raise ValueError(
+                "compress_each: several processes share this model, whose prompts fill one cache at a time; call "
+                "set_policy and compress or generate for each policy"
+            )
         rules = [self._read_rules(policy, budget) for policy, budget in conditions]
         if not rules:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
