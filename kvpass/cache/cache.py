@@ -247,13 +247,10 @@ class CompressedCache(Cache):
         if threshold == float("inf") or self.budget is None or not self.full_layers or self.full_layers[0].evicts:
             return False
         heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.full_layers)
-        held = sum(
-            (store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads, device="cpu")
-        )
-        heads, held = heads * self.ranks.size, self.ranks.gather(held[None], 0).sum(0)
-        held = held.cpu()
+        held = torch.stack([store.lengths.sum((1, 2)) for store in self.full_layers]).sum(0) + tokens * heads
+        held = self.ranks.gather(held[None], 0).sum(0).cpu()
         budgets = torch.tensor(self._budgets, device="cpu")
-        due = held > budgets * (heads * threshold)
+        due = held > budgets * (heads * self.ranks.size * threshold)
         if not bool(due.any()):
             return False
         window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)

@@ -100,7 +100,9 @@ class CompressedForward(_Base):
         runtime = self._kvpass
 
         def checked() -> Tensor:
-            check_forward(kwargs)
+            if (name := unsupported_argument(kwargs)) is not None:
+                reason = UNSUPPORTED.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
+                raise ValueError(f"forward argument {name!r} is not supported: {reason}")
             check_cache(held)
             begun = held is not None and not held.is_empty
             if inputs_embeds is not None:
@@ -315,14 +317,6 @@ def unsupported_argument(given: Mapping[str, Any]) -> str | None:
         if name not in _TAKEN and not harmless:
             return name
     return None
-
-
-def check_forward(given: Mapping[str, Any]) -> None:
-    """Raise for unsupported arguments of ``forward``."""
-    name = unsupported_argument(given)
-    if name is not None:
-        reason = UNSUPPORTED.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
-        raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 
 def take_cache(given: dict[str, Any]) -> Any:
