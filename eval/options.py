@@ -67,22 +67,6 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactOptions:
-    model: Model
-    tasks: Tasks = "niah_single_2"
-    policies: Policies = "snapkv,lava"
-    budgets: Budgets = "0.125,0.25,0.5"
-    samples: Samples = 20
-    length: Length = 1024
-    new_tokens: Annotated[int, Option(min=2, help="Longest answer in tokens.")] = 64
-    json_path: Json = None
-    seed: Seed = 0
-    backend: Backend = "inductor"
-    dtype: Dtype = "auto"
-    device: Device = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
 class DemoOptions:
     model: Model = "builtin"
     tokens: Annotated[int | None, Option(help="Length of each prompt; 2048 for the built-in model, else 1024.")] = None
@@ -148,9 +132,6 @@ class CompressOptions:
     budget: Budget = "0.25"
     window: Annotated[int | None, Option(help="Last tokens, always kept; the policy's own default.")] = None
     entries: Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")] = "model"
-    keep_full: Annotated[
-        bool, Option("--keep-full", help="Also write the full cache, to FILE.full, for 'kvpass ask --exact'.")
-    ] = False
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
     device: Device = "cpu"
@@ -169,9 +150,6 @@ class AskOptions:
     ] = None
     policy: Annotated[str | None, Option(help="A policy of your own to import first: my.module:KeyDiff.")] = None
     new_tokens: NewTokens = 64
-    exact: Annotated[
-        bool, Option("--exact", help="The answer of the full cache, of 'kvpass compress --keep-full'.")
-    ] = False
     backend: Backend = "inductor"
     device: Device = "cpu"
 

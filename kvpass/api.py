@@ -140,7 +140,7 @@ def compile(
 
 
 def load_cache(
-    path: str | Path, model: CompressedModel, *, device: torch.device | str | None = None, mapped: bool = False
+    path: str | Path, model: CompressedModel, *, device: torch.device | str | None = None
 ) -> CompressedCache:
     """Load a cache that :meth:`CompressedCache.save` wrote to ``path``, to continue with ``model``.
 
@@ -148,12 +148,8 @@ def load_cache(
     of the model, all must call it; each takes its heads from the file.
 
     Args:
-        model: what ``kvpass.compile`` returned, with the policy and budget of the cache. The full cache of a text
-            (``cache.full``) loads for any policy.
+        model: what ``kvpass.compile`` returned, with the policy and budget of the cache.
         device: of the cache; by default that of the model's first parameter.
-        mapped: map the entries from the file instead of reading them into memory: the system reads what is used, and
-            may drop it again. The file must not be written to while the cache is used; it may be replaced. On CUDA only
-            the full cache of a text stays in its file, and calls copy its prompt layer by layer; others are copied.
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
@@ -165,9 +161,9 @@ def load_cache(
 
     ranks = model._kvpass.captures.compiler.ranks
     found = run_on_all_ranks(
-        ranks, "kvpass.load_cache", lambda: read_saved(path, mapped=mapped), lambda found: {"file": _summary(*found)}
+        ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _summary(*found)}
     )
-    return restore_cache(path, *found, model, device=device, mapped=mapped)
+    return restore_cache(path, *found, model, device=device)
 
 
 def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
@@ -177,9 +173,9 @@ def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
 
 
 @torch.inference_mode(False)
-def read_saved(path: str | Path, *, mapped: bool = False) -> tuple[CacheMetadata, dict[str, Tensor]]:
+def read_saved(path: str | Path) -> tuple[CacheMetadata, dict[str, Tensor]]:
     """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match."""
-    metadata, tensors = read_cache_file(path, mapped=mapped)
+    metadata, tensors = read_cache_file(path)
     return typed(metadata, CacheMetadata, path), tensors
 
 
@@ -191,13 +187,10 @@ def restore_cache(
     model: Any,
     *,
     device: torch.device | str | None = None,
-    mapped: bool = False,
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, rules = model._kvpass, model._kvpass.rules
     runtime.identity.check(metadata.model)
-    if metadata.policy == rules.keeping_all.policy.spec != rules.policy.spec:
-        rules = rules.keeping_all
     if metadata.policy != rules.policy.spec:
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
@@ -207,7 +200,6 @@ def restore_cache(
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
     runtime.check_cache(cache, rules)
-    stays = mapped and cache.budget is None and cache.entry_format == "model"  # nothing compresses it again
-    cache = cache.to(model.device if device is None else device, pools=not stays)
+    cache = cache.to(model.device if device is None else device)
     cache.take_memory_from(runtime.captures.compiler.memory(cache.device))
     return cache

@@ -177,7 +177,6 @@ class Report:
             "weights_on_host": self.on_host,
             "processes": self.ranks.size,
             "imbalance": self.imbalance.tolist(),
-            "accepted": None if self.prompt.accepted is None else asdict(self.prompt.accepted),
             "compiled": [asdict(record) for record in self.compiled],
         }
 
@@ -268,12 +267,7 @@ class Report:
             yield f"latents are cached as expanded heads: {self.expanded}"
 
     def _compiled(self) -> Iterator[str]:
-        """Sentences about exact answers, released rules and compiled graphs."""
-        if (found := self.prompt.accepted) is not None:
-            yield (
-                f"exact answer: the full cache accepted {sum(found.accepted)} of {sum(found.drafted)} drafted tokens, "
-                f"{found.run:.1f} up to a disagreement"
-            )
+        """Sentences about released rules and compiled graphs."""
         if self.policy.parity == "code":
             yield "parity='code': released rules, which may keep more or fewer entries than the budget"
         for record in self.compiled:

@@ -64,8 +64,8 @@ def benchmarks() -> str:
     lines = [
         "# Every record",
         "",
-        "Written from the files in `benchmarks/results`. `kvpass bench`, `kvpass exact` and `make gpu-check` make "
-        "them; [figures.md](figures.md) discusses them.",
+        "Written from the files in `benchmarks/results`. `kvpass bench` and `make gpu-check` make them; "
+        " [figures.md](figures.md) discusses them.",
     ]
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]

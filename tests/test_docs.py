@@ -150,7 +150,10 @@ def test_the_code_of_a_page_prints_what_is_shown(page: Path, quickly: None, shar
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_prints_what_its_docstring_shows(example: Path, quickly: None) -> None:
+def test_an_example_prints_what_its_docstring_shows(
+    example: Path, quickly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(example)])
     code = example.read_text()
     shown = re.search(r'^Prints::\n\n(.*?)"""', code, re.MULTILINE | re.DOTALL)
     assert shown is not None and code.count("\n") < 40

@@ -9,7 +9,6 @@ from kvpass.eval.bench import kernels
 from kvpass.eval.bench.base import Result, named
 from kvpass.eval.bench.serve import Serve
 from kvpass.eval.environment import conditions
-from kvpass.eval.experiments.exact import exact_table
 from kvpass.eval.tables import Tables
 
 Column = tuple[str, Callable[[Result], str]]
@@ -102,7 +101,6 @@ SHOWN: dict[str, Callable[[Result], Tables]] = {
     "serve": Serve.shown,
     "decode": kernels.shown,
     "stages": stages,
-    "conditions": exact_table,
 }
 """How a result is shown, by the name under which it holds its records."""
 

@@ -30,7 +30,6 @@ from kvpass.cache.serialization import write_cache_file
 from kvpass.cache.shared_heads import divided, joined, layout_of_all, of_part, record_of_all
 from kvpass.config import Block, Budget, EntryFormat, Layout, PoolFacts
 from kvpass.errors import CacheMismatchError
-from kvpass.ops.host_pool import POOL
 from kvpass.ops.recompress import NOT_DUE
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -79,9 +78,8 @@ class CompressedCache(Cache):
         block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         fills: further caches that its prompt fills.
-        full: the full cache of the same text, of which exact answers are (``compress(keep_full=True)``); not part of
-            ``nbytes``, of copies on other devices or of files. Set it to None to free the memory.
-        drafts: who drafts tokens for calls on this cache, while ``generate(exact=True)`` runs.
+        assists: it holds the drafts of an ``assistant_model``. transformers takes back a token before them too, and
+            gives it again; :meth:`crop` then leaves one of the prompt where it is.
         parts: full_layers, sliding_layers and states.
         selects_rows: a call is for some of its rows.
     """
@@ -111,8 +109,7 @@ class CompressedCache(Cache):
         self.expected = 0
         self.reuse = NO_REUSE
         self.fills: Sequence[CompressedCache] = ()
-        self.full: CompressedCache | None = None
-        self.drafts: Any = None
+        self.assists = False
         self._forget()
 
     def _forget(self) -> None:
@@ -250,13 +247,10 @@ class CompressedCache(Cache):
         if threshold == float("inf") or self.budget is None or not self.full_layers or self.full_layers[0].evicts:
             return False
         heads = sum(store.geometry.layers * store.geometry.kv_heads for store in self.full_layers)
-        held = sum(
-            (store.lengths.sum((1, 2)) for store in self.full_layers), torch.tensor(tokens * heads, device="cpu")
-        )
-        heads, held = heads * self.ranks.size, self.ranks.gather(held[None], 0).sum(0)
-        held = held.cpu()
+        held = torch.stack([store.lengths.sum((1, 2)) for store in self.full_layers]).sum(0) + tokens * heads
+        held = self.ranks.gather(held[None], 0).sum(0).cpu()
         budgets = torch.tensor(self._budgets, device="cpu")
-        due = held > budgets * (heads * threshold)
+        due = held > budgets * (heads * self.ranks.size * threshold)
         if not bool(due.any()):
             return False
         window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
@@ -435,10 +429,9 @@ class CompressedCache(Cache):
 
     @torch.inference_mode(False)
     def clone(self) -> CompressedCache:
-        """Return an independent copy, not reusable, of the full cache too; buffers that no call writes are shared."""
+        """Return an independent copy, not reusable; buffers that no call writes are shared."""
         twin = copy.copy(self)
         twin.reusable = False
-        twin.full = None if self.full is None else self.full.clone()
         twin.parts = [part.clone() for part in self.parts]
         twin._seen_columns = self.reuse.copy("seen", self._seen_columns)
         return twin
@@ -456,34 +449,20 @@ class CompressedCache(Cache):
         return twin
 
     @torch.inference_mode(False)
-    def to(self, device: torch.device | str, *, pools: bool = True) -> CompressedCache:
-        """Return the cache if it is on ``device``, else a copy there with the same ``reusable``.
-
-        Args:
-            pools: False: keys and values of the prompt stay where they are, for calls to copy them layer by layer.
-        """
+    def to(self, device: torch.device | str) -> CompressedCache:
+        """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""
         target = torch.device(device)
         self._known_layout()
         if target.type == self._device.type and target.index in (None, self._device.index):
             return self
         twin = copy.copy(self)
-        twin.parts = [part.to(target, () if pools else POOL) for part in self.parts]
+        twin.parts = [part.to(target) for part in self.parts]
         for name in ("start", "_seen_columns"):
             setattr(twin, name, getattr(self, name).to(target))
         twin.ids = None if self.ids is None else self.ids.to(target)
         twin._padded = None if self._padded is None else self._padded.to(target)
-        twin._device, twin.full = twin.start.device, None
+        twin._device = twin.start.device
         return twin
-
-    def hold_pools_on_host(self) -> None:
-        """Move keys and values of the prompt to host memory; calls copy those of one layer at a time."""
-        for store in self.full_layers:
-            store.hold_pool_on_host()
-
-    @property
-    def pools_stay_on_host(self) -> bool:
-        """Whether keys and values of the prompt are in host memory, and the cache is on another device."""
-        return any(store.pool_k.device != self._device for store in self.full_layers)
 
     # -- what `generate` uses ----------------------------------------------------------------------------------------
 
@@ -565,6 +544,8 @@ class CompressedCache(Cache):
                 "recurrent layer holds the state after the last token, not those before; use no drafts"
             )
         taken = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
+        if self.assists:
+            taken = min(taken, self.appended)
         if taken > self.appended:
             raise ValueError(
                 f"{taken} tokens cannot be taken back: {self.appended} were appended after the prompt, or after "
@@ -576,20 +557,6 @@ class CompressedCache(Cache):
         self.ids = None if self.ids is None else self.ids[:, : self.columns]
         for part in self.parts:
             part.crop(taken)
-
-    def follow(self, full: CompressedCache, agreed: int) -> None:
-        """Hold the tokens that ``full`` has appended to the same prompt, with its keys and values.
-
-        Args:
-            full: has its entries in the dtype of the model. agreed: appended tokens that are its already; those behind
-                them are replaced.
-        """
-        self.crop(-max(self.appended - agreed, 0))
-        new = full.appended - agreed
-        self.ensure_room(new)
-        for store, exact in zip(self.full_layers, full.full_layers, strict=True):
-            store.copy_newest(exact, new)
-        self.advance(new, None if full.ids is None else full.ids[:, self.columns :])
 
     @property
     def is_croppable(self) -> bool:
@@ -701,8 +668,8 @@ class CompressedCache(Cache):
         )
 
     def reset(self) -> None:
-        """Remove all entries, and the full cache of the text; the cache can be filled again."""
-        self.expected, self.full = 0, None
+        """Remove all entries; the cache can be filled again."""
+        self.expected = 0
         self._forget()
 
     @torch.inference_mode(False)

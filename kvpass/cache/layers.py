@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from kvpass.operands import (
 )
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
-from kvpass.ops.host_pool import POOL
 from kvpass.ops.reference import MASS, OWNER, POSITION
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
@@ -291,15 +290,6 @@ class FullAttentionLayers(CachePart):
         self.used -= tokens
         self.tail_used.sub_(tokens)
 
-    def copy_newest(self, other: FullAttentionLayers, tokens: int) -> None:
-        """Write the newest entries of a store of the same layers, which are no codes, behind those of the tail."""
-        newest = slice(other.used - tokens, other.used)
-        tail = entry_formats.side_at(AppendBuffers(**self.cached_state), "tail", ...)
-        k, v = other.tail_k[..., newest, :], other.tail_v[..., newest, :]
-        if "key_mean" in self.saved_names:
-            k = k - self.key_mean[:, :, :, None]
-        entry_formats.store(k, v, tail, slice(self.used, self.used + tokens))
-
     def clone(self) -> FullAttentionLayers:
         """Return an independent copy; buffers that no call writes are shared."""
         written = written_in("evict" if self.evicts else "append")
@@ -309,15 +299,9 @@ class FullAttentionLayers(CachePart):
                 setattr(twin, name, self.reuse.copy((self.group, name), x))
         return twin
 
-    def to(self, device: torch.device, stays: Collection[str] = ()) -> FullAttentionLayers:
+    def to(self, device: torch.device) -> FullAttentionLayers:
         self.geometry.check_format(self.entry_format, device)
-        return super().to(device, stays)
-
-    def hold_pool_on_host(self) -> None:
-        """Move the pool to host memory, page-locked if it comes from CUDA; calls copy it layer by layer."""
-        for name in POOL:
-            pool: Tensor = getattr(self, name)
-            setattr(self, name, pool.cpu().pin_memory() if pool.is_cuda else pool.cpu())
+        return super().to(device)
 
     def mapped(self, change: Callable[[str, Tensor], Tensor]) -> FullAttentionLayers:
         twin = super().mapped(change)

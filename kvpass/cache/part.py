@@ -6,7 +6,7 @@ Legend: B batch, L layers of this geometry and window, K KV heads, D head dim, R
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -99,9 +99,9 @@ class CachePart:
         """Return an independent copy."""
         return self.mapped(lambda name, x: self.reuse.copy((self.key, name), x))
 
-    def to(self, device: torch.device, stays: Collection[str] = ()) -> Self:
-        """Return a copy on another device; buffers of the names ``stays`` remain where they are."""
-        return self.mapped(lambda name, x: x if name in stays else x.to(device, copy=True))
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on another device."""
+        return self.mapped(lambda _, x: x.to(device, copy=True))
 
     def with_rows(self, index: Tensor) -> Self:
         """Return a part whose row i is row ``index[i]`` of this one."""

@@ -43,25 +43,6 @@ class LayersRecord:
         return entries_of(self.offsets, self.group)
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """How often the full cache agreed with the compressed one, in a call of ``generate`` with ``exact=True``.
-
-    Attributes:
-        drafted: tokens of a row drafted on the compressed cache, draft by draft. accepted: how many of them the full
-            cache gives too, up to the first that it does not, of any row.
-    """
-
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-    @property
-    def run(self) -> float:
-        """Mean accepted tokens up to a disagreement; a text without one is one run."""
-        ended = sum(a < d for d, a in zip(self.drafted, self.accepted, strict=True))
-        return sum(self.accepted) / max(ended, 1)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PromptRecord:
     """What was kept of the last prompt, as printed by ``model.report()``.
@@ -76,7 +57,6 @@ class PromptRecord:
         entry_format: of the entries.
         nbytes: bytes of the cache after the prompt, all included. ring_nbytes, state_nbytes: the rings alone, the
             states of recurrent layers alone.
-        accepted: what was accepted of drafts in the call that answered, if it was exact.
     """
 
     policy: Policy
@@ -91,7 +71,6 @@ class PromptRecord:
     ring_nbytes: int
     state_nbytes: int
     entry_format: EntryFormat = "model"
-    accepted: Acceptance | None = None
 
     def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""

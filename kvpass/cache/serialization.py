@@ -2,21 +2,18 @@
 
 The header's metadata has two entries: ``kvpass``, a JSON text, and ``sha256``, the digest of the whole file with 64
 zeros in place of the digest. So the header is covered too. A file is read and written as a whole: the bytes that are
-checked are the bytes that are loaded, also when the file is replaced meanwhile. Tensors can also be mapped from the
-file, which is then read twice: once to check it, and as they are used.
+checked are the bytes that are loaded, also when the file is replaced meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -53,20 +50,15 @@ def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: 
         file.write(content[place + len(_BLANK) :])
 
 
-def read_cache_file(path: str | Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read metadata and tensors of a file and verify its checksum; the tensors are on the CPU.
 
-    Args:
-        mapped: map the tensors from the file, which must not be written to while they are used; it may be replaced.
     Raises:
         CacheFileError: not a cache of kvpass, damaged, or written by a newer kvpass.
         OSError: the file cannot be read.
     """
     source = Path(path)
-    with source.open("rb") as file:
-        state = os.fstat(file.fileno())
-        mapped = mapped and state.st_size > 0
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
+    content = source.read_bytes()
     header = _header_of(memoryview(content), source)
     described = _described(header, len(content), source)
     place = _digest_place(header, source)
@@ -82,7 +74,7 @@ def read_cache_file(path: str | Path, *, mapped: bool = False) -> tuple[dict[str
         raise CacheFileError(source, "is no cache file of kvpass: its metadata is no plain JSON object") from None
     _check_format(metadata, source)
     try:
-        tensors = _mapped(source, state) if mapped else load(bytes(content))
+        tensors = load(content)
     except (SafetensorError, RuntimeError, KeyError) as error:  # the last two: sizes and dtypes that torch lacks
         raise CacheFileError(source, f"holds no cache: {error}") from None
     dtypes = {tensor.dtype for tensor in tensors.values()}.difference(CODES.values())
@@ -90,15 +82,6 @@ def read_cache_file(path: str | Path, *, mapped: bool = False) -> tuple[dict[str
     if strange:
         raise CacheFileError(source, f"holds no cache: tensors of {', '.join(map(str, strange))}")
     return metadata, tensors
-
-
-def _mapped(path: Path, state: os.stat_result) -> dict[str, Tensor]:
-    """Map the tensors of the file that had this state."""
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it cannot be iterated over
-    if not os.path.samestat(path.stat(), state):
-        raise CacheFileError(path, "was replaced while it was read: load it again")
-    return tensors
 
 
 def typed(found: object, kind: type[T], path: str | Path) -> T:

@@ -43,14 +43,12 @@ class Document:
         model: str,
         dtype: str = "auto",
         device: str = "cpu",
-        keep_full: bool = False,
         **options: Any,
     ) -> Document:
         """Compress a text before any question is known.
 
         Args:
-            model, dtype, device: as in :func:`load_model`. keep_full: keep the full cache too, for exact answers.
-                options: of :func:`kvpass.compile`.
+            model, dtype, device: as in :func:`load_model`. options: of :func:`kvpass.compile`.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
@@ -59,13 +57,11 @@ class Document:
         made, tokenizer = load_model(model, dtype=dtype, device=device)
         fast = kvpass.compile(made, **options)
         ids = tokenizer(text, return_tensors="pt").input_ids
-        cache = fast.compress(ids.to(device), keep_full=keep_full)
+        cache = fast.compress(ids.to(device))
         return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})
 
     def save(self, path: str | Path) -> None:
-        """Write the cache and the name of the model to a file for :meth:`load`, and a full cache to one beside it."""
-        if self.cache.full is not None:
-            self.cache.full.save(full_path(path))
+        """Write the cache and the name of the model to a file for :meth:`load`."""
         self.cache.save(path, notes=self.notes)
 
     @classmethod
@@ -76,20 +72,16 @@ class Document:
         model: str | None = None,
         device: str = "cpu",
         backend: Compiler = "inductor",
-        with_full: bool = False,
     ) -> Document:
         """Load what :meth:`save` wrote; policy, options, budget and format of entries come from the file.
 
         Args:
             model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder: a file must not cause a download. with_full: also map the full cache from
-                its file.
+                a local folder: a file must not cause a download.
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
-                the file names another; or there is no file of the full cache.
+                the file names another.
         """
-        if with_full and not full_path(path).is_file():
-            raise ValueError(f"exact answers need {str(full_path(path))!r}, which 'kvpass compress --keep-full' writes")
         metadata, tensors = read_saved(path)
         named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
         if not isinstance(named, str) or not isinstance(dtype, str):
@@ -100,17 +92,13 @@ class Document:
             made, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format
         )
         cache = restore_cache(path, metadata, tensors, fast)
-        if with_full:
-            cache.full = kvpass.load_cache(full_path(path), fast, mapped=True)
         return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
 
-    def ask(self, question: str, *, new_tokens: int = 64, exact: bool = False) -> str:
+    def ask(self, question: str, *, new_tokens: int = 64) -> str:
         """Return the model's greedy continuation of the text followed by the question.
 
-        Args:
-            exact: that of the full cache.
         Raises:
-            ValueError: the question is empty, or the full cache was not kept.
+            ValueError: the question is empty.
         """
         asked = self.tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
         tokens = asked.input_ids.shape[1]
@@ -119,13 +107,8 @@ class Document:
         # over both, since ids longer than the document, with a mask of their own, would be taken for the whole text
         asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, exact=exact, **greedy)
+        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
-
-
-def full_path(path: str | Path) -> Path:
-    """Return the file of the full cache beside that of a compressed one."""
-    return Path(f"{path}.full")
 
 
 def _trusted(path: str | Path, name: str) -> str:

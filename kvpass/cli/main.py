@@ -24,7 +24,6 @@ from kvpass.eval.options import (
     CompressOptions,
     DemoOptions,
     EvalOptions,
-    ExactOptions,
     read_text,
 )
 from kvpass.progress import working
@@ -163,19 +162,6 @@ def evaluate(options: EvalOptions) -> None:
 
 @app.command()
 @_with_options
-def exact(options: ExactOptions) -> None:
-    """Answer prompts exactly: tokens until full and compressed cache differ, and milliseconds a token."""
-    from kvpass.eval.experiments.exact import Exact, exact_table
-
-    with _bad_values():
-        checked, save = Exact(options), _writer(options.json_path)
-    with _interruptible("the same command begins anew"):
-        result = checked.run(save)
-    Console().print(exact_table(result))
-
-
-@app.command()
-@_with_options
 def calibrate(options: CalibrateOptions) -> None:
     """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
     from kvpass.calibration.fit import calibrate as fit
@@ -218,7 +204,6 @@ def compress(options: CompressOptions) -> None:
             dtype=options.dtype,
             device=options.device,
             backend=options.backend,
-            keep_full=options.keep_full,
             **({} if options.window is None else {"window": options.window}) | dict(chosen[0].options),
         )
         made.save(output)
@@ -238,14 +223,8 @@ def ask(options: AskOptions) -> None:
     with _bad_values():
         if options.policy is not None:
             policy_class(options.policy)
-        found = Document.load(
-            options.cache,
-            model=options.model,
-            device=options.device,
-            backend=options.backend,
-            with_full=options.exact,
-        )
-        answer = found.ask(options.question, new_tokens=options.new_tokens, exact=options.exact)
+        found = Document.load(options.cache, model=options.model, device=options.device, backend=options.backend)
+        answer = found.ask(options.question, new_tokens=options.new_tokens)
     if launched()[0] == 0:
         typer.echo(answer)
 

@@ -268,7 +268,7 @@ class PhaseCompiler:
             for lookup in captured.lookups:
                 lookup.check(inputs)
             call.begin()
-            if step is None or count(inputs) > MAX_CAPTURED_TOKENS or call.cache.pools_stay_on_host:
+            if step is None or count(inputs) > MAX_CAPTURED_TOKENS:
                 return compiled(*inputs, *state)
             return step(inputs, state)
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.frontends.forward import ONLY_LOGITS, OUTPUTS, UNSUPPORTED, check_cache
 from kvpass.policies.rules import Rules
-from kvpass.ranks import Ranks
 from kvpass.transformers_compat import CACHE
 
 _OF_GENERATE = {
@@ -107,8 +106,6 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             "prefill_chunk_size in model.generation_config is not supported: give it to generate, or prefill_block to "
             "kvpass.compile"
         )
-    if getattr(given or default, "is_assistant", None):
-        raise ValueError("assistant_model: a kvpass model cannot draft for another one; give the uncompiled model")
 
 
 def check_generate_mask(mask: Tensor | None, text: Tensor, seen: int, kwargs: Mapping[str, Any], *configs: Any) -> None:
@@ -152,14 +149,13 @@ def in_force(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
     return given[name] if name in given else said(name, {}, *configs)
 
 
-def drafts_asked(kwargs: Mapping[str, Any], *configs: Any) -> str | None:
-    """Return the argument of ``generate``, given or configured, by which it is asked to check drafts."""
-    return next((name for name in _DRAFTS if in_force(name, kwargs, *configs) is not None), None)
-
-
-def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
-    """Check that tokens of drafts, for which the argument ``asked`` asks, can be taken back."""
-    reason = None
+def check_drafts(kwargs: Mapping[str, Any], *configs: Any, rules: Rules, recurrent: bool) -> None:
+    """Check that drafts can be taken back, where ``generate``, as given or configured, is to check or make some."""
+    reason, asked = None, "assistant_model"
+    if not said("is_assistant", kwargs, *configs):
+        asked = next((name for name in _DRAFTS if in_force(name, kwargs, *configs) is not None), "")
+    if not asked:
+        return
     if recurrent:
         reason = (
             "recurrent layers: they hold the state after the last token, not those before, so a draft that is not "
@@ -174,12 +170,3 @@ def check_drafts(asked: str, rules: Rules, *, recurrent: bool) -> None:
         reason = f"recompress={rules.recompress!r}"
     if reason is not None:
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
-
-
-def check_one_process(ranks: Ranks, asked: str) -> None:
-    """Check that no other process shares the model: then a prompt fills one cache."""
-    if ranks.several:
-        raise ValueError(
-            f"{asked}: several processes share this model, whose prompts fill one cache at a time; call set_policy and "
-            "compress or generate for each policy"
-        )

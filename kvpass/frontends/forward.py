@@ -100,7 +100,9 @@ class CompressedForward(_Base):
         runtime = self._kvpass
 
         def checked() -> Tensor:
-            check_forward(kwargs)
+            if (name := unsupported_argument(kwargs)) is not None:
+                reason = UNSUPPORTED.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
+                raise ValueError(f"forward argument {name!r} is not supported: {reason}")
             check_cache(held)
             begun = held is not None and not held.is_empty
             if inputs_embeds is not None:
@@ -136,9 +138,7 @@ class CompressedForward(_Base):
         ranks = runtime.captures.compiler.ranks
         text = checked() if one_token else run_on_all_ranks(ranks, "a call of the model", checked, facts)
         with torch.inference_mode(False), torch.no_grad():
-            if held is not None and held.drafts is not None and held.drafts.is_next:
-                logits = held.drafts.next_logits()
-            elif held is not None and not held.is_empty:
+            if held is not None and not held.is_empty:
                 held, logits = continue_cache(self, held, text, attention_mask, position_ids, logits_to_keep)
             else:
                 held = runtime.new_cache() if held is None else held
@@ -243,10 +243,6 @@ def _append_padded(
         parts.append(part)
         members.append(rows)
     cache.take_over(parts, torch.cat(members).argsort(), padding.mask, ids)
-    if cache.drafts is not None:
-        with model._kvpass.call(cache.drafts.rules):
-            _append_padded(model, cache.drafts.compressed, ids, given, 1, padding)
-        cache.drafts.agreed = 0
     return logits, record if len(parts) == 1 else None
 
 
@@ -321,14 +317,6 @@ def unsupported_argument(given: Mapping[str, Any]) -> str | None:
         if name not in _TAKEN and not harmless:
             return name
     return None
-
-
-def check_forward(given: Mapping[str, Any]) -> None:
-    """Raise for unsupported arguments of ``forward``."""
-    name = unsupported_argument(given)
-    if name is not None:
-        reason = UNSUPPORTED.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
-        raise ValueError(f"forward argument {name!r} is not supported: {reason}")
 
 
 def take_cache(given: dict[str, Any]) -> Any:

@@ -25,13 +25,6 @@ class GenerateHooks(CompressedForward):
             kwargs[CACHE] = cache.repeated(expand_size)
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
 
-    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Choose token after token, as transformers does; with drafts if the answer is to be exact."""
-        cache = kwargs.get(CACHE)
-        if isinstance(cache, CompressedCache) and cache.drafts is not None:
-            kwargs = cache.drafts.begin(kwargs)
-        return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc]
-
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Return who drafts tokens, as transformers does, but the first draft, made before the prompt, is dropped.
 

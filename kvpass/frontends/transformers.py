@@ -6,9 +6,8 @@ import copy
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +18,7 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import (
-    check_drafts,
-    check_generate,
-    check_generate_mask,
-    check_one_process,
-    drafts_asked,
-    said,
-)
-from kvpass.frontends.exact import DraftTokens, full_cache_on_device, generate_exactly
+from kvpass.frontends.arguments import check_drafts, check_generate, check_generate_mask, said
 from kvpass.frontends.forward import check_embeds, check_ids, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
@@ -51,8 +42,6 @@ class CompressedModel(GenerateHooks):
         generation_config: Any = None,
         *args: Any,
         budget: BudgetLike = None,
-        exact: bool = False,
-        draft_tokens: DraftTokens = "auto",
         **kwargs: Any,
     ) -> Any:
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
@@ -71,29 +60,20 @@ class CompressedModel(GenerateHooks):
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
-        ``exact=True`` gives the answer of the full cache: ``draft_tokens`` tokens at a time ("auto": as many as are
-        being accepted) are drafted on the compressed cache and verified against the full one, in one call of the model.
-        Greedy answers are those of ``policy="full"``, sampled ones those that it samples with the same seed. Several
-        rows go on by the tokens that all of them accept. Both caches are held: one prompt fills them, or the given
-        cache has its full one (:meth:`compress` with ``keep_full``). The cache in the output is the compressed one,
-        with the full one in ``cache.full``; :meth:`report` says what was accepted.
+        As ``assistant_model`` of another model, it reads the prompt of its ``generate`` once and compresses it; drafts
+        that are not accepted are taken back.
 
         Raises:
-            ValueError: drafts (``exact``, ``assistant_model``, ``prompt_lookup_num_tokens``) with a policy that evicts
-                while decoding, with recompression, recurrent layers or layers with a sliding window; ``exact`` with
-                beams, guidance, several processes, or a cache without its full one; a cache of another kind, given or
-                asked for by ``cache_implementation`` (one that the checkpoint configures is replaced by ours); or the
-                configuration has ``use_cache=False`` and the call does not set it.
+            ValueError: drafts, checked or made (``assistant_model``, ``prompt_lookup_num_tokens``), with a policy that
+                evicts while decoding, with recompression, recurrent layers or layers with a sliding window; a cache of
+                another kind, given or asked for by ``cache_implementation`` (one that the checkpoint configures is
+                replaced by ours); or the configuration has ``use_cache=False`` and the call does not set it.
             CacheMismatchError: the cache is not of this model and its policy, or has another budget; or ids that are
                 taken for the whole sequence do not begin with the text of the cache.
         """
         rules = self._kvpass.rules_now.with_budget(budget)
         given = by_name(super().generate, inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
-        if draft_tokens != "auto" and not exact:
-            raise ValueError(f"draft_tokens={draft_tokens!r} goes with exact=True")
         with self._kvpass.call(rules):
-            if exact:
-                return generate_exactly(self, rules, given, draft_tokens)
             return self._generate(rules, given)
 
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
@@ -111,11 +91,9 @@ class CompressedModel(GenerateHooks):
         begun = cache is not None and not cache.is_empty
         if begun and all(kwargs.get(name) is None for name in ("input_ids", "inputs_embeds")) and inputs is None:
             raise ValueError("no input_ids beside a filled cache: pass the tokens that come next, at least one")
-        asked = drafts_asked(kwargs, given, self.generation_config)
-        if asked is not None:
-            check_drafts(asked, rules, recurrent=self._kvpass.adapted.recurrent is not None)
         config, block = self._take_chunk_size(given, kwargs)
         configs = config, self.generation_config
+        check_drafts(kwargs, *configs, rules=rules, recurrent=self._kvpass.adapted.recurrent is not None)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
         text = kwargs.get("input_ids", inputs) if embeds is None else embeds  # beside embeddings ids are only returned
@@ -123,11 +101,15 @@ class CompressedModel(GenerateHooks):
             check_embeds(embeds, None, self, rules.policy, begun=begun)
         elif text is not None:
             check_ids(text)
+        assists = bool(said("is_assistant", kwargs, *configs))
+        if assists and mask is None and text is not None:  # the other model leaves out a mask of ones
+            mask = kwargs["attention_mask"] = torch.ones(text.shape[:2], dtype=torch.int64, device=text.device)
         if text is not None:
             check_generate_mask(mask, text, 0 if cache is None else cache.columns, kwargs, *configs)
         by_default = text is not None and _cache_is_default(kwargs, *configs)
-        if cache is None and (by_default or block is not None):
+        if cache is None and (by_default or block is not None or assists):
             cache = kwargs[CACHE] = self._kvpass.new_cache(rules)
+            cache.assists = assists
         if cache is not None and block is not None:
             cache.block = block
         arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
@@ -137,8 +119,7 @@ class CompressedModel(GenerateHooks):
                 check_whole_text(cache, text)
             new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
             new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
-            for one in (cache, *cache.fills):
-                one.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
+            cache.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
             if continues:
                 arguments, held = with_text_of_cache(cache, text, arguments, configs)
         output = super().generate(**arguments)  # type: ignore[misc]
@@ -193,7 +174,6 @@ class CompressedModel(GenerateHooks):
         *,
         inputs_embeds: Tensor | None = None,
         reusable: bool = True,
-        keep_full: bool | Literal["host"] = False,
         budget: BudgetLike = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
@@ -205,28 +185,14 @@ class CompressedModel(GenerateHooks):
             inputs_embeds: the context as embeddings ``[B, N, D]``, in place of ``input_ids``.
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
-            keep_full: also keep the full cache, in ``cache.full``, for ``generate(..., exact=True)``. ``"host"``: with
-                keys and values of the context in host memory once it is compressed; exact answers copy them to the
-                device layer by layer, for each draft once. On a CPU that is the memory they are in anyway.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
-        if keep_full not in (False, True, "host"):
-            raise ValueError(f"keep_full={keep_full!r}: must be True, False or 'host'")
-        runtime = self._kvpass
-        rules = runtime.rules_now.with_budget(budget)
-        filled = cache = runtime.new_cache(rules)
-        if keep_full:
-            check_one_process(runtime.captures.compiler.ranks, "keep_full=True")
-            filled = cache.full = runtime.new_cache(rules.keeping_all)
-            filled.fills = (cache,)
-        held = full_cache_on_device() if keep_full else nullcontext()
-        with runtime.call(rules.keeping_all if keep_full else rules), held:
+        rules = self._kvpass.rules_now.with_budget(budget)
+        cache = self._kvpass.new_cache(rules)
+        with self._kvpass.call(rules):
             self.forward(
-                input_ids, attention_mask, past_key_values=filled, inputs_embeds=inputs_embeds, logits_to_keep=1
+                input_ids, attention_mask, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1
             )
-        filled.fills, runtime.last_prompt = (), cache.record
-        if keep_full == "host":
-            filled.hold_pools_on_host()
         cache.reusable = reusable
         if self.policy.needs_question:
             _warn_of_question(self.policy.name)
@@ -254,7 +220,11 @@ class CompressedModel(GenerateHooks):
             ValueError: no condition, or one is out of range; several processes share the model; or as for a call.
         """
         runtime = self._kvpass
-        check_one_process(runtime.captures.compiler.ranks, "compress_each")
+        if runtime.captures.compiler.ranks.several:
+            raise ValueError(
+                "compress_each: several processes share this model, whose prompts fill one cache at a time; call "
+                "set_policy and compress or generate for each policy"
+            )
         rules = [self._read_rules(policy, budget) for policy, budget in conditions]
         if not rules:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")

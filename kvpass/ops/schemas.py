@@ -49,7 +49,6 @@ from kvpass.operands import (
 )
 from kvpass.ops import evict, latents, recompress, recurrent, sliding
 from kvpass.ops.entry_formats import centred
-from kvpass.ops.host_pool import layer_on_device
 from kvpass.policies import from_spec
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
@@ -98,17 +97,10 @@ def _site(
     return latents.attend_prompt(call, expansion, start, implementation(q), sliding_window, chunked)[0]
 
 
-def _is_elsewhere(pool: Tensor, like: Tensor) -> bool:
-    """Whether a pool lies on another device than the one that computes."""
-    return pool.device != like.device
-
-
 def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
     few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
     if held.key_mean is not None:
         call = centred(call, held.key_mean, layer if held.row_index is None else (layer, held.row_index))
-    if _is_elsewhere(held.pool_k, call.q):
-        held, layer = layer_on_device(held, layer, call.q.device), 0
     return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
 
 

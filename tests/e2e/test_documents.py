@@ -63,18 +63,6 @@ def test_a_fresh_process_answers_as_the_live_cache_does(tmp_path):
     assert fresh.stdout.strip() == document.ask(QUESTIONS[1], new_tokens=6)
 
 
-def test_a_document_with_its_full_cache_is_asked_exactly(text, tmp_path):
-    path, options = tmp_path / "doc.kv", ("--backend", "eager")
-    result = invoke("compress", text, "-o", path, "--policy", "random", "--budget", "40", "--keep-full", *options)
-    assert result.exit_code == 0, result.output
-    asked = ("ask", path, ". question the pin of lato gilum is", "--new-tokens", "2", *options)
-    assert "117 ." not in invoke(*asked).output
-    assert invoke(*asked, "--exact").output.strip() == "117 ."
-    Path(f"{path}.full").unlink()
-    result = invoke(*asked, "--exact")
-    assert result.exit_code == 2 and "which 'kvpass compress --keep-full' writes" in result.output
-
-
 def test_a_document_in_fewer_bits_is_smaller_and_asked_as_it_was_held(text, tmp_path):
     sizes = {}
     for entries in ("model", "rot4"):

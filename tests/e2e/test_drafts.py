@@ -140,13 +140,7 @@ def test_what_the_model_is_configured_with_counts_beside_a_given_configuration(m
     monkeypatch.setattr(fast.generation_config, "prompt_lookup_num_tokens", 4)
     with pytest.raises(ValueError, match="'prompt_lookup_num_tokens' is not supported with policy 'h2o'"):
         fast.generate(REPEATING, given)
-    with pytest.raises(ValueError, match="exact=True and 'prompt_lookup_num_tokens' are two kinds of drafts"):
-        fast.generate(REPEATING, given, exact=True)
     assert greedy(fast, REPEATING, prompt_lookup_num_tokens=None).sequences.shape[1] == REPEATING.shape[1] + NEW
-    monkeypatch.setattr(fast.generation_config, "prompt_lookup_num_tokens", None)
-    monkeypatch.setattr(fast.generation_config, "num_beams", 2)
-    with pytest.raises(ValueError, match="exact=True with num_beams=2 is not supported"):
-        fast.generate(REPEATING, given, exact=True)
 
 
 @pytest.mark.parametrize("question", [1, 6])

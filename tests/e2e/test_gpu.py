@@ -394,20 +394,6 @@ def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_
     assert_close("logits", torch.cat(found, 1), torch.cat(expected, 1), atol=1e-4)
 
 
-def test_a_full_cache_on_the_host_answers_exactly(tmp_path):
-    model = tiny_model("llama").cuda()
-    fast = kvpass.compile(model, policy="snapkv", budget=24, window=8)
-    ids, question = random_ids(1, 200).cuda(), random_ids(1, 5, seed=6).cuda()
-    document = fast.compress(ids, keep_full="host")
-    document.full.save(tmp_path / "full.kv")
-    for full in (document.full, kvpass.load_cache(tmp_path / "full.kv", fast, mapped=True)):
-        (store,) = full.full_layers
-        assert store.pool_k.is_cpu and store.tail_k.is_cuda
-        document.full = full
-        said = fast.generate(question, past_key_values=document, exact=True, max_new_tokens=12, do_sample=False)[:, 5:]
-        assert_best("answer", said, logits_before(model, torch.cat([ids, question], 1), said), margin=MARGIN)
-
-
 @pytest.mark.parametrize("policy", ["lava", "snapkv"])
 def test_a_padded_row_answers_as_it_does_alone(policy):
     model = tiny_model("llama").cuda()

@@ -107,14 +107,6 @@ def test_a_state_dict_can_be_loaded_and_taken_back():
 # -- every kind of generation -----------------------------------------------------------------------------------------
 
 
-def test_a_compiled_model_is_no_assistant_either():
-    model, fast = compiled()
-    with pytest.raises(ValueError, match=r"assistant_model: a kvpass model cannot draft .* give the uncompiled model"):
-        greedy(model, random_ids(1, 40), assistant_model=fast)
-    with pytest.raises(ValueError, match="nothing to report"):  # refused at once
-        fast.report()
-
-
 def test_a_compiled_model_that_nobody_holds_is_freed():
     fast = compile_anew(tiny_model("llama", layers=1))
     cache = fast(random_ids(1, 30)).past_key_values

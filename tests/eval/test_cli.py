@@ -189,7 +189,6 @@ def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2_and_nothing_is_wr
         ("eval", "builtin", "--dtype", "int8"),
         ("bench", "--device", "tpu"),
         ("bench", "--repeats", "0"),
-        ("exact", "builtin", "--new-tokens", "1"),
         ("demo", "--facts", "0"),
         ("demo", "--facts", "513"),
         ("demo", "--backend", "jit"),

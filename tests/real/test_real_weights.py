@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import kvpass
 from kvpass.cli.main import app
+from kvpass.eval.policy_spec import parse_policies
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.fetch import fetch
 from kvpass.loading import load_model
@@ -110,6 +111,35 @@ def test_answers_at_a_quarter_after_the_question_are_mostly_those_of_the_full_ca
     print(f"\nright where the full cache is right: {right}, of {2 * SAMPLES} questions")
     assert right["full"] >= SAMPLES
     assert min(right["snapkv"], right["lava"]) >= 0.9 * right["full"]
+
+
+@pytest.fixture(scope="module")
+def answers_alone(smollm2):
+    """Of 50 prompts, the arguments of ``generate`` and what the model alone says."""
+    model, tokenizer = smollm2
+    found = []
+    for task in find_tasks(["niah_single_1", "niah_multiquery"]):
+        for sample in task.samples(tokenizer, 640, 25, 0):
+            ids = row(encode(tokenizer, sample, chat=True).ids)
+            call = {**GREEDY, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24}
+            found.append((ids, call, model.generate(ids, **call)))
+    return found
+
+
+@pytest.mark.parametrize("policy", ["lava:kernel_size=31", "snapkv", "streaming_llm:evict_during_decode=False"])
+def test_tokens_drafted_on_a_compressed_cache_are_those_of_the_model_alone(smollm2, answers_alone, policy):
+    model, tokenizer = smollm2
+    fast = kvpass.compile(model, policy=parse_policies(policy)[0].resolve(), budget=0.25)
+    checks, tokens = [], 0
+    counting = model.register_forward_hook(lambda *_: checks.append(True))
+    for ids, call, expected in answers_alone:
+        found = model.generate(ids, assistant_model=fast, **call)
+        assert torch.equal(found, expected), tokenizer.decode(found[0, ids.shape[1] :])
+        tokens += found.shape[1] - ids.shape[1]
+    counting.remove()
+    accepted = tokens / len(checks) - 1  # a check gives one token more than it accepts
+    print(f"\n{policy}: {len(answers_alone)} equal answers, {accepted:.2f} drafts accepted in a check")
+    assert len(answers_alone) == 50 and accepted > 0
 
 
 def test_saved_document_answers_as_before(smollm2, tmp_path):

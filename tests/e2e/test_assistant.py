@@ -1,0 +1,196 @@
+"""A compiled model as the assistant of an uncompiled one: it drafts, and every token is the other model's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import StoppingCriteria
+
+from kvpass.cache.cache import CompressedCache
+from kvpass.compiler.capture import CaptureCache
+from tiny_models import compiled_once, random_ids, tiny_model
+
+pytestmark = pytest.mark.usefixtures("captures_kept")
+NEW, DRAFTS = 24, 5
+PROMPT = random_ids(1, 65, seed=5)
+SNAPKV = {"policy": "snapkv", "budget": 12, "window": 8}
+STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
+
+
+def drafting(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
+    """A model and its compiled copy, which always drafts as many tokens as are asked for."""
+    model, fast = compiled_once(family, layers=2, backend="eager", **{**SNAPKV, **settings})
+    fast.generation_config.update(num_assistant_tokens=DRAFTS, assistant_confidence_threshold=0.0)
+    return model, fast
+
+
+def greedy(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    found = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each call of a kvpass model, and negative: what was taken back from its cache."""
+    counted: list[int] = []
+    run, crop = CaptureCache.run, CompressedCache.crop
+
+    def counting(self: Any, call: Any, forward: Any, ids: Tensor, *rest: Any) -> Any:
+        counted.append(ids.shape[1])
+        return run(self, call, forward, ids, *rest)
+
+    def cropping(self: CompressedCache, tokens: int) -> None:
+        before = self.columns
+        crop(self, tokens)
+        if self.columns < before:
+            counted.append(self.columns - before)
+        assert self.positions.amax() == self.columns - 1, "an entry of a rejected draft is left"
+
+    monkeypatch.setattr(CaptureCache, "run", counting)
+    monkeypatch.setattr(CompressedCache, "crop", cropping)
+    return counted
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"budget": 9},
+        {"policy": "lava", "budget": 24},
+        {"policy": "streaming_llm", "budget": 12, "window": 0, "evict_during_decode": False},
+        pytest.param({"policy": "h2o", "evict_during_decode": False}, marks=pytest.mark.exhaustive),
+        pytest.param({"family": "gpt2", "policy": "keydiff"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda settings: settings.get("policy", "snapkv"),
+)
+def test_greedy_tokens_are_those_of_the_model_alone(settings, calls):
+    model, fast = drafting(**settings)
+    for ids in (PROMPT, random_ids(1, 90, seed=7), PROMPT[:, :1]):
+        expected = greedy(model, ids)
+        calls.clear()
+        assert torch.equal(greedy(model, ids, assistant_model=fast), expected)
+        assert calls[0] == ids.shape[1] and max(calls[1:]) <= 2, "the prompt is read once, then a token or two"
+        assert min(calls) < 0 or ids.shape[1] == 1, "no draft was rejected"
+
+
+def test_with_everything_kept_every_draft_is_accepted(calls):
+    model, fast = drafting(budget=1.0)
+    greedy(model, PROMPT, assistant_model=fast)
+    assert calls == [65, *[1] * (DRAFTS - 1), *[2, *[1] * (DRAFTS - 1)] * 3]
+
+
+def test_a_model_with_other_weights_drafts_for_a_compiled_one_too(calls):
+    """Its drafts are rejected from the first on; transformers then takes back a prompt token too, which stays."""
+    _, fast = drafting()
+    other = tiny_model("llama", layers=1, seed=7)
+    expected = greedy(other, PROMPT)
+    calls.clear()
+    assert torch.equal(greedy(other, PROMPT, assistant_model=fast), expected)
+    assert calls[: DRAFTS + 2] == [65, *[1] * (DRAFTS - 1), 1 - DRAFTS, 1]
+    expected = greedy(fast, PROMPT)
+    assert torch.equal(greedy(fast, PROMPT, assistant_model=fast), expected)
+
+
+def test_padding_of_the_prompt_counts_and_its_pad_tokens_need_not_be_padding():
+    model, fast = drafting()
+    padded, mask = torch.nn.functional.pad(PROMPT, (7, 0)), torch.ones(1, 72, dtype=torch.int64)
+    for ids, seen, options in (
+        (padded, mask.index_fill(1, torch.arange(7), 0), {}),
+        (PROMPT, mask[:, :65], {"pad_token_id": int(PROMPT[0, 30])}),
+    ):
+        options |= {"attention_mask": seen}
+        assert torch.equal(greedy(model, ids, assistant_model=fast, **options), greedy(model, ids, **options))
+
+
+def test_nothing_of_a_call_is_left_in_the_next():
+    """Prompts, budgets, policies and plain answers of the assistant between them."""
+    model, fast = drafting()
+    plain, configured = greedy(fast, PROMPT), fast.generation_config.to_dict()
+    for prompt, change in (
+        (PROMPT, lambda: None),
+        (random_ids(1, 40, seed=8), lambda: fast.set_budget(20)),
+        (PROMPT, lambda: fast.set_policy("lava", 30, window=8)),
+        (PROMPT, lambda: fast.set_policy(**SNAPKV)),
+    ):
+        change()
+        assert torch.equal(greedy(model, prompt, assistant_model=fast), greedy(model, prompt))
+        assert fast.report().prompt.columns == prompt.shape[1] and fast.report().budget == fast.budget
+    assert torch.equal(greedy(fast, PROMPT), plain)
+    assert fast.generation_config.to_dict() == configured
+    assert not model.generation_config.is_assistant and not fast.compress(PROMPT).assists
+
+
+class Interrupting(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.shape[1] > 75:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_an_interrupted_call_leaves_nothing():
+    model, fast = drafting()
+    plain, expected = greedy(fast, PROMPT), greedy(model, PROMPT)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, PROMPT, assistant_model=fast, stopping_criteria=[Interrupting()])
+    assert torch.equal(greedy(fast, PROMPT), plain)
+    assert torch.equal(greedy(model, PROMPT, assistant_model=fast), expected)
+
+
+def test_sampled_tokens_repeat_with_the_seed_and_end_where_they_should():
+    model, fast = drafting()
+    options = {"assistant_model": fast, "do_sample": True, "temperature": 1.5}
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(greedy(model, PROMPT, **options))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    torch.manual_seed(1)
+    end = int(found[0][0, PROMPT.shape[1] + 9])
+    ended = greedy(model, PROMPT, eos_token_id=end, **options)
+    assert int(ended[0, -1]) == end or ended.shape[1] == PROMPT.shape[1] + NEW
+
+
+@pytest.mark.exhaustive
+def test_sampled_tokens_have_the_distribution_of_the_model_alone():
+    """Every text of three tokens out of two each, as often as the model has it (chi-squared test)."""
+    model, fast = drafting()
+    options = {"do_sample": True, "top_k": 2, "temperature": 1.5, "max_new_tokens": 3}
+    expected: dict[tuple[int, ...], float] = {}
+    for choice in itertools.product(range(2), repeat=3):
+        text, chance = PROMPT, 1.0
+        for place in choice:
+            best = (model(text).logits[0, -1] / options["temperature"]).topk(2)
+            chance *= best.values.double().softmax(-1)[place].item()
+            text = torch.cat([text, best.indices[place].view(1, 1)], 1)
+        expected[tuple(text[0, -3:].tolist())] = chance
+    torch.manual_seed(0)
+    counts, total = dict.fromkeys(expected, 0), 250
+    for _ in range(total):
+        counts[tuple(greedy(model, PROMPT, assistant_model=fast, **options)[0, -3:].tolist())] += 1
+    chances = torch.tensor(list(expected.values()), dtype=torch.float64)
+    assert chisquare(list(counts.values()), total * chances / chances.sum()).pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "message"),
+    [
+        ({"policy": "h2o"}, PROMPT, "'assistant_model' is not supported with policy 'h2o': for every draft it evicts"),
+        ({"recompress": "every_turn"}, PROMPT, "'assistant_model' is not supported with recompress='every_turn'"),
+        pytest.param({"family": "lfm2"}, PROMPT, "'assistant_model' .* with recurrent layers: they hold", marks=STATES),
+        ({"family": "gemma3"}, PROMPT, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
+        ({}, PROMPT.expand(2, -1), "assisted generate is only supported for batch_size = 1"),
+    ],
+    ids=["evicts", "recompress", "recurrent", "sliding", "rows"],
+)
+def test_refused_with_the_reason(settings, prompt, message, calls):
+    model, fast = drafting(**settings)
+    with pytest.raises(ValueError, match=message):
+        greedy(model, prompt, assistant_model=fast)
+    assert not calls or settings == {"family": "gemma3"}, "the prompt was read first"
