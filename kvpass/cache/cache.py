@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,10 +83,7 @@ class CompressedCache(Cache):
             ``nbytes``, of copies on other devices or of files. Set it to None to free the memory.
         drafts: who drafts tokens for calls on this cache, while ``generate(exact=True)`` runs.
         parts: full_layers, sliding_layers and states.
-        selects_rows: a call is for some of its rows.
     """
-
-    selects_rows: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -179,7 +179,7 @@ class PhaseCompiler:
         layout, _, device = layout_of(captured.gm)
         is_prompt = phase == "prefill"
         names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
-        kind = phase if is_prompt else (phase, cache.entry_format, cache.selects_rows)
+        kind = phase if is_prompt else (phase, cache.entry_format)
         made = None if names_policy else captured.shared.get(kind)
         if made is None:
             on_cpu = self.compiler == "inductor" and device.type == "cpu"
@@ -250,7 +250,7 @@ class PhaseCompiler:
         layout, dtype, device = layout_of(gm)
         state = cache.cached_state(layout, dtype)
         fake_mode = backend_mode()
-        dynamic = dynamic_dims(state, cache.batch_size, chosen=cache.selects_rows)
+        dynamic = dynamic_dims(state, cache.batch_size)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
         inputs, tokens = [*captured.inputs, *fakes], batch_and_tokens(captured.gm)[1]
         passes: list[GraphPass] = [partial(offset_positions_pass, seen=nodes["seen"])]
@@ -270,7 +270,7 @@ class PhaseCompiler:
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
             compiled, parts = compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
         step, count = None, size_reader(captured.gm, tokens)
-        if not call.observed and not cache.selects_rows and self.captures_steps(device):
+        if not call.observed and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
@@ -314,7 +314,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool], Runner] = {}
 
     @property
     def guards(self) -> list[ShapeGuard]:
@@ -337,7 +337,7 @@ class Capture:
         """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
         policy = call.cache.policy
         # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows, call.phase, call.observed
+        key = type(policy), policy.spec, call.cache.entry_format, call.phase, call.observed
         if key in self._runners:
             return self._runners[key]
 
