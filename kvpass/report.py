@@ -45,7 +45,7 @@ class Report:
     Attributes:
         prompt: what was kept. compiled: one record per compiled graph. ranks: processes that share the heads; all
             numbers are of all heads. attention: numbers of the layers with attention in the model's own count, where
-            other layers are recurrent; None: all have attention. on_host: bytes of the weights that stay on the host.
+            other layers are recurrent; None: all have attention.
             expanded: why the model's latents are cached as expanded heads; None if they are not, or it has none.
     """
 
@@ -53,7 +53,6 @@ class Report:
     compiled: Sequence[CompileRecord]
     ranks: Ranks
     attention: tuple[int, ...] | None
-    on_host: int
     expanded: str | None
 
     @property
@@ -174,7 +173,6 @@ class Report:
             "layers_beyond_loss": None if self.layers_beyond_loss is None else self.layers_beyond_loss.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "expanded": self.expanded,
-            "weights_on_host": self.on_host,
             "processes": self.ranks.size,
             "imbalance": self.imbalance.tolist(),
             "accepted": None if self.prompt.accepted is None else asdict(self.prompt.accepted),
@@ -253,11 +251,6 @@ class Report:
             )
         if self.prompt.state_nbytes:
             yield f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states"
-        if self.on_host:
-            yield (
-                f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "
-                "while one runs, and no CUDA graph is captured"
-            )
         if self.ranks.several:
             most = self.imbalance.amax().item() if self.imbalance.numel() else 1.0
             yield (

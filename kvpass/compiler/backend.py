@@ -141,7 +141,6 @@ class PhaseCompiler:
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
         reuse: memory of caches that decode in captured steps.
-        on_host: bytes of the weights that stay on the host.
         ranks: processes that share the weights, and compile what this one compiles.
     """
 
@@ -151,17 +150,16 @@ class PhaseCompiler:
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
     reuse: BufferReuse = field(default_factory=BufferReuse)
-    on_host: int = 0
     ranks: Ranks = ONE_PROCESS
 
     @property
     def captures_alone(self) -> bool:
-        """Whether a capture depends on the model alone: on no other process, nor on weights that stay on the host."""
-        return self.ranks is ONE_PROCESS and not self.on_host
+        """Whether a capture depends on the model alone, and on no other process."""
+        return self.ranks is ONE_PROCESS
 
     def captures_steps(self, device: torch.device) -> bool:
-        """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
-        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor" and not self.on_host
+        """Whether decode steps on the device are captured as CUDA graphs."""
+        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor"
 
     def memory(self, device: torch.device) -> BufferReuse:
         """Return where caches on the device take their memory from: recycled only for captured steps."""
@@ -264,7 +262,7 @@ class PhaseCompiler:
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = len(find_sites(captured.gm))
         pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
-        in_parts = bool(self.on_host) or self.regions is True or (self.regions == "auto" and pays)
+        in_parts = self.regions is True or (self.regions == "auto" and pays)
         one_row = phase == "decode" and device.type == "cuda" and cache.batch_size == 1
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():

@@ -369,7 +369,6 @@ class CompressedModel(GenerateHooks):
             prompt=prompt,
             ranks=adapted.heads,
             attention=adapted.attention,
-            on_host=adapted.on_host,
             expanded=adapted.expanded,
             compiled=tuple(
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
