@@ -18,7 +18,6 @@ from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.operands import BITS
 from kvpass.policies.base import Policy
-from kvpass.policies.layer_splits import LossLayers
 from kvpass.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -104,17 +103,6 @@ class Report:
         return torch.stack([self._by_layer([part[i] for part in both], 0) for i in range(2)])
 
     @property
-    def layers_beyond_loss(self) -> Tensor | None:
-        """How many layers of each row lost more than the policy's ``loss``, for want of room, int64 ``[B]``.
-
-        None if it has no such option, or none was given.
-        """
-        if not isinstance(self.policy.layers(), LossLayers):
-            return None
-        missing = [(store.kept.sum(2) < store.weights).sum(1) for store in self.prompt.full_layers]
-        return sum(missing, torch.zeros_like(self.prompt_lengths))
-
-    @property
     def prompt_lengths(self) -> Tensor:
         """Real tokens of each row, int64 ``[B]``."""
         return self.prompt.columns - self.prompt.start
@@ -170,7 +158,6 @@ class Report:
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "output_errors": None if self.output_errors is None else self.output_errors.tolist(),
-            "layers_beyond_loss": None if self.layers_beyond_loss is None else self.layers_beyond_loss.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "expanded": self.expanded,
             "processes": self.ranks.size,
@@ -232,13 +219,6 @@ class Report:
             yield (
                 f"compact=True: error of attention outputs {after:.1%}, by eviction alone {before:.1%} (mean of layers "
                 "and heads, of held-out queries that repeat the prompt)"
-            )
-        if (beyond := self.layers_beyond_loss) is not None:
-            short = int(beyond.max())
-            yield (
-                f"loss: {short} layers lost more of their window's attention than asked, the budget has no room"
-                if short
-                else "loss: no layer lost more of its window's attention than asked"
             )
 
     def _outside(self) -> Iterator[str]:
