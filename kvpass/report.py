@@ -44,8 +44,8 @@ class Report:
     Attributes:
         prompt: what was kept. compiled: one record per compiled graph. ranks: processes that share the heads; all
             numbers are of all heads. attention: numbers of the layers with attention in the model's own count, where
-            other layers are recurrent; None: all have attention.
-            expanded: why the model's latents are cached as expanded heads; None if they are not, or it has none.
+            other layers are recurrent; None: all have attention. expanded: why the model's latents are cached as
+            expanded heads; None if they are not, or it has none.
     """
 
     prompt: PromptRecord
