@@ -11,7 +11,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from kvpass.graphs.fx_utils import Dim, argument_of, dim_of, is_module_tensor, recorded, source_of
-from kvpass.graphs.host_weights import is_host_weight
 from kvpass.torch_compat import FakeTensorMode, LazyGraphModule, LocalSource, TracingContext
 
 STATE_PREFIX = "kvpass_"
@@ -63,17 +62,13 @@ def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     """
     mode, symbolic = backend_mode(), TracingContext.get().tensor_to_context
 
-    def fake(node: Node, value: Any) -> Any:
-        if is_host_weight(node):
-            like = recorded(node)
-            with mode:
-                return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         known = symbolic[value]
         return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
 
-    return [fake(node, value) for node, value in zip(placeholders(gm), example_inputs, strict=True)]
+    return [fake(value) for value in example_inputs]
 
 
 def add_state_placeholders(

@@ -5,7 +5,7 @@ ops (or nodes) it changed. Passes that only check return 0. Settings are bound w
 ``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes, to
 find a faulty one; results may then be wrong.
 
-Those down to ``take_host_weights`` run once on each capture, the others on a copy of it for each phase. Of these, a
+Those down to ``check_sites`` run once on each capture, the others on a copy of it for each phase. Of these, a
 prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the
 graph into layers, the distinct parts are compiled, and :mod:`kvpass.compiler.prompt` calls parts, attention and policy.
 In order:
@@ -21,7 +21,6 @@ In order:
 ``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
-``take_host_weights``       copies of weights that stay on the host -> the weights, as inputs on the device
 ``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
 ``one_token``               of a decode step: values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
@@ -50,7 +49,6 @@ from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
-from kvpass.graphs.host_weights import take_host_weights_pass
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -90,7 +88,7 @@ def capture_passes(layers: int | None) -> list[GraphPass]:
     Args:
         layers: attention layers the model is known to have; None when unknown.
     """
-    return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers), take_host_weights_pass]
+    return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ def _disabled() -> set[str]:
         ValueError: there is no such pass.
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, take_host_weights_pass, *PHASE_PASSES)}
+    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, *PHASE_PASSES)}
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
     if names:

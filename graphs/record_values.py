@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from kvpass.graphs.fx_utils import dim_of, mutated_inputs
-from kvpass.graphs.host_weights import is_host_weight
 from kvpass.torch_compat import FakeTensor, FakeTensorMode, enable_python_dispatcher
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -25,7 +24,7 @@ def record_values(gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) 
     """Record the values that fake inputs give.
 
     Calls that differ only in elements may have one object as their value, also where they are two tensors. It is not
-    so where a call writes into a tensor or a weight stays on the host: there one must know what shares memory.
+    so where a call writes into a tensor: there one must know what shares memory.
     """
     with mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo records: else polar fixes the number of rows
         _Recorder(gm, mode).run(*inputs)
@@ -35,7 +34,7 @@ class _Recorder(Interpreter):
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(gm)
         self.mode, self.extra_traceback = mode, False
-        self._is_shared = not any(mutated_inputs(node) or is_host_weight(node) for node in gm.graph.nodes)
+        self._is_shared = not any(map(mutated_inputs, gm.graph.nodes))
         self._forms: dict[int, Hashable] = {}
         self._known: dict[Hashable, Any] = {}
 

@@ -24,7 +24,6 @@ from torch.fx.node import map_arg
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import ABSORBED_QUERY, EXPANDED_OUTPUT
 from kvpass.graphs.fx_utils import dim_of, is_scalar, mutated_inputs, recorded, storage_of, symbols_in, symbols_of
-from kvpass.graphs.host_weights import host_weights, storages_of_copies
 
 
 class CannotSplitError(ValueError):
@@ -63,8 +62,8 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
     Single nodes are operators on the cache, and what picks one of their outputs.
 
     Raises:
-        CannotSplitError: a value that is neither a tensor nor a size is needed in two parts, a part writes into memory
-            that two of its inputs share, or views of copied weights are needed in two parts.
+        CannotSplitError: a value that is neither a tensor nor a size is needed in two parts, or a part writes into
+            memory that two of its inputs share.
     """
     pieces: list[Node | list[Node]] = []
     for node in gm.graph.nodes:
@@ -105,8 +104,6 @@ def join(
 ) -> GraphModule:
     """Return a graph of the whole in which each part is one call of its function.
 
-    Where weights stay on the host, it has one more input, :class:`HostCopies` of the groups of :func:`groups_of`.
-
     Args:
         gm: the graph that was split. functions: of the parts, by key; each returns a tuple.
     """
@@ -114,32 +111,17 @@ def join(
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             copies[node] = graph.node_copy(node)
-    groups = groups_of(pieces)
-    host = graph.placeholder("kvpass_copies") if any(groups) else None
-    for piece, weights in zip(pieces, groups, strict=True):
-        given = dict(copies)
-        if weights:
-            on_device = graph.call_method("next", (host, [copies[node] for node in weights]))
-            for place, node in enumerate(weights):
-                given[node] = graph.call_function(operator.getitem, (on_device, place))
+    for piece in pieces:
         if isinstance(piece, Node):
-            copies[piece] = graph.node_copy(piece, given.__getitem__)
+            copies[piece] = graph.node_copy(piece, copies.__getitem__)
             continue
         if not piece.runs:
             continue
-        result = graph.call_function(functions[piece.key], tuple(given[node] for node in piece.inputs))
+        result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
         for place, node in enumerate(piece.outputs):
             copies[node] = graph.call_function(operator.getitem, (result, place))
     graph.output(map_arg(gm.graph.output_node().args[0], copies.__getitem__))
     return GraphModule(gm, graph)
-
-
-def groups_of(pieces: Sequence[Part | Node]) -> list[list[Node]]:
-    """Return for each piece the weights it reads that stay on the host."""
-    read = [
-        piece.all_input_nodes if isinstance(piece, Node) else piece.inputs if piece.runs else () for piece in pieces
-    ]
-    return [host_weights(nodes) for nodes in read]
 
 
 def _listed(piece: Node | list[Node]) -> list[Node]:
@@ -187,10 +169,6 @@ def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node], known: dic
     for node in nodes:
         if any(held[storage_of(operand)] > 1 for operand in mutated_inputs(node)):
             raise CannotSplitError(f"{node.name} writes into memory that two tensors share, which other parts made")
-    copied = storages_of_copies(inputs)
-    for node in outputs:
-        if storage_of(node) in copied:
-            raise CannotSplitError(f"{node.name}, a view of a weight that stays on the host, is needed in two parts")
     key = _key(nodes, inputs, outputs)
     if key not in known:
         graph, copies = Graph(), dict[Node, Node]()

@@ -119,11 +119,6 @@ class SplitPrompt:
         """The inputs that the graph had not, in their order."""
         return [*self.states, *self.real]
 
-    @property
-    def reads(self) -> list[tuple[Node, ...]]:
-        """What is read before all layers, and by each layer."""
-        return [self.begin.inputs, *(layer.reads for layer in self.layers)]
-
 
 def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     """Split a canonical graph, which is changed: values that pass between layers are recorded as contiguous.

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from kvpass.adapt.changed_class import changed_class
 from kvpass.adapt.copied import adapted_copy
-from kvpass.adapt.offload import offload_device
 from kvpass.adapt.tensor_parallel import ranks_of
 from kvpass.adapt.wrappers import check_weights
 from kvpass.cache.cache import CompressedCache
@@ -57,8 +56,7 @@ def compile(
     make the same calls with the same arguments; what one refuses, all refuse.
 
     Args:
-        model: a causal language model of transformers, in eval mode; on one device, or dispatched by accelerate with
-            weights on the host and one device that computes.
+        model: a causal language model of transformers, in eval mode, with all weights on one device.
         policy: name of a registered policy, or an instance such as ``kvpass.policies.Lava(window=16)``, whose options
             type checkers know. With a policy of yours, or a name computed at run time, they want an instance.
         budget: entries kept per KV head per layer on average, window included: an int; a float in (0, 1], the fraction
@@ -103,8 +101,6 @@ def compile(
         compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
         block = check_block(prefill_block)
         check_weights(model, compiler)
-        if regions is False and offload_device(model) is not None:
-            raise ValueError("compile_regions=False: a model with weights on the host runs in parts")
         rules = read_rules(
             *(policy, budget, recompress),
             window=window,
@@ -123,7 +119,6 @@ def compile(
             layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
             regions=regions,
             cuda_graphs=cuda_graphs,
-            on_host=adapted.on_host,
             ranks=ranks,
         )
         compiled._kvpass = runtime = Runtime(

@@ -126,7 +126,7 @@ BUFFERS = {
     "key_mean": Buffer("L B K D", _F32, saved="key means", initial=0),
     "entries": Buffer("B", _I64),
     "arrivals": Buffer("A 64", _I32, initial=0),  # written, but as before at the end of each call
-    "row_index": Buffer("*", _I64),  # of engines alone
+    "row_index": Buffer("*", _I64),  # of vLLM alone
     "output_errors": Buffer("3 L B K", _F32, initial=0),  # of compaction, written in a prompt
     # policies that evict while decoding
     "slot_positions": Buffer("L B K S", _I32, written="evict", saved="evicting"),
@@ -181,7 +181,7 @@ class AppendBuffers(NamedTuple):
     Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
     :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
     key_mean: subtracted from the keys of a head before they became codes, fp32 ``[L, B, K, D]``.
-    row_index: where an engine's requests lie in any rows of one array, the row of each row of the call, int64. Then
+    row_index: where vLLM's requests lie in any rows of one array, the row of each row of the call, int64. Then
     tail_used is of each row, int64 ``[B]``, and the rows of pool and tails need not lie side by side.
     """
 
@@ -375,11 +375,10 @@ def written_in(kind: str) -> set[str]:
     return {name for name, buffer in BUFFERS.items() if kind in buffer.written.split()}
 
 
-def dynamic_dims(state: Iterable[str], rows: int, *, chosen: bool = False) -> dict[str, set[int]]:
+def dynamic_dims(state: Iterable[str], rows: int) -> dict[str, set[int]]:
     """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``.
 
     Args:
-        rows: of the call. chosen: the cache has others, of which a row_index chooses these.
+        rows: of the call.
     """
-    found = {name: BUFFERS[name.partition("_")[2] or name].dynamic(2 if chosen else rows) for name in state}
-    return found | {name: {0} for name in state if chosen and name.endswith(("_tail_used", "_row_index"))}
+    return {name: BUFFERS[name.partition("_")[2] or name].dynamic(rows) for name in state}

@@ -18,7 +18,6 @@ from kvpass.compiler.backend import CompileRecord, rows_text
 from kvpass.config import Budget
 from kvpass.operands import BITS
 from kvpass.policies.base import Policy
-from kvpass.policies.layer_splits import LossLayers
 from kvpass.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -45,15 +44,14 @@ class Report:
     Attributes:
         prompt: what was kept. compiled: one record per compiled graph. ranks: processes that share the heads; all
             numbers are of all heads. attention: numbers of the layers with attention in the model's own count, where
-            other layers are recurrent; None: all have attention. on_host: bytes of the weights that stay on the host.
-            expanded: why the model's latents are cached as expanded heads; None if they are not, or it has none.
+            other layers are recurrent; None: all have attention. expanded: why the model's latents are cached as
+            expanded heads; None if they are not, or it has none.
     """
 
     prompt: PromptRecord
     compiled: Sequence[CompileRecord]
     ranks: Ranks
     attention: tuple[int, ...] | None
-    on_host: int
     expanded: str | None
 
     @property
@@ -103,17 +101,6 @@ class Report:
         parts = [store.output_errors for store in self.prompt.full_layers if store.output_errors is not None]
         both = [(part[1:] / part[:1].clamp(min=1e-30)).sqrt().transpose(1, 2) for part in parts]
         return torch.stack([self._by_layer([part[i] for part in both], 0) for i in range(2)])
-
-    @property
-    def layers_beyond_loss(self) -> Tensor | None:
-        """How many layers of each row lost more than the policy's ``loss``, for want of room, int64 ``[B]``.
-
-        None if it has no such option, or none was given.
-        """
-        if not isinstance(self.policy.layers(), LossLayers):
-            return None
-        missing = [(store.kept.sum(2) < store.weights).sum(1) for store in self.prompt.full_layers]
-        return sum(missing, torch.zeros_like(self.prompt_lengths))
 
     @property
     def prompt_lengths(self) -> Tensor:
@@ -171,10 +158,8 @@ class Report:
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "output_errors": None if self.output_errors is None else self.output_errors.tolist(),
-            "layers_beyond_loss": None if self.layers_beyond_loss is None else self.layers_beyond_loss.tolist(),
             "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
             "expanded": self.expanded,
-            "weights_on_host": self.on_host,
             "processes": self.ranks.size,
             "imbalance": self.imbalance.tolist(),
             "compiled": [asdict(record) for record in self.compiled],
@@ -234,13 +219,6 @@ class Report:
                 f"compact=True: error of attention outputs {after:.1%}, by eviction alone {before:.1%} (mean of layers "
                 "and heads, of held-out queries that repeat the prompt)"
             )
-        if (beyond := self.layers_beyond_loss) is not None:
-            short = int(beyond.max())
-            yield (
-                f"loss: {short} layers lost more of their window's attention than asked, the budget has no room"
-                if short
-                else "loss: no layer lost more of its window's attention than asked"
-            )
 
     def _outside(self) -> Iterator[str]:
         """Sentences about what the budget does not count, and where things are."""
@@ -252,11 +230,6 @@ class Report:
             )
         if self.prompt.state_nbytes:
             yield f"recurrent layers are outside the budget: {self.prompt.state_nbytes} bytes of states"
-        if self.on_host:
-            yield (
-                f"{self.on_host / 2**20:.0f} MiB of weights stay on the host: each call copies those of the next layer "
-                "while one runs, and no CUDA graph is captured"
-            )
         if self.ranks.several:
             most = self.imbalance.amax().item() if self.imbalance.numel() else 1.0
             yield (

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvpass.adapt.latent_attention import attend_latents
-from kvpass.adapt.offload import hold_host_weights, offload_device, offload_hooks
 from kvpass.adapt.positions import rotate_by_row, tune_by_position
 from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers, replace_token_mixers
 from kvpass.adapt.tensor_parallel import check_heads, divides_heads, hold_own_weights
@@ -25,14 +23,12 @@ class Adapted:
     """What was changed in a copy of a model, so that it can be captured.
 
     Attributes:
-        device: that computes, where weights stay on the host; on_host: their bytes. heads: processes that share its
-            attention heads. divided: weights by name of which each process can gather the whole.
+        heads: processes that share its attention heads. divided: weights by name of which each process can gather the
+            whole.
         recurrent: its recurrent layers; None: it has none. longrope_limit: tokens beyond which rotary frequencies are
             others. expanded: why its latents are cached as expanded heads; None if they are not, or it has none.
     """
 
-    device: torch.device | None
-    on_host: int
     heads: Ranks
     recurrent: RecurrentLayers | None
     longrope_limit: int | None
@@ -52,8 +48,7 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
         ranks: processes that share its weights. uses_our_attention: its layers will call kvpass's attention function;
             else passes find attention in the graph.
     """
-    device = offload_device(model)
-    check_wrappers(model, device)
+    check_wrappers(model)
     is_divided = ranks != ONE_PROCESS  # also by a mesh of one process, whose weights are such tensors too
     recurrent = recurrent_layers(model, divided=is_divided)
     heads = ranks if ranks.several and divides_heads(model) else ONE_PROCESS
@@ -61,7 +56,6 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
         check_heads(model, heads)
     copied = copy_structure(model)
     divided = hold_own_weights(copied, model, ranks) if is_divided else {}
-    on_host = hold_host_weights(copied, model, device) if device is not None else 0
     remove_wrappers(copied, model)
     longrope_limit = rotate_by_row(copied)
     if recurrent is not None:
@@ -71,8 +65,6 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
         expanded = attend_latents(copied, divided=heads.several)
         tune_by_position(copied)
     return copied, Adapted(
-        device=device,
-        on_host=on_host,
         heads=heads,
         recurrent=recurrent,
         longrope_limit=longrope_limit,
@@ -82,9 +74,8 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
 
 
 def copy_structure(model: nn.Module) -> Any:
-    """Return a deep copy that shares parameters, buffers and what accelerate keeps on the host with ``model``."""
-    hooks = (hook for _, hook in offload_hooks(model))
+    """Return a deep copy that shares parameters and buffers with ``model``."""
     # names of PEFT's adapters that are merged into the weights: whoever merges one changes what both compute
     merged = (module.merged_adapters for module in model.modules() if hasattr(module, "merged_adapters"))
-    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *hooks, *merged)}
+    memo: dict[int, Any] = {id(shared): shared for shared in (*model.parameters(), *model.buffers(), *merged)}
     return copy.deepcopy(model, memo)

@@ -60,7 +60,7 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
 def cannot_absorb(module: Any) -> str | None:
     """Return why the weights of ``kv_b_proj`` alone do not say what it computes; None if they do."""
     projection: Any = getattr(module, "kv_b_proj", None)
-    # a subclass may have it too, as the one that reads its weight from the host
+    # a subclass may have it too
     has_linear_forward = getattr(type(projection), "forward", None) is nn.Linear.forward
     if not has_linear_forward or "forward" in projection.__dict__ or projection.bias is not None:
         return f"kv_b_proj is a {type(projection).__name__}, not a plain nn.Linear without bias"

@@ -27,7 +27,6 @@ from transformers.activations import ACT2FN
 
 import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.adapt.changed_class import changed_class, in_captures, once
-from kvpass.adapt.offload import offload_hooks
 from kvpass.config import StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.transformers_compat import CACHE
@@ -90,8 +89,6 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
         )
     if reason is not None:
         raise UnsupportedAttentionError("", name, reason)
-    if any(offload_hooks(model)):
-        raise ValueError(f"{name} has recurrent layers, with which weights cannot stay on the host yet")
     if divided:
         raise ValueError(f"{name} has recurrent layers, whose states several processes cannot share yet")
     cache = DynamicCache(config=model.config)

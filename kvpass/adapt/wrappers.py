@@ -1,7 +1,7 @@
 """Handle ``forward`` attributes that were replaced on an instance of a model, and layers of other libraries.
 
 Such a ``forward`` hides the one of the class, so kvpass would never be called. Accepted, and removed from the copy, are
-a compiled forward, and accelerate hooks that move nothing or copy weights from the host (``offload.py``). Others raise.
+a compiled forward, and accelerate hooks that move nothing. Others raise.
 """
 
 from __future__ import annotations
@@ -15,27 +15,12 @@ from torch import nn
 from kvpass.compiler.backend import Compiler
 
 
-def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
-    """Raise if the weights are not on one device, a CPU or of CUDA, or an unknown function replaces ``forward``.
-
-    ``offloaded``: device that computes, of a model with weights on the host.
-    """
-    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-    if offloaded is not None:
-        devices = [str(offloaded)]
-    if devices == ["meta"] or len(devices) > 1:
-        raise ValueError(
-            f"the weights of {type(model).__name__} are on {', '.join(devices)}: kvpass runs a model on one device; "
-            "load it with one device in device_map, and 'cpu' for what does not fit there"
-        )
-    if devices and torch.device(devices[0]).type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"the weights of {type(model).__name__} are on {devices[0]}: kvpass runs on CPUs and CUDA devices; "
-            "move the model to one of them"
-        )
+def check_wrappers(model: nn.Module) -> None:
+    """Raise if the weights are not on one device, a CPU or of CUDA, or an unknown function replaces ``forward``."""
+    device = _check_devices(model)
     for path, module in model.named_modules():
         hook = module.__dict__.get("_hf_hook")
-        if hook is not None and not _is_known(hook, devices):
+        if hook is not None and not _is_known(hook, device):
             raise ValueError(
                 f"{path or type(model).__name__} has the accelerate hook {type(hook).__name__}: a compiled graph "
                 "cannot run it; remove it with accelerate.hooks.remove_hook_from_submodules(model)"
@@ -46,6 +31,35 @@ def check_wrappers(model: nn.Module, offloaded: torch.device | None) -> None:
             f"the forward of this {type(model).__name__} was replaced on the instance by {replaced!r}: kvpass calls "
             "the forward of its class; say `del model.forward` first, or override forward in a subclass"
         )
+
+
+def _check_devices(model: nn.Module) -> str:
+    """Return the device of the weights of a model; raise if they are on several, or on another than a CPU or CUDA."""
+    where = {name: str(tensor.device) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
+    # where accelerate offloads weights, which are then empty, the hook says where they are needed
+    targets = (str(torch.empty(0, device=hook.execution_device).device) for hook in hooks if _offloads(hook))
+    device = next(targets, None) or next((one for one in where.values() if one not in ("cpu", "meta")), "cpu")
+    elsewhere = [name for name, one in where.items() if one != device]
+    if elsewhere:
+        first = elsewhere[0]
+        raise ValueError(
+            f"the weights of {type(model).__name__} are on {', '.join(sorted({device, *where.values()}))}: "
+            f"{len(elsewhere)} of {len(where)} are not on {device}, the first is {first} on {where[first]} (meta: not "
+            "loaded, or offloaded by accelerate), and kvpass runs a model on one device. Load it with one device in "
+            "device_map; if it does not fit there, quantised (load_in_4bit of bitsandbytes, or torchao), or divided "
+            "among processes (docs/tensor-parallel.md)"
+        )
+    if torch.device(device).type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"the weights of {type(model).__name__} are on {device}: kvpass runs on CPUs and CUDA devices; "
+            "move the model to one of them"
+        )
+    return device
+
+
+def _offloads(hook: Any) -> bool:
+    return type(hook).__name__ == "AlignDevicesHook" and bool(hook.offload)
 
 
 def check_weights(model: nn.Module, compiler: Compiler) -> None:
@@ -80,12 +94,12 @@ def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
             del twin.forward
 
 
-def _is_known(hook: Any, devices: list[str]) -> bool:
-    """Return whether an accelerate hook only moves tensors to the device they are on, or weights from the host."""
+def _is_known(hook: Any, device: str) -> bool:
+    """Return whether an accelerate hook only moves tensors to the device they are on."""
     if type(hook).__name__ != "AlignDevicesHook":
         return False
     target = hook.execution_device
-    return target is None or str(torch.empty(0, device=target).device) in devices
+    return target is None or str(torch.empty(0, device=target).device) == device
 
 
 def _is_own(forward: Any, module: nn.Module) -> bool:

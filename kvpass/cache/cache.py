@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,10 +81,7 @@ class CompressedCache(Cache):
         assists: it holds the drafts of an ``assistant_model``. transformers takes back a token before them too, and
             gives it again; :meth:`crop` then leaves one of the prompt where it is.
         parts: full_layers, sliding_layers and states.
-        selects_rows: a call is for some of its rows.
     """
-
-    selects_rows: ClassVar[bool] = False
 
     def __init__(
         self,

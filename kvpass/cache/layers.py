@@ -67,7 +67,6 @@ class FullAttentionLayers(CachePart):
     key_mean: Tensor
     tail_start: Tensor
     tail_used: Tensor
-    row_index: Tensor
     slot_positions: Tensor
     decode_state: Tensor
     quota: Tensor

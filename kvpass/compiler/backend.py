@@ -139,7 +139,6 @@ class PhaseCompiler:
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
         records: one entry per compiled graph, appended here.
         reuse: memory of caches that decode in captured steps.
-        on_host: bytes of the weights that stay on the host.
         ranks: processes that share the weights, and compile what this one compiles.
     """
 
@@ -149,12 +148,11 @@ class PhaseCompiler:
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
     reuse: BufferReuse = field(default_factory=BufferReuse)
-    on_host: int = 0
     ranks: Ranks = ONE_PROCESS
 
     def captures_steps(self, device: torch.device) -> bool:
-        """Whether decode steps on the device are captured as CUDA graphs: not where each copies weights."""
-        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor" and not self.on_host
+        """Whether decode steps on the device are captured as CUDA graphs."""
+        return device.type == "cuda" and self.cuda_graphs and self.compiler == "inductor"
 
     def memory(self, device: torch.device) -> BufferReuse:
         """Return where caches on the device take their memory from: recycled only for captured steps."""
@@ -171,7 +169,7 @@ class PhaseCompiler:
         began, cache, phase = time.perf_counter(), call.cache, call.phase
         is_prompt = phase == "prefill"
         names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
-        kind = phase if is_prompt else (phase, cache.entry_format, cache.selects_rows)
+        kind = phase if is_prompt else (phase, cache.entry_format)
         made = None if names_policy else captured.shared.get(kind)
         if made is None:
             made = (self._prefill if is_prompt else self._rewritten)(captured, call)
@@ -240,7 +238,7 @@ class PhaseCompiler:
         layout, dtype, device = layout_of(gm)
         state = cache.cached_state(layout, dtype)
         fake_mode = backend_mode()
-        dynamic = dynamic_dims(state, cache.batch_size, chosen=cache.selects_rows)
+        dynamic = dynamic_dims(state, cache.batch_size)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
         inputs, tokens = [*captured.inputs, *fakes], batch_and_tokens(captured.gm)[1]
         passes: list[GraphPass] = [partial(offset_positions_pass, seen=nodes["seen"])]
@@ -254,13 +252,13 @@ class PhaseCompiler:
         rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
         sites = len(find_sites(captured.gm))
         pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
-        in_parts = bool(self.on_host) or self.regions is True or (self.regions == "auto" and pays)
+        in_parts = self.regions is True or (self.regions == "auto" and pays)
         one_row = phase == "decode" and device.type == "cuda" and cache.batch_size == 1
         compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
         with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
             compiled, parts = compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
         step, count = None, size_reader(captured.gm, tokens)
-        if not call.observed and not cache.selects_rows and self.captures_steps(device):
+        if not call.observed and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
@@ -304,7 +302,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, bool, Phase, bool], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool], Runner] = {}
 
     def admit_one_token(self) -> None:
         """Let Dynamo call this capture with one token too. To be called last in its trace."""
@@ -322,7 +320,7 @@ class Capture:
         """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
         policy = call.cache.policy
         # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = type(policy), policy.spec, call.cache.entry_format, call.cache.selects_rows, call.phase, call.observed
+        key = type(policy), policy.spec, call.cache.entry_format, call.phase, call.observed
         if key in self._runners:
             return self._runners[key]
 

@@ -22,7 +22,6 @@ from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import backend_mode, ids_and_positions, placeholders, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
-from kvpass.graphs.host_weights import host_weights, rooms_of
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.tables import InputLookup
@@ -130,7 +129,6 @@ class SplitDecoder:
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
         self.locations, self.pools = site_locations(self.layout), pool_facts(gm, self.layout)
-        self.rooms = rooms_of([host_weights(reads) for reads in split.reads])
 
     def edges(self, tokens: int, block: int) -> list[int]:
         """Return where blocks begin, and the end; no block is a single token, unless the prompt is one.
@@ -174,8 +172,7 @@ class LayerRun:
         inputs: of the captured graph. real: 1 for tokens, 0 for padding, int64 ``[B, tokens]``. block: tokens of a
         block. start: first real column of each row, on the CPU. seen: columns before these tokens.
     Attributes:
-        known: inputs, and what passes between layers, by node; of weights that stay on the host copies of those that
-            the present layer reads; states of recurrent layers as the last block left them.
+        known: inputs, and what passes between layers, by node; states of recurrent layers as the last block left them.
     """
 
     def __init__(

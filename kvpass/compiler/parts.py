@@ -15,9 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.fx_utils import recorded, storage_of
-from kvpass.graphs.host_weights import rooms_of
-from kvpass.graphs.split import Part, groups_of, join, split_graph
-from kvpass.host_weights import HostCopies
+from kvpass.graphs.split import Part, join, split_graph
 
 Regions = Literal["auto"] | bool
 """Whether what continues a cache is compiled in parts; "auto" decides by phase, number of layers and device."""
@@ -41,12 +39,7 @@ def compile_parts(gm: GraphModule, examples: Sequence[Any], compile_one: Compile
     pieces = split_graph(gm)
     parts = [piece for piece in pieces if isinstance(piece, Part)]
     functions = compile_distinct(gm, parts, examples, compile_one)
-    joined, groups = join(gm, pieces, functions).forward, groups_of(pieces)
-    rooms = rooms_of(groups)
-    if not rooms:
-        return joined, len(functions)
-    device = next(recorded(node).device for group in groups for node in group)
-    return lambda *inputs: joined(*inputs, HostCopies(device, rooms)), len(functions)
+    return join(gm, pieces, functions).forward, len(functions)
 
 
 def compile_distinct(

@@ -85,7 +85,6 @@ class _ScoredPrompt(PromptRun):
 
     def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
         """Run a layer, as :meth:`attend` does; each policy scores its entries and keeps some."""
-        self.copy_weights(layer.reads)
         location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
 
         def add_sums(call: Attention, lse: Tensor | None) -> None:
@@ -211,7 +210,6 @@ class _Repetition(PromptRun):
 
     def compact(self, layer: Layer, *, is_last: bool) -> None:
         """Run a layer; compact what each cache holds of it."""
-        self.copy_weights(layer.reads)
         location = self.decoder.locations[layer.site.layer]
         prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
         for behind in self.behind:

@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from kvpass.compiler.blocks import LayerCall, LayerRun, SplitDecoder
 from kvpass.graphs.canonical import SiteLocation
-from kvpass.graphs.host_weights import host_weights
 from kvpass.graphs.split_layers import Layer
-from kvpass.host_weights import HostCopies
 from kvpass.operands import Attention
 from kvpass.ops.reference import row_groups
 from kvpass.policies.base import Policy
@@ -53,8 +50,8 @@ class PromptRun(LayerRun):
         fills: what the prompt fills. readers: those whose policies replay something. replays_of: what a policy replays
             of prompts of one length, int64 ``[B, N]``; policies that replay the same tokens share them.
     Attributes:
-        states: names of the states of recurrent layers. first: first real column of each row, on the device. on_host:
-            inputs that stay on the host. behind: what runs behind the prompt.
+        states: names of the states of recurrent layers. first: first real column of each row, on the device. behind:
+            what runs behind the prompt.
     """
 
     def __init__(
@@ -73,8 +70,6 @@ class PromptRun(LayerRun):
         self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
         self.known.update({node: state[f"{name}_held"] for node, name in self.states.items()})
         self.first = state["first"]
-        self.on_host = {node: self.known[node] for node in host_weights(decoder.inputs)}
-        self._copies = HostCopies(decoder.device, decoder.rooms) if decoder.rooms else None
         found: dict[Hashable, Behind] = {}
         for fill in readers:
             ids_at = decoder.given[0]
@@ -134,24 +129,10 @@ class PromptRun(LayerRun):
 
     def begin(self) -> None:
         """Run what comes before all layers."""
-        self.copy_weights(self.decoder.split.begin.inputs)
         super().begin()
-        for replay in self._replayed_tokens:
-            replay.begin()
-
-    @property
-    def _replayed_tokens(self) -> list[LayerRun]:
-        return [replay for behind in self.behind for replay, _ in behind.turns]
-
-    def copy_weights(self, reads: Sequence[Node]) -> None:
-        """Copy what is read and stays on the host to the device."""
-        weights = host_weights(reads)
-        if weights:
-            assert self._copies is not None
-            given = [self.on_host[node] for node in weights]
-            copied = dict(zip(weights, self._copies.next(given), strict=True))
-            for tokens in (self, *self._replayed_tokens):
-                tokens.known.update(copied)
+        for behind in self.behind:
+            for replay, _ in behind.turns:
+                replay.begin()
 
     def run_replay(
         self,

@@ -79,10 +79,9 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
     check_cache(cache)
     kind = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
     if kind not in (None, "dynamic", getattr(default, "cache_implementation", None)):
-        advice = "call generate_batch" if kind == "paged" else "leave it out, or use the uncompiled model"
         raise ValueError(
             "generate argument 'cache_implementation' is not supported: a kvpass model fills a compressed cache of its "
-            f"own, not a {kind} one; {advice}"
+            f"own, not a {kind} one; leave it out, or use the uncompiled model"
         )
     if said("use_cache", kwargs, given, default) is False:
         if kwargs.get("use_cache") is None:

@@ -55,11 +55,6 @@ class CompressedForward(_Base):
 
     _kvpass: Runtime
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which the model computes; weights may stay on the host."""
-        return self._kvpass.adapted.device or super().device
-
     @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
     def forward(
         self,

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -131,30 +131,15 @@ class CompressedModel(GenerateHooks):
             cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
         return output
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a manager of transformers' continuous batching, with the arguments of transformers.
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise AttributeError: continuous batching of transformers runs attention of its own, over all tokens."""
+        raise AttributeError(
+            f"a compiled {type(self).__name__} has no continuous batching (generate_batch, init_continuous_batching): "
+            "serve the model with the vLLM plug-in (docs/serve.md), or call generate with a batch"
+        )
 
-        Each request holds one block: ``budget`` entries per KV head and layer, and room for ``max_new_tokens``.
-
-        Raises:
-            ValueError: the model, its policy, its budget or a setting is unsupported; or the version of transformers.
-        """
-        from kvpass.frontends.continuous import manager
-
-        return manager(self, *args, **kwargs)
-
-    def generate_batch(self, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Answer prompts of any lengths with continuous batching, as :meth:`init_continuous_batching`.
-
-        Tokens are those of ``generate`` for each prompt alone, with the same configuration.
-        """
-        from kvpass.frontends.continuous import check_arguments, check_prompt, filled_up
-
-        check_arguments(super().generate_batch, kwargs)
-        config = filled_up(self, generation_config)
-        for ids in inputs:
-            check_prompt(self, ids, config.num_return_sequences or 1)
-        return super().generate_batch(inputs, config, *args, **kwargs)
+    init_continuous_batching = continuous_batching_context_manager = generate_batch
+    destroy_cached_continuous_batching_manager = generate_batch
 
     def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Block | None]:
         """Take ``prefill_chunk_size`` out of the arguments of ``generate``; return the configuration without it too."""
@@ -354,7 +339,6 @@ class CompressedModel(GenerateHooks):
             prompt=prompt,
             ranks=adapted.heads,
             attention=adapted.attention,
-            on_host=adapted.on_host,
             expanded=adapted.expanded,
             compiled=tuple(
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
-from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, LossLayers, UniformLayers
+from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay, repetitions
@@ -150,7 +150,7 @@ class Policy(ABC):
     @property
     def leaves_room(self) -> bool:
         """Whether less may be kept than the budget allows, since the size follows from the text."""
-        return self.least_score > -math.inf or isinstance(self.layers(), LossLayers)
+        return self.least_score > -math.inf
 
     @property
     def replays_prompt(self) -> bool:

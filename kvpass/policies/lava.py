@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
-from kvpass.policies.layer_splits import EntropyLayers, LayerSplit, LossLayers, PyramidLayers, UniformLayers
+from kvpass.policies.layer_splits import EntropyLayers, LayerSplit, PyramidLayers, UniformLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_float, check_int, check_literal, check_odd, option
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
@@ -31,9 +31,6 @@ class Lava(Policy):
     Args:
         pool, kernel_size, group: as in :class:`~kvpass.policies.snapkv.SnapKV`; the group is reduced after pooling.
         alpha: uniform part of a layer's budget, 0 to 1; None: 0 as in the paper, 0.2 with ``parity="code"``.
-        loss: how much of its window's attention a layer may lose, 0 to 1, heads weighed by their largest value: each
-            layer then keeps as few entries as that takes, and the budget is the most
-            (:class:`~kvpass.policies.layer_splits.LossLayers`). None: the budget alone decides.
     """
 
     name: ClassVar[str] = "lava"
@@ -43,15 +40,6 @@ class Lava(Policy):
     kernel_size: int = option(7, check_odd)
     group: Group = option("max", check_literal, Group)
     alpha: float | None = option(None, check_float, 0.0, 1.0)
-    loss: float | None = option(None, check_float, 0.0, 1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss is not None and (self.parity == "code" or type(self).layers is not Lava.layers):
-            raise ValueError(
-                f"loss={self.loss} with policy {self.name!r}, parity={self.parity!r}: must be with 'lava' or "
-                "'lava_nohead', parity='paper'"
-            )
 
     def score(self, obs: Observation) -> Tensor:
         pooled = pool_scores(obs.mean[..., : obs.evictable], self.pool, self.kernel_size)
@@ -66,7 +54,7 @@ class Lava(Policy):
         return AdaptiveHeads(alpha, parity=self.parity, frozen_window=self.window)
 
     def layers(self) -> LayerSplit:
-        return EntropyLayers(self.parity) if self.loss is None else LossLayers(self.loss, self.heads())
+        return EntropyLayers(self.parity)
 
 
 @dataclass(frozen=True, kw_only=True)

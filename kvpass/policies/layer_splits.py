@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.head_splits import HeadSplit
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity
 from kvpass.policies.released import cake_budgets, pyramid_budgets, truncated_budgets
-from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets, shares_of_seen
+from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets
 from kvpass.policies.scores import hashed
 
 
@@ -141,38 +140,6 @@ class GlobalLayers(LayerSplit):
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         return zero_unseen_layers(seen, weights.long())
-
-
-@dataclass(frozen=True)
-class LossLayers(LayerSplit):
-    """As few entries in each layer as keep a bound on the error of its output; the budget is the most.
-
-    LAVa's bound (arXiv 2509.09754, Theorem 1; ``lava_bound`` of :class:`kvpass.OutputLoss`) is proportional to
-    ``sum over h of max over i of |v[k, i]|_1 * sum over dropped i of a[h, i]``; a is here the mean over the window
-    rows. ``loss`` is the share that it may have of the same sum over all entries. The weight of a layer is the number
-    of entries that this takes, in the order of the heads' split. If the budget has no room for all of them, layers
-    share it in proportion to their weights.
-    """
-
-    loss: float
-    heads: HeadSplit
-
-    def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        largest = obs.all_heads(obs.value_norm.amax(-1, keepdim=True))
-        bound = obs.all_heads(obs.mass).double() * largest
-        place = self.heads.rank(scores, obs.entries_per_head).long().flatten(1)
-        entering = torch.zeros(place.shape, dtype=bound.dtype, device=bound.device)
-        entering.scatter_(1, place, bound[..., : obs.evictable].flatten(1))
-        dropped = entering.flip(1).cumsum(1).flip(1)
-        return (dropped > self.loss * bound.sum((1, 2))[:, None]).sum(1).double()
-
-    def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
-        needed = weights[:, :seen].sum(1).long()
-        total = torch.minimum(needed, entries * (weights.shape[1] * kv_heads))
-        return shares_of_seen(weights, total, available * kv_heads, seen)
-
-    def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        return num_layers
 
 
 Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]

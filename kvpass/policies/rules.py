@@ -101,8 +101,6 @@ def _refusal(policy: Policy) -> str | None:
         return "its score reads what enters attention, which only a prompt has at hand"
     if policy.compares_layers:
         return "it compares the scores of all layers, which is done in a prompt only"
-    if policy.leaves_room:
-        return "how much it keeps is counted against a whole prompt"
     if policy.only_prompts:
         return "its score is defined for a prompt, not for the entries that are left of one"
     generator = torch.Generator().manual_seed(0)

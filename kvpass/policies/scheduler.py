@@ -86,15 +86,8 @@ def adaptive_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_hea
         int64 ``[B, L]`` entries over all KV heads, zero for layers not seen. If ``seen == L`` they add up to
         ``min(entries, available) * L * kv_heads``.
     """
-    return shares_of_seen(weights, entries * (weights.shape[1] * kv_heads), available * kv_heads, seen)
-
-
-def shares_of_seen(weights: Tensor, total: Tensor, cap: Tensor, seen: int) -> Tensor:
-    """Return :func:`adaptive_budgets` that add up to ``total``, int64 ``[B]``, none above ``cap``, int64 ``[B]``.
-
-    ``total`` may grow with each layer, if the share of no layer does.
-    """
     layers = weights.shape[1]
+    total, cap = entries * (layers * kv_heads), available * kv_heads
     shares = water_fill(weights[:, :seen], total, cap)
     if seen == layers:
         return round_shares(shares, total, cap)

@@ -173,7 +173,6 @@ def attended_ragged(ops):
         *((name, POLICY_OPTIONS.get(name, {})) for name in sorted(POLICIES.keys() - DIVIDE_OTHERS)),
         *(pytest.param(name, {}, marks=pytest.mark.exhaustive) for name in sorted(DIVIDE_OTHERS)),
         ("vatp", {"sinks": 3}),
-        ("lava", {"loss": 0.1}),
         ("lagkv", {"sinks": 2, "lag": 5}),
         ("streaming_llm", {"window": 0, "sinks": 2}),
         ("snapkv", {"layer_split": "cake", "tau1": 1.0, "tau2": 1.0}),

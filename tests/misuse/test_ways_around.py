@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import types
 
 import accelerate
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.hooks import (
+    ModelHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_submodules,
+)
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -157,6 +163,26 @@ def partly_without_weights(model):
     model.lm_head.to("meta")
 
 
+def offloaded_to_the_host(model):
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def one_layer_offloaded(model):
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    remove_hook_from_submodules(model.lm_head)
+    attach_align_device_hook(model.lm_head, torch.device("cpu"), offload=True)
+
+
+def offloaded_to_disk(model):
+    with tempfile.TemporaryDirectory() as folder:
+        accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+def needed_on_two_devices(model):
+    offloaded_to_the_host(model)
+    model.lm_head._hf_hook.execution_device = "meta"
+
+
 def on_another_device(model):
     with FakeTensorMode():  # as it is with a build of torch for that device
         for module in model.modules():
@@ -187,7 +213,11 @@ def own_method(model):
     ("change", "message"),
     [
         (without_weights, "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
-        (partly_without_weights, "weights of LlamaForCausalLM are on cpu, meta"),
+        (partly_without_weights, r"are on cpu, meta: 1 of \d+ are not on cpu, the first is lm_head.weight on meta"),
+        (offloaded_to_the_host, "12 of 14 are not on cpu, .* offloaded by accelerate.*quantised .*tensor-parallel"),
+        (one_layer_offloaded, r"are on cpu, meta: 1 of \d+ are not on cpu, the first is lm_head.weight on meta"),
+        (offloaded_to_disk, "12 of 14 are not on cpu, the first is model.embed_tokens.weight on meta"),
+        (needed_on_two_devices, "are not on cpu, the first is model.embed_tokens.weight on meta"),
         (on_another_device, "weights of LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices"),
         (own_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
         (own_forward, "forward of this LlamaForCausalLM was replaced on the instance"),

@@ -33,6 +33,11 @@ from tiny_models import (
 LAYERS, KV_HEADS, HIDDEN, WINDOW, SINKS, BUDGET = 3, 2, 64, 5, 3, 12
 
 
+def full() -> tuple[nn.Module, nn.Module]:
+    """A model and its compiled copy, whose policy a test sets."""
+    return compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+
+
 def entering(model: nn.Module, ids: Tensor) -> list[Tensor]:
     """What enters the attention of each layer, ``[N, hidden]``."""
     with torch.no_grad(), inputs_and_outputs(layer.self_attn for layer in model.model.layers) as found:
@@ -94,7 +99,7 @@ def test_padded_rows_in_blocks_keep_what_the_maps_say_by_hand(split, kind, tmp_p
     else:
         maps = published(path, inner=None if kind == "linear" else 24)["module_list"]
     given = {"weights": str(tmp_path if kind == "mlp" else path)}
-    model, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    model, fast = full()
     fast.set_policy("kvzap", BUDGET, window=WINDOW, sinks=SINKS, split=split, **given)
     prompts = [torch.randperm(VOCABULARY)[None, :tokens] for tokens in (41, 19)]  # equal tokens have equal scores
     with in_blocks(fast, 8):
@@ -112,7 +117,7 @@ def test_padded_rows_in_blocks_keep_what_the_maps_say_by_hand(split, kind, tmp_p
 
 
 def test_a_token_alone_is_a_prompt():
-    _, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    _, fast = full()
     fast.set_policy("kvzap", 1, window=0, weights=kvzap_file())
     assert int(fast.compress(random_ids(1, 1)).lengths.sum()) == LAYERS * KV_HEADS
 
@@ -122,7 +127,7 @@ def test_a_token_alone_is_a_prompt():
 def test_a_threshold_keeps_what_scores_as_much_up_to_the_budget(quantile, budget):
     path = kvzap_file()
     maps = load_file(path)
-    model, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    model, fast = full()
     prompts = [torch.randperm(VOCABULARY)[None, :tokens] for tokens in (41, 19)]
     entered = [torch.stack(entering(model, ids)) for ids in prompts]
     weight, bias = (torch.stack([maps[f"module_list.{i}.{x}"] for i in range(LAYERS)]) for x in ("weight", "bias"))
@@ -264,7 +269,7 @@ def test_one_prefill_fills_caches_of_it_and_of_others():
 
 @pytest.mark.parametrize("shape", [(2, 2, 64), (3, 1, 64), (3, 2, 32)])
 def test_contract_10_a_file_of_another_shape_is_refused_and_the_model_goes_on(shape):
-    _, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    _, fast = full()
     fast.set_policy("kvzap", BUDGET, window=WINDOW, weights=kvzap_file(*shape))
     numbers = f"of {shape[0]} layers of {shape[1]} KV heads and tokens of {shape[2]} numbers"
     with pytest.raises(ValueError, match=f"{numbers}, but the model has 3 layers of 2 KV heads .* tokens of 64"):
@@ -290,7 +295,7 @@ def test_contract_10_what_is_no_file_of_maps_is_refused(tmp_path):
             "module_list.0.2.bias": torch.ones(KV_HEADS),
         },
     }
-    _, fast = compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
+    _, fast = full()
     for name, held in bad.items():
         path = tmp_path / f"{name}.safetensors"
         if held is None:
@@ -315,10 +320,8 @@ def test_it_goes_with_entries_in_fewer_bits():
 
 def test_a_decoder_that_adds_in_place_is_compressed_and_a_plan_without_inputs_is_refused():
     call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
-    models, ids = (
-        (tiny_model("llama", layers=LAYERS), added_in_place(tiny_model("llama", layers=LAYERS))),
-        random_ids(2, 30),
-    )
+    models = tiny_model("llama", layers=LAYERS), added_in_place(tiny_model("llama", layers=LAYERS))
+    ids = random_ids(2, 30)
     usual, other = (kvpass.compile(model, **call).compress(ids).positions for model in models)
     assert torch.equal(usual, other)
     q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, 30, 4)

@@ -468,16 +468,8 @@ def test_prompt_driven_pyramid_shapes_prefer_layers_that_look_everywhere(obs):
 
 def test_pyramid_as_released_overshoots_and_stands_on_its_head_for_short_prompts():
     def released(entries, available, layers, short_uniform=True):
-        x = pyramid_budgets(
-            torch.tensor([entries]),
-            torch.tensor([available]),
-            layers,
-            1,
-            window=32,
-            beta=20,
-            short_uniform=short_uniform,
-        )
-        return x[0].tolist()
+        given = torch.tensor([[entries], [available]])
+        return pyramid_budgets(*given, layers, 1, window=32, beta=20, short_uniform=short_uniform)[0].tolist()
 
     assert released(32, 1000, 4) == [63, 43, 23, 3]  # 132 instead of 128
     assert released(96, 28, 3, False) == [28, 96, 164]

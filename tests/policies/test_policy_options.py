@@ -99,7 +99,6 @@ BAD_OPTIONS = [
     ("of_model", 3, ["duo_attention"]),
     *(("statistics", bad, ["expected_attention", "triattention"]) for bad in (3, "")),
     *(("weights", bad, ["kvzap"]) for bad in (3, "", None)),
-    *(("loss", bad, ["lava", "lava_nohead"]) for bad in (-0.1, 1.1, math.nan, "0.1")),
     *(("threshold", bad, ["kvzap"]) for bad in (math.nan, math.inf, "-5")),
     ("aggregate", "sum", ["triattention"]),
     ("longest", 0, ["triattention"]),

@@ -55,20 +55,11 @@ REFINED = [
     ({"policy": "expected_attention"}, "by the norm of the value already; give value_norm=False"),
     ({"policy": "lava"}, "not an option of policy 'lava'"),
 ]
-LOSS = [
-    *(
-        ({"policy": policy, "parity": parity}, f"with policy '{policy}', parity='{parity}': must be with")
-        for policy, parity in (("lava_uniform", "paper"), ("lava_pyramid", "paper"), ("lava", "code"))
-    ),
-    ({"policy": "snapkv"}, "not an option of policy 'snapkv'"),
-    ({"recompress": "when_full"}, "recompress='when_full' with policy 'lava': how much it keeps is counted"),
-]
 REFUSED = [
     *((EVERY_TURN | given, said) for given, said in AGAIN),
     *(({"compact": True, **given}, said) for given, said in COMPACT),
     *TWO,
     *((given | {"critical": True}, f"critical=True.*{said}") for given, said in REFINED),
-    *(({"loss": 0.1, "budget": 1.0} | given, rf"(loss=0\.1.*)?{said}") for given, said in LOSS),
     ({"policy": "snapkv", "threshold": -5}, "threshold=-5: not an option of policy 'snapkv'"),
     *(
         ({**KVZAP, "split": split, "threshold": -5}, f"threshold=-5 with split='{split}': must be with split='layers'")

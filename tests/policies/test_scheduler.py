@@ -90,14 +90,8 @@ def models(draw):
             ]
             for _ in range(layers)
         ]
-        rows.append(
-            {
-                "available": available,
-                "entries": draw(st.integers(0, 8)),
-                "weights": [draw(weight) for _ in range(layers)],
-                "scores": scores,
-            }
-        )
+        entries, weights = draw(st.integers(0, 8)), [draw(weight) for _ in range(layers)]
+        rows.append({"available": available, "entries": entries, "weights": weights, "scores": scores})
     return rows, draw(st.sampled_from(ALPHAS))
 
 
@@ -240,13 +234,8 @@ def test_uniform_heads_give_what_does_not_divide_to_the_best_next_scores():
 
 
 def budgets_of(weights: list[float], entries: int, available: int, kv_heads: int = 1) -> list[int]:
-    return adaptive_budgets(
-        torch.tensor([weights], dtype=torch.float64),
-        torch.tensor([entries]),
-        torch.tensor([available]),
-        kv_heads,
-        len(weights),
-    )[0].tolist()
+    given = torch.tensor([weights], dtype=torch.float64), *torch.tensor([[entries], [available]])
+    return adaptive_budgets(*given, kv_heads, len(weights))[0].tolist()
 
 
 def test_a_layer_never_holds_more_than_it_has_and_the_surplus_is_shared_by_weight():

@@ -76,50 +76,45 @@ WITH_SETTINGS = {
 LAYER = {"alibi": False, "sliding_window": None, "kind": "decoder", "shares_cache": False}
 
 
+SUPPORTED = {
+    "scheduler_config.enable_chunked_prefill": False,
+    "scheduler_config.max_num_seqs": 64,
+    "scheduler_config.max_num_batched_tokens": 2064,
+    "scheduler_config.long_prefill_token_threshold": 0,
+    "scheduler_config.max_num_scheduled_tokens": 2000,
+    "scheduler_config.scheduler_cls": None,
+    "scheduler_config.policy": "fcfs",
+    "cache_config.enable_prefix_caching": False,
+    "cache_config.cache_dtype": "auto",
+    **{f"parallel_config.{name}_parallel_size": 1 for name in ("tensor", "pipeline")},
+    **{f"parallel_config.{name}_context_parallel_size": 1 for name in ("decode", "prefill")},
+    "parallel_config.use_ubatching": False,
+    "attention_config.use_non_causal": False,
+    "attention_config.backend_per_kind": {},
+    "model_config.enable_prompt_embeds": False,
+    "model_config.hf_overrides": {},
+    "model_config.runner_type": "generate",
+    "model_config.is_multimodal_model": False,
+    "model_config.use_mla": False,
+    "model_config.hf_text_config.kv_lora_rank": None,
+    "model_config.max_model_len": 2000,
+    "model_config.get_total_num_kv_heads": lambda: 4,
+    "compilation_config.cudagraph_mode": None,
+    "use_v2_model_runner": False,
+    **dict.fromkeys(("speculative_config", "kv_transfer_config", "diffusion_config", "lora_config")),
+}
+"""A configuration of vLLM that is supported."""
+
+
 def config(**changes: object) -> SimpleNamespace:
-    """A configuration of vLLM that is supported, with some changes."""
-    found = SimpleNamespace(
-        scheduler_config=SimpleNamespace(
-            enable_chunked_prefill=False,
-            max_num_seqs=64,
-            max_num_batched_tokens=2064,
-            long_prefill_token_threshold=0,
-            max_num_scheduled_tokens=2000,
-            scheduler_cls=None,
-            policy="fcfs",
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            use_ubatching=False,
-        ),
-        attention_config=SimpleNamespace(use_non_causal=False, backend_per_kind={}),
-        model_config=SimpleNamespace(
-            enable_prompt_embeds=False,
-            hf_overrides={},
-            runner_type="generate",
-            is_multimodal_model=False,
-            use_mla=False,
-            hf_text_config=SimpleNamespace(kv_lora_rank=None),
-            max_model_len=2000,
-            get_total_num_kv_heads=lambda: 4,
-        ),
-        compilation_config=SimpleNamespace(cudagraph_mode=None),
-        use_v2_model_runner=False,
-        speculative_config=None,
-        kv_transfer_config=None,
-        diffusion_config=None,
-        lora_config=None,
-    )
-    for path, value in changes.items():
+    """The supported configuration with some changes."""
+    assert changes.keys() <= SUPPORTED.keys()
+    found = SimpleNamespace()
+    for path, value in (SUPPORTED | changes).items():
         *parents, name = path.split(".")
         target = found
         for parent in parents:
-            target = getattr(target, parent)
-        assert hasattr(target, name)
+            target = vars(target).setdefault(parent, SimpleNamespace())
         setattr(target, name, value)
     return found
 

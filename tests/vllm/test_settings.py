@@ -7,6 +7,11 @@ from kvpass.vllm.settings import Settings
 GIVEN = {"policy": "lava", "budget": 128, "room": 64}
 
 
+def layout_of(kv_heads=2, processes=1, **given):
+    """The blocks of a model of four layers, with these settings beside the usual ones."""
+    return Settings.read({"kvpass": GIVEN | given}).layout(4, kv_heads, head_dim=8, processes=processes)
+
+
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, None])
 def test_without_an_entry_there_are_no_settings(additional):
     assert Settings.read(additional) is None
@@ -72,52 +77,36 @@ def test_settings_that_are_no_dict_are_refused():
         Settings.read({"kvpass": "lava"})
 
 
-def test_a_block_holds_the_budget_and_the_room():
-    layout = Settings.read({"kvpass": GIVEN | {"policy": "snapkv"}}).layout(layers=4, kv_heads=2, head_dim=8)
-    assert (layout.pool, layout.tail) == (96 * 8, 32 + 64) and layout.units(layout.largest) * 8 == 128 + 64
+@pytest.mark.parametrize(
+    ("policy", "pool", "tail"),
+    [
+        pytest.param("snapkv", 96 * 8, 32 + 64, id="the budget and the room"),
+        pytest.param("knorm", 128 * 8, 1 + 64, id="a slot for a prompt of one token where there is no window"),
+        pytest.param("lava", 96 * 8 + 4, 32 + 64, id="a cascade has one entry more for each layer"),
+    ],
+)
+def test_a_block_holds(policy, pool, tail):
+    layout = layout_of(policy=policy)
+    assert (layout.pool, layout.tail) == (pool, tail)
+    assert policy != "snapkv" or layout.units(layout.largest) * 8 == 128 + 64
 
 
-def test_an_entry_of_codes_takes_their_bytes_and_two_scales():
-    layouts = {
-        entries: Settings.read({"kvpass": GIVEN | {"entries": entries}}).layout(layers=4, kv_heads=2, head_dim=8)
-        for entries in ("model", "int8", "rot4", "rot3")
-    }
-    assert {entries: layout.width for entries, layout in layouts.items()} == {
-        "model": 16,
-        "int8": 24,
-        "rot4": 16,
-        "rot3": 14,
-    }
-    assert {entries: layout.shortest for entries, layout in layouts.items()} == {
-        "model": 2,
-        "int8": 1,
-        "rot4": 1,
-        "rot3": 1,
-    }
-
-
-def test_a_prompt_of_one_token_has_a_slot_where_there_is_no_window():
-    layout = Settings.read({"kvpass": GIVEN | {"policy": "knorm"}}).layout(layers=4, kv_heads=2, head_dim=8)
-    assert (layout.pool, layout.tail) == (128 * 8, 1 + 64)
-
-
-def test_a_cascade_has_one_entry_more_for_each_layer():
-    layout = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8)
-    assert (layout.pool, layout.tail) == (96 * 8 + 4, 32 + 64)
+@pytest.mark.parametrize(
+    ("entries", "width", "shortest"), [("model", 16, 2), ("int8", 24, 1), ("rot4", 16, 1), ("rot3", 14, 1)]
+)
+def test_an_entry_of_codes_takes_their_bytes_and_two_scales(entries, width, shortest):
+    layout = layout_of(entries=entries)
+    assert (layout.width, layout.shortest) == (width, shortest)
 
 
 def test_each_process_has_room_for_all_entries_where_heads_compete():
-    alone = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=4, head_dim=8)
-    divided = Settings.read({"kvpass": GIVEN}).layout(layers=4, kv_heads=2, head_dim=8, processes=2)
-    assert divided.pool == alone.pool
+    assert layout_of(kv_heads=2, processes=2).pool == layout_of(kv_heads=4).pool
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "pyramidkv"])
 def test_each_process_has_its_part_of_the_room_where_heads_hold_equal_numbers(policy):
-    settings = Settings.read({"kvpass": GIVEN | {"policy": policy}})
-    alone = settings.layout(layers=4, kv_heads=4, head_dim=8)
-    divided = settings.layout(layers=4, kv_heads=2, head_dim=8, processes=2)
-    assert alone.pool / 2 <= divided.pool <= alone.pool / 2 + 4 * 2
+    alone, divided = layout_of(kv_heads=4, policy=policy).pool, layout_of(kv_heads=2, processes=2, policy=policy).pool
+    assert alone / 2 <= divided <= alone / 2 + 4 * 2
 
 
 @pytest.mark.parametrize(

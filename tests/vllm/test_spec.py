@@ -1,5 +1,6 @@
 """Which of vLLM's blocks a request gets; with a pool of vLLM's."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -86,8 +87,6 @@ def test_one_prompt_at_a_time_is_read_in_part():
 
 
 def test_what_waits_is_counted_once_and_is_no_ones():
-    from dataclasses import replace
-
     staged = LAYOUT.units_to_stage(20, itemsize=4)
     assert staged == 3
     found = manager(1 + staged + 8 + 8, replace(LAYOUT, staged=staged))
@@ -97,8 +96,6 @@ def test_what_waits_is_counted_once_and_is_no_ones():
 
 
 def test_what_a_graph_writes_for_rows_that_fill_it_is_no_ones():
-    from dataclasses import replace
-
     found = manager(1 + 8 + 8 + 8, replace(LAYOUT, one_tail=True))
     blocks = [ask(found, name, *SHORT) for name in "abc"]
     assert blocks[0][0] == 8 and blocks[1:] == [[*range(13, 18)], None]

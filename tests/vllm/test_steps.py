@@ -37,16 +37,10 @@ def given(
     return torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths), rows
 
 
-def read(
-    new: list[int],
-    lengths: list[int],
-    blocks: list[int],
-    documents: dict[int, int] | None = None,
-    prompts: dict[int, int] | None = None,
-) -> Step:
-    starts, lengths, rows = given(new, lengths, documents, prompts=prompts)
-    blocks = torch.tensor(blocks).int()
-    return read_step(starts, lengths, (starts.int(), lengths.int(), blocks), rows)
+def read(new: list[int], lengths: list[int], blocks: list[int], *, shortest: int = 2, **more: object) -> Step:
+    """Read a step of rows as ``given`` gives them, which have these blocks."""
+    starts, lengths, rows = given(new, lengths, **more)
+    return read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor(blocks).int()), rows, shortest)
 
 
 def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], int, bool]]:
@@ -71,14 +65,13 @@ def test_where_no_row_begins_row_and_token_are_the_same():
 
 
 def test_rows_whose_tails_have_other_sizes_go_on_apart():
-    starts, lengths, rows = given([1, 1, 1, 1], [9, 40, 1, 30], max_tokens=(20, 2, 9, 24))
-    step = read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor([7, 3, 2, 5]).int()), rows)
+    step = read([1, 1, 1, 1], [9, 40, 1, 30], [7, 3, 2, 5], max_tokens=(20, 2, 9, 24))
     assert plain(step.going) == [([1, 2], [3, 2], [40, 1], 9, False), ([0, 3], [7, 5], [9, 30], 24, False)]
     assert step.empty.tolist() == [2]
 
 
 def test_a_question_begins_behind_its_document_also_if_it_is_one_token():
-    step = read([1, 4, 1], [9, 104, 101], [7, 3, 2], {1: 100, 2: 100})
+    step = read([1, 4, 1], [9, 104, 101], [7, 3, 2], documents={1: 100, 2: 100})
     assert [(row.tokens, row.block, row.prompt.document) for row in step.prompts] == [
         (slice(1, 5), 3, ("a", 100)),
         (slice(5, 6), 2, ("a", 100)),
@@ -87,8 +80,7 @@ def test_a_question_begins_behind_its_document_also_if_it_is_one_token():
 
 
 def test_where_entries_are_codes_a_prompt_of_one_token_begins_too():
-    starts, lengths, rows = given([1, 5, 1], [9, 5, 1])
-    step = read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor([7, 3, 2]).int()), rows, shortest=1)
+    step = read([1, 5, 1], [9, 5, 1], [7, 3, 2], shortest=1)
     assert [(row.block, row.prompt.length) for row in step.prompts] == [(3, 5), (2, 1)]
     assert plain(step.going) == [([0], [7], [9], 24, False)] and not len(step.empty)
 
@@ -97,7 +89,7 @@ def test_where_entries_are_codes_a_prompt_of_one_token_begins_too():
 def test_rows_that_continue_documents_go_on_apart_from_the_others(begins):
     new, lengths, blocks = [1, 1, 1, 1], [102, 9, 1, 130], [7, 3, 2, 5]
     more = ([6], [6], [8]) if begins else ([], [], [])
-    step = read(*(a + b for a, b in zip((new, lengths, blocks), more, strict=True)), {0: 100, 3: 50})
+    step = read(*(a + b for a, b in zip((new, lengths, blocks), more, strict=True)), documents={0: 100, 3: 50})
     assert plain(step.going) == [([1, 2], [3, 2], [9, 1], 24, False), ([0, 3], [7, 5], [102, 130], 23, True)]
     assert len(step.prompts) == begins and step.empty.tolist() == [2]
 
@@ -132,7 +124,7 @@ def test_a_token_behind_a_prompt_that_came_in_chunks_goes_on():
 
 
 def test_a_question_may_come_in_chunks_behind_its_document():
-    step = read([4, 5, 1], [104, 109, 110], [7, 3, 2], {0: 100, 1: 100, 2: 100})
+    step = read([4, 5, 1], [104, 109, 110], [7, 3, 2], documents={0: 100, 1: 100, 2: 100})
     assert [(row.block, row.read, row.own, row.appends) for row in step.prompts] == [
         (7, 100, 0, True),
         (3, 104, 0, True),

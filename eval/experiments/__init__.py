@@ -1,1 +1,0 @@
-"""Experiments on the built-in model."""
