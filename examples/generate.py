@@ -1,4 +1,4 @@
-"""Generate with a compressed cache, and see what was kept.
+"""Generate with a compressed cache, and see what was kept: examples/generate.py [MODEL]
 
 Prints::
 
@@ -6,10 +6,12 @@ Prints::
     128 of 517 tokens: 482 913 . 1536 KiB
 """
 
+import sys
+
 import kvpass
 from kvpass import builtin
 
-model, tokenizer = builtin.load()  # or AutoModelForCausalLM.from_pretrained(...).eval() and its tokenizer
+model, tokenizer = builtin.load(*sys.argv[1:])  # or AutoModelForCausalLM.from_pretrained(...).eval() and its tokenizer
 text = "the code of bara dador is 482 913 . " + 50 * "the old farmer carried the lamp near the river . "
 inputs = tokenizer(text + "question the code of bara dador is", return_tensors="pt", return_token_type_ids=False)
 tokens = inputs["input_ids"].shape[1]
