@@ -114,7 +114,14 @@ class CachePart:
         Args:
             order: place of each row among those of all parts, int64 ``[B]``.
         """
-        raise NotImplementedError
+
+        def join(name: str, _: Tensor) -> Tensor:
+            buffer, held = BUFFERS[name], [part.buffers[name] for part in parts]
+            if "R" in buffer.sizes:  # column c is in slot c % R
+                held = [x.roll(shift, buffer.sizes.index("R")) for x, shift in zip(held, shifts, strict=True)]
+            return torch.cat(held, buffer.row_dim).index_select(buffer.row_dim, order)
+
+        return parts[0].mapped(join)
 
     @property
     def nbytes(self) -> int:
@@ -146,14 +153,6 @@ class SlidingWindowLayers(CachePart):
         rings = cls(group, *(ring.zero_() for ring in made))
         rings.reuse = prompt.reuse
         return rings
-
-    @classmethod
-    def joined(cls, parts: Sequence[SlidingWindowLayers], shifts: Sequence[int], order: Tensor) -> SlidingWindowLayers:
-        def join(name: str, _: Tensor) -> Tensor:
-            moved = [part.buffers[name].roll(shift, 3) for part, shift in zip(parts, shifts, strict=True)]
-            return torch.cat(moved, 1).index_select(1, order)
-
-        return parts[0].mapped(join)
 
 
 class RecurrentState(CachePart):
@@ -187,9 +186,3 @@ class RecurrentState(CachePart):
     @property
     def saved(self) -> dict[str, Tensor]:
         return {"held": self.held}
-
-    @classmethod
-    def joined(cls, parts: Sequence[RecurrentState], shifts: Sequence[int], order: Tensor) -> RecurrentState:
-        state = cls(parts[0].shape, torch.cat([part.held for part in parts]).index_select(0, order))
-        state.reuse = parts[0].reuse
-        return state
