@@ -28,7 +28,7 @@ class Arrivals(list):  # a streamer: when the prompt came, then the tokens of ea
 
 model, tokenizer = load_model(*(sys.argv[1:] or ["builtin"]), dtype="float32", device="cpu")
 fast = kvpass.compile(model, policy="snapkv", kernel_size=31, budget=0.25)
-fast.warmup(turns=True)
+fast.warmup(prompt_tokens=256, turns=True)
 for sample in find_tasks(["multi_needle"])[0].samples(tokenizer, 1024, 8, 0):
     ids, alone, drafted = torch.tensor([encode(tokenizer, sample, chat=True).ids]), Arrivals(), Arrivals()
     call = {"attention_mask": torch.ones_like(ids), "min_new_tokens": 32, "max_new_tokens": 32, "do_sample": False}

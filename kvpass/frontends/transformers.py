@@ -83,6 +83,10 @@ class CompressedModel(GenerateHooks):
         kwargs[CACHE] = cache
         if kwargs.get("use_cache") is None:
             kwargs.pop("use_cache", None)  # transformers takes None for False, but makes a cache
+        assists = bool(said("is_assistant", kwargs, given, self.generation_config))
+        if assists and getattr(given, "cache_implementation", None) == "dynamic_full":  # before transformers 5.17
+            given = copy.deepcopy(given)
+            given.cache_implementation = None
         check_generate(kwargs, given, self.generation_config)
         if cache is not None and rules.own_budget and cache.budget != rules.budget:
             raise CacheMismatchError(
@@ -101,7 +105,6 @@ class CompressedModel(GenerateHooks):
             check_embeds(embeds, None, self, rules.policy, begun=begun)
         elif text is not None:
             check_ids(text)
-        assists = bool(said("is_assistant", kwargs, *configs))
         if assists and mask is None and text is not None:  # the other model leaves out a mask of ones
             mask = kwargs["attention_mask"] = torch.ones(text.shape[:2], dtype=torch.int64, device=text.device)
         if text is not None:
