@@ -111,4 +111,4 @@ def content_text(weight: Tensor | None) -> str:
         raise NoTextError("the content of a weight is out of reach")
     if weight.layout != torch.strided or weight.is_quantized or weight.is_conj() or weight.is_neg():
         raise NoTextError("a weight has no plain bytes")
-    return hashlib.sha256(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(weight.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

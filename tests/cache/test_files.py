@@ -173,10 +173,10 @@ SEVERAL = [
 ]
 REFUSED = [
     *OTHER_FILES,
-    *((seal(header), "") for header in HEADERS),
-    *((seal(of_tensors(*entries), DATA), "") for entries in [*([entry] for entry in ENTRIES), *SEVERAL]),
-    (seal(of_tensors(one()).replace(b'"t0"', b'"t1":{},"t1"'), DATA), ""),
-    (seal(b'{"a":{"sha256":"' + BLANK + b'","data_offsets":[0,4]}}', DATA), ""),
+    *((seal(header), None) for header in HEADERS),
+    *((seal(of_tensors(*entries), DATA), None) for entries in [*([entry] for entry in ENTRIES), *SEVERAL]),
+    (seal(of_tensors(one()).replace(b'"t0"', b'"t1":{},"t1"'), DATA), None),
+    (seal(b'{"a":{"sha256":"' + BLANK + b'","data_offsets":[0,4]}}', DATA), None),
 ]
 
 

@@ -22,7 +22,7 @@ class Base:
     """A model, a good file of it, and what is in the file."""
 
     def __init__(self, folder, family, policy, budget, **changes):
-        model = tiny_model(family, **changes)
+        model = tiny_model(family, num_hidden_layers=2, **changes)
         self.fast = kvpass.compile(model, policy=policy, budget=budget, window=8, backend="eager")
         ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 31)])
         cache = self.fast(ids, attention_mask=mask).past_key_values
@@ -47,20 +47,14 @@ class Base:
 @pytest.fixture(scope="session")
 def appending(tmp_path_factory):
     """Pool, tail, a ring, and a padded row."""
-    return Base(
-        tmp_path_factory.mktemp("appending"),
-        "gemma3",
-        "lava",
-        20,
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-    )
+    types = ["sliding_attention", "full_attention"]
+    return Base(tmp_path_factory.mktemp("appending"), "gemma3", "lava", 20, layer_types=types)
 
 
 @pytest.fixture(scope="session")
 def evicting(tmp_path_factory):
     """Pool, tail, and the table by which decoding evicts."""
-    return Base(tmp_path_factory.mktemp("evicting"), "llama", "h2o", 0.5, num_hidden_layers=2)
+    return Base(tmp_path_factory.mktemp("evicting"), "llama", "h2o", 0.5)
 
 
 HUGE = 10**30
@@ -239,10 +233,7 @@ ANY = {
     "a tail that begins behind its end": of("store0_tail_start", put(0, value=1000)),
 }
 ONLY_APPENDING = {
-    "a tail of more tokens than a row has": lambda tensors: {
-        **tensors,
-        "start": torch.tensor([0, 50]),
-    },
+    "a tail of more tokens than a row has": of("start", put(1, value=50)),
     "the same in a row without a pool": lambda tensors: {
         **tensors,
         "start": torch.tensor([0, 50]),
@@ -281,14 +272,17 @@ ONLY_EVICTING = {
 }
 
 
-@pytest.mark.parametrize("case", [*ANY, *ONLY_APPENDING])
-def test_tensors_that_do_not_fit_are_refused(appending, case):
-    appending.refuses(case, tensors={**ANY, **ONLY_APPENDING}[case](appending.tensors))
+FORGED = [
+    *(("appending", what, forge) for what, forge in (ANY | ONLY_APPENDING).items()),
+    *(("evicting", what, forge) for what, forge in (ANY | ONLY_EVICTING).items()),
+]
 
 
-@pytest.mark.parametrize("case", [*ANY, *ONLY_EVICTING])
-def test_tensors_of_a_policy_that_evicts_are_refused_when_they_do_not_fit(evicting, case):
-    evicting.refuses(case, tensors={**ANY, **ONLY_EVICTING}[case](evicting.tensors))
+@pytest.mark.parametrize(
+    ("base", "what", "forge"), FORGED, indirect=["base"], ids=[" ".join(case[:2]) for case in FORGED]
+)
+def test_tensors_that_do_not_fit_are_refused(base, what, forge):
+    base.refuses(what, tensors=forge(base.tensors))
 
 
 MORE_ROOM = {
