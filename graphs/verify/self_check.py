@@ -14,7 +14,6 @@ tokens, special treatment of the first or last token of a call, and positions th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -66,18 +65,11 @@ from kvpass.graphs.verify.examples import (
     text_length,
     token_wise_site,
 )
-from kvpass.graphs.verify.graph_text import NoTextError, graph_text
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK, shift
-from kvpass.remembered import remembered
 from kvpass.torch_compat import tree_leaves
-
-log = logging.getLogger(__name__)
 
 PIECES = (9, 5, 1)
 """Tokens of the first, the further and the last piece of the short example."""
-
-Mark = tuple[int, list[int], int]
-"""Place of a call in the graph, places of its operands that are positions, and how many of these count tokens."""
 
 _TOLERANCE = 2e-5
 """Of the largest number a call gives: rounding differs between the rows of a matrix product."""
@@ -87,28 +79,13 @@ def self_check_pass(gm: GraphModule) -> int:
     """Mark the positions that the decoder counts by itself; returns how many of them count.
 
     With any, rows of a batch must be at the same position: left padding is not possible. A capture of one token is not
-    looked at. What an earlier process found for the same graph and weights is not checked again.
+    looked at.
 
     Raises:
         UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
     """
     if not find_sites(gm) or batch_and_tokens(gm)[1] == 1:
         return 0
-    try:
-        text = graph_text(gm)
-    except NoTextError as reason:
-        log.debug("self_check is not remembered: %s", reason)
-        marks = _check(gm)
-    else:
-        marks = remembered(text, lambda: _check(gm))
-    nodes = list(gm.graph.nodes)
-    for place, operands, counted in marks:
-        nodes[place].meta |= {MARK: tuple(operands), COUNTED: counted}
-    return sum(counted for _, _, counted in marks)
-
-
-def _check(gm: GraphModule) -> list[Mark]:
-    """Return the positions that count, as :func:`self_check_pass` marks them."""
     first, (batch, tokens) = find_sites(gm)[0].node, batch_and_tokens(gm)
     if isinstance(tokens, int):
         raise refuse(
@@ -132,7 +109,7 @@ def _check(gm: GraphModule) -> list[Mark]:
         with suppress(EvaluationError):  # a table ends before
             _check_text(offsets, length)
             break
-    return offsets.marks()
+    return offsets.mark()
 
 
 def _no_example(node: Node, why: str) -> UnsupportedAttentionError:
@@ -286,10 +263,9 @@ class _Offsets:
         """Values of the symbols for an example of so many tokens."""
         return hinted_sizes(self.gm) | example_sizes(self.batch, self.tokens, length)
 
-    def marks(self) -> list[Mark]:
-        """Return what is to be offset in the original graph."""
-        places = {node: place for place, node in enumerate(self._originals.values())}
-        found: dict[int, tuple[list[int], int]] = {}
+    def mark(self) -> int:
+        """Mark what is to be offset in the original graph; return how many operands count tokens."""
+        counted = 0
         for user in (user for user, match in self.shifted_match.items() if match):
             for operand in self.shifted[user]:
                 counts = (user, operand) in self.changed
@@ -300,10 +276,11 @@ class _Offsets:
                         "as a first position it would be added to the tokens seen, which kvpass adds. Pass positions "
                         "in as an input of the decoder",
                     )
-                place = places[self._originals[user]]
-                operands, before = found.get(place, ([], 0))
-                found[place] = [*operands, user.all_input_nodes.index(operand)], before + counts
-        return [(place, operands, counted) for place, (operands, counted) in found.items()]
+                meta = self._originals[user].meta
+                meta[MARK] = (*meta.get(MARK, ()), user.all_input_nodes.index(operand))
+                meta[COUNTED] = meta.get(COUNTED, 0) + counts
+                counted += counts
+        return counted
 
 
 class _Run(ExampleRun):

@@ -1,4 +1,4 @@
-"""What one process compiled and checked serves the next one, which captures the decoder itself."""
+"""What one process compiled serves the next one, which captures the decoder itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import json, sys, torch, kvpass
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
-from kvpass.graphs.verify import self_check
 
 class Scaled(LlamaMLP):
     factor = float(sys.argv[1])
@@ -22,8 +21,6 @@ class Scaled(LlamaMLP):
     def forward(self, x):
         return self.factor * super().forward(x)
 
-checks, check = [], self_check._check
-self_check._check = lambda gm: checks.append(1) or check(gm)
 torch.manual_seed(0)
 sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).eval()
@@ -36,16 +33,15 @@ assert torch.equal(tokens, model.generate(ids, max_new_tokens=9, do_sample=False
 logits = fast(ids, logits_to_keep=1).logits
 assert (logits - model(ids, logits_to_keep=1).logits).abs().max() < 1e-4
 missed, found = (counters["aot_autograd"][f"autograd_cache_{what}"] for what in ("miss", "hit"))
-print(json.dumps([logits.tolist(), len(checks), missed, found]))
+print(json.dumps([logits.tolist(), missed, found]))
 """
 
 
 def start(folder, factor):
-    """What a fresh process answers; how often it made the self check, and compiled or found compiled parts."""
-    own = {"KVPASS_CACHE": str(folder / "kvpass"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    """What a fresh process answers; how many compiled parts it made, or found."""
     ran = subprocess.run(
         [sys.executable, "-c", START, str(factor)],
-        env={**os.environ, "PYTHONSAFEPATH": "1", **own},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder)},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -55,8 +51,8 @@ def start(folder, factor):
 
 @pytest.mark.exhaustive
 def test_the_next_start_answers_alike_and_one_with_another_class_attribute_as_its_own_model_does(tmp_path):
-    logits, checks, missed, found = start(tmp_path, 1.0)
-    assert checks == 1 and missed > 0 and found == 0
-    assert start(tmp_path, 1.0) == [logits, 0, 0, missed]
-    others, checks, missed, _ = start(tmp_path, 3.0)
-    assert others != logits and checks == 1 and missed > 0
+    logits, missed, found = start(tmp_path, 1.0)
+    assert missed > 0 and found == 0
+    assert start(tmp_path, 1.0) == [logits, 0, missed]
+    others, missed, _ = start(tmp_path, 3.0)
+    assert others != logits and missed > 0

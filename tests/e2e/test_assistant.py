@@ -17,7 +17,6 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.capture import CaptureCache
 from tiny_models import compiled_once, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW, DRAFTS = 24, 5
 PROMPT = random_ids(1, 65, seed=5)
 SNAPKV = {"policy": "snapkv", "budget": 12, "window": 8}
