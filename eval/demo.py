@@ -87,7 +87,8 @@ class Demo:
         """Ask every system every question; print the answers, a summary and what was measured; draw what lava kept."""
         model = kvpass.compile(self.decoder, policy="full", backend=self.options.backend)
         with progress_bar(progress_console()) as progress:
-            for index, prompt in enumerate(progress.track(self.prompts, description="questions")):
+            task = progress.add_task("answers", total=len(self.prompts) * len(self.conditions))
+            for index, prompt in enumerate(self.prompts):
                 self._answer(self.decoder, prompt.ids, index, self.answers[0])
                 caches = each_cache(model, self.conditions, torch.tensor([prompt.head]))
                 for cache, answers in zip(caches, self.answers[1:], strict=True):
@@ -97,6 +98,7 @@ class Demo:
                         places = [len(encode(self.tokenizer, sample, chat=True).head) for sample in cut]
                         marks = {"fact asked for": places[:1], "other facts": places[1:]}
                         model.report(cache).plot(self.options.output, marks=marks)
+                    progress.advance(task)
         self._show(Console())
 
     def _answer(self, model: Any, ids: tuple[int, ...], index: int, answers: SimpleNamespace, **held: Any) -> None:
