@@ -47,11 +47,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run(self, call, forward, ids, *rest)
 
     def cropping(self: CompressedCache, tokens: int) -> None:
-        before = self.columns
+        before, held = self.columns, self.lengths
         crop(self, tokens)
-        if self.columns < before:
-            counted.append(self.columns - before)
-        assert self.positions.amax() == self.columns - 1, "an entry of a rejected draft is left"
+        taken = before - self.columns
+        if taken:
+            counted.append(-taken)
+        assert bool((held - self.lengths == taken).all()), "an entry of a rejected draft is left"
 
     monkeypatch.setattr(CaptureCache, "run", counting)
     monkeypatch.setattr(CompressedCache, "crop", cropping)
