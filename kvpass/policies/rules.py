@@ -41,15 +41,9 @@ class Rules:
 
 
 def read_rules(
-    policy: str | Policy,
-    budget: BudgetLike,
-    recompress: str,
-    *,
-    window: int | None,
-    options: Mapping[str, Any],
-    model_name: str,
-    entries: str = "model",
-) -> Rules:
+    policy: str | Policy, budget: BudgetLike, recompress: str, *, window: int | None, options: Mapping[str, Any],
+    model_name: str, entries: str = "model",
+) -> Rules:  # fmt: skip
     """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
 
     Raises:
