@@ -300,7 +300,11 @@ def _attended(
 
     found = []
     for layer, weight in enumerate(projections):
-        parts = [Replayed(*part[:3], *(None if x is None else x[layer] for x in part[3:])) for part in replays]
+        norms_of = [None if part.norms is None else part.norms[layer] for part in replays]
+        parts = [
+            part._replace(queries=part.queries[layer], keys=part.keys[layer], norms=own)
+            for part, own in zip(replays, norms_of, strict=True)
+        ]
         norms = projected_norms(v[layer], weight, 2) if policy.weighs_replays and weight is not None else None
         found.append(most_attended(k[layer], parts, scale, value_norms=norms))
     return found
