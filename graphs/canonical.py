@@ -129,14 +129,8 @@ def results_of(gm: GraphModule) -> list[Node]:
 
 def _state_shapes(gm: GraphModule) -> list[StateShape]:
     """Return the states that a graph reads, in order of execution."""
-    nodes = gm.graph.find_nodes(op="call_function", target=READ_STATE)
-    found = {}
-    for node in nodes:
-        layer, name = state_of(node)
-        value = recorded(node)
-        dtype = str(value.dtype).removeprefix("torch.")
-        found[layer, name] = StateShape(layer=layer, name=name, shape=tuple(map(int, value.shape[1:])), dtype=dtype)
-    return list(found.values())
+    reads = {state_of(node): recorded(node) for node in gm.graph.find_nodes(op="call_function", target=READ_STATE)}
+    return [StateShape.of(*state, value) for state, value in reads.items()]
 
 
 def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
@@ -181,13 +175,10 @@ def _group(site: Site) -> LayerGroup:
     k, v = recorded(site.k), recorded(site.v)
     first_columns = (site.k, (..., slice(None, v.shape[3], None)))  # values written as k[..., :n]
     geometry = Geometry(
-        layers=1,
-        kv_heads=int(k.shape[1]),
-        key_dim=int(k.shape[3]),
-        value_dim=int(v.shape[3]),
+        layers=1, kv_heads=int(k.shape[1]), key_dim=int(k.shape[3]), value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
         values_in_keys=site.v.target is operator.getitem and site.v.args == first_columns and window is None,
-    )
+    )  # fmt: skip
     return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=site.chunked)
 
 

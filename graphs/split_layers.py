@@ -135,9 +135,7 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     result = _logits(gm)
     states, real = _take_states(gm), _take_real_tokens(gm)
     _attend_expanded(gm)
-    given = {
-        node for node in placeholders(gm) if not is_module_tensor(node) and not is_scalar(node) and node is not seen
-    }
+    given = {node for node in placeholders(gm) if not (is_module_tensor(node) or is_scalar(node) or node is seen)}
     _read_length_from_input(gm, tokens)
     position_ids = {node for node in given if argument_of(node) == "position_ids"}
     sites = find_sites(gm)

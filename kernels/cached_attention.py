@@ -46,7 +46,7 @@ LEVEL_TERMS = {
 }  # fmt: skip
 """Coefficients c by bits: level i of LEVELS is ``x (c[0] + c[1] x^2 + ..)`` at ``x = (2 i + 1) / 2^bits - 1``."""
 HALF_TERMS = LEVEL_TERMS | {
-    4: (2.052734375, 0.48974609375, 0.0902099609375, 0.78369140625, -1.1435546875, 0.9736328125),
+    4: (2.052734375, 0.48974609375, 0.0902099609375, 0.78369140625, -1.1435546875, 0.9736328125)
 }
 """The same for sums in fp16: with fewer terms, the levels rounded to fp16."""
 APPEND_BLOCK = 16

@@ -86,12 +86,9 @@ def values_in_keys(stored: Tensor, key_dim: int, value_dim: int) -> bool:
 
 
 def check_cache(
-    call: Attention,
-    held: Mapping[str, Tensor | None],
-    layer: int,
-    line: Expected | None = None,
+    call: Attention, held: Mapping[str, Tensor | None], layer: int, line: Expected | None = None,
     strided: Collection[str] = ("q", "k", "v"),
-) -> None:
+) -> None:  # fmt: skip
     """Check a call of attention to pool and tail.
 
     Args:

@@ -102,16 +102,10 @@ def attend_function(dtype: torch.dtype, held: str = "") -> Callable[[bytes], int
 
 
 def _call_attend(
-    call: Attention,
-    held: AppendBuffers | SlotCache,
-    layer: int,
-    used: int,
-    *,
-    start: Tensor | None = None,
-    line: Sequence[Tensor | None] = (None,) * 3,
-    line_sizes: tuple[int, int, int] = (0, 0, 0),
+    call: Attention, held: AppendBuffers | SlotCache, layer: int, used: int, *, start: Tensor | None = None,
+    line: Sequence[Tensor | None] = (None,) * 3, line_sizes: tuple[int, int, int] = (0, 0, 0),
     rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, int, int]:
+) -> tuple[Tensor, int, int]:  # fmt: skip
     """Pack the arguments, already checked, and call the kernel.
 
     Args:
@@ -145,39 +139,21 @@ def _call_attend(
         if sinks.shape != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")
         sinks = sinks.to("cpu", torch.float32).contiguous()
-    out = torch.empty_strided(
-        (rows, heads, tokens, value_dim),
-        (tokens * heads * value_dim, value_dim, heads * value_dim, 1),
-        dtype=q.dtype,
-        device="cpu",
-    )
+    shape, strides = (rows, heads, tokens, value_dim), (tokens * heads * value_dim, value_dim, heads * value_dim, 1)
+    out = torch.empty_strided(shape, strides, dtype=q.dtype, device="cpu")
     tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, start, sinks, out)
     pointers = (*tensors, *line, *rows_held, *scales, *rotations)
     codes = "" if scales[2] is None else CODE_TYPES[tail_k.dtype, width * 8 // key_dim]
     fault = attend_function(q.dtype, codes)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
-            rows,
-            heads,
-            kv_heads,
-            tokens,
-            key_dim,
-            value_dim,
-            value_row,
+            *(rows, heads, kv_heads, tokens, key_dim, value_dim, value_row),
             *((0, 0) if pool_k is None else pool_k.shape[:2]),
-            layers * kv_heads + 1,
-            slots,
-            used,
-            layer,
+            *(layers * kv_heads + 1, slots, used, layer),
             0 if pool_k is None else pool_k.stride(0) // width,
-            tail_k.stride(0) // width,
-            tail_k.stride(1) // width,
-            *q_strides[:3],
-            *k_strides[:3],
-            *v_strides[:3],
-            *line_sizes,
-            scale,
-            0.0 if softcap is None else softcap,
+            *(tail_k.stride(0) // width, tail_k.stride(1) // width),
+            *(*q_strides[:3], *k_strides[:3], *v_strides[:3], *line_sizes),
+            *(scale, 0.0 if softcap is None else softcap),
         )
     )
     if value_dim > call.v.shape[3]:
@@ -300,14 +276,9 @@ def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) ->
 
 
 def pool_in_order(
-    attention: Tensor,
-    position: Tensor,
-    storage_order: Tensor,
-    window: int,
-    pool: str | None,
-    kernel_size: int,
+    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: str | None, kernel_size: int,
     group: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
     All tensors are on the CPU and contiguous; position and storage_order are int32.

@@ -55,13 +55,9 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 
 def gather_winners(
-    source: Tensor,
-    rank: Tensor,
-    candidates: Candidates,
-    buffers: PrefillBuffers,
-    layer: int,
+    source: Tensor, rank: Tensor, candidates: Candidates, buffers: PrefillBuffers, layer: int,
     config: KernelConfig | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Copy the entries that ``source`` names into the pool and record them in its tables; one launch.
 
     Args:

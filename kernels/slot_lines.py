@@ -168,14 +168,9 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
 
 
 def pool_in_order(
-    attention: Tensor,
-    position: Tensor,
-    storage_order: Tensor,
-    window: int,
-    pool: str | None,
-    kernel_size: int,
+    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: str | None, kernel_size: int,
     group: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """CUDA version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
     All tensors are contiguous and on one device; attention is not negative, and storage_order differs for the entries

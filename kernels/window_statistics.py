@@ -14,15 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
-from kvpass.kernels.prefill_attention import (
-    LOG2E,
-    check_dims,
-    check_site,
-    dims_case,
-    dot_rows,
-    hold_rows,
-    logits_base2,
-)
+from kvpass.kernels.prefill_attention import LOG2E, check_dims, check_site, dims_case, dot_rows, hold_rows, logits_base2
 from kvpass.operands import Attention
 
 
@@ -153,14 +145,9 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def window_statistics(
-    call: Attention,
-    start: Tensor,
-    lse: Tensor,
-    window: int,
-    *,
-    spread: bool = False,
+    call: Attention, start: Tensor, lse: Tensor, window: int, *, spread: bool = False,
     config: KernelConfig | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute statistics of the window rows of a left-padded prompt.
 
     In a batch row shorter than the window, all tokens are window. ``lse`` includes sinks.

@@ -125,6 +125,12 @@ class StateShape:
     shape: tuple[int, ...]
     dtype: str
 
+    @classmethod
+    def of(cls, layer: int, name: str, state: torch.Tensor) -> StateShape:
+        """Return the shape of a state of all rows."""
+        dtype = str(state.dtype).removeprefix("torch.")
+        return cls(layer=layer, name=name, shape=tuple(map(int, state.shape[1:])), dtype=dtype)
+
 
 class PoolFacts(NamedTuple):
     """Of the layers of a pool: query heads that read a KV head (of the first), and whether logits are plain products.

@@ -77,13 +77,7 @@ class Buffer:
 
 _I32, _I64, _F32, _F64 = torch.int32, torch.int64, torch.float32, torch.float64
 
-CODES: dict[str, torch.dtype] = {
-    "int8": torch.int8,
-    "fp8": torch.uint8,
-    "rot4": torch.uint8,
-    "rot3": torch.uint8,
-    "rot2": torch.uint8,
-}
+CODES = {"int8": torch.int8, **dict.fromkeys(("fp8", "rot4", "rot3", "rot2"), torch.uint8)}
 """Dtype of the entries of each entry format but "model"; those of "fp8" are the bits of torch.float8_e4m3fn."""
 BITS = {"int8": 8, "fp8": 8, "rot4": 4, "rot3": 3, "rot2": 2}
 """Bits of a code of each."""

@@ -26,12 +26,7 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch._dynamo.source import (
-    GlobalSource,
-    LocalSource,
-    TensorProperty,
-    TensorPropertySource,
-)
+from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker

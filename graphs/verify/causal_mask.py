@@ -88,14 +88,7 @@ class MaskPart:
     """
 
     def __init__(
-        self,
-        flow: DataFlow,
-        result: Node,
-        *,
-        before: Node,
-        batch: Dim,
-        tokens: Dim,
-        given: Collection[Node] = (),
+        self, flow: DataFlow, result: Node, *, before: Node, batch: Dim, tokens: Dim, given: Collection[Node] = ()
     ) -> None:
         """Select the nodes that make ``result`` from inputs and ``given`` nodes, as of ``before``.
 

@@ -24,15 +24,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import copy_graph
-from kvpass.graphs.canonical import (
-    READ_STATE,
-    SITE,
-    WRITE_STATE,
-    batch_and_tokens,
-    find_sites,
-    results_of,
-    state_of,
-)
+from kvpass.graphs.canonical import READ_STATE, SITE, WRITE_STATE, batch_and_tokens, find_sites, results_of, state_of
 from kvpass.graphs.fx_utils import (
     DataFlow,
     Dim,

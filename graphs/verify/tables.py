@@ -113,9 +113,8 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     end: int | None = None
     for node in live:
         looks_up = target_name(node).rstrip("_") in _LOOKUPS or target_name(node).startswith("embedding")
-        by_token = any(
-            symbols_of(shape_of(operand) or ()) & tokens for operand in value_inputs(node) if is_integral(operand)
-        )
+        indices = filter(is_integral, value_inputs(node))
+        by_token = any(symbols_of(shape_of(index) or ()) & tokens for index in indices)
         if looks_up and by_token and node not in dependent:
             end = _end_with(flow, node, numbering, end)
     return end

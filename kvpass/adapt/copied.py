@@ -65,11 +65,7 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
         expanded = attend_latents(copied, divided=heads.several)
         tune_by_position(copied)
     return copied, Adapted(
-        heads=heads,
-        recurrent=recurrent,
-        longrope_limit=longrope_limit,
-        expanded=expanded,
-        divided=divided,
+        heads=heads, recurrent=recurrent, longrope_limit=longrope_limit, expanded=expanded, divided=divided
     )
 
 

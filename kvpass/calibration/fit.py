@@ -146,16 +146,9 @@ def calibrate(
     partial_file.remove()
     heads = torch.stack(seen.heads).mean(0)
     return Calibration(
-        weight=maps[0],
-        bias=maps[1],
-        r2=seen.r2,
-        head_shares=heads[0],
-        head_maxima=heads[1],
-        queries=seen.statistics,
-        model=digests[MODEL],
-        texts=digests[_TEXTS],
-        fitted=int(seen.sums[0][0, -1, -1]),
-    )
+        weight=maps[0], bias=maps[1], r2=seen.r2, head_shares=heads[0], head_maxima=heads[1], queries=seen.statistics,
+        model=digests[MODEL], texts=digests[_TEXTS], fitted=int(seen.sums[0][0, -1, -1]),
+    )  # fmt: skip
 
 
 class Piece(NamedTuple):

@@ -60,16 +60,15 @@ def _sentence(rng: random.Random) -> str:
     who, thing, place = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_PLACES)
     quality, act, reason = rng.choice(_QUALITIES), rng.choice(_ACTS), rng.choice(_REASONS)
     when = _when(rng)
-    return rng.choice(
-        (
-            f"{when.capitalize()}, {who} {act} the {quality} {thing} near {place}, {reason}. ",
-            f"{who} {act} the {thing} {when}; it was {quality}, and it had come from {place}. ",
-            f"In {place} stood the {quality} {thing}. {who} had {act} it {when}, {reason}. ",
-            f"Nobody in {place} remembered who {act} the {thing}. It may have been {who}, {when}. ",
-            f"The {thing} cost {rng.randint(12, 9800)} crowns, more than {who} earned in {place}. ",
-            f"{who} walked from {place} to {rng.choice(_PLACES)} and {act} a {quality} {thing}, {reason}. ",
-        )
+    forms = (
+        f"{when.capitalize()}, {who} {act} the {quality} {thing} near {place}, {reason}. ",
+        f"{who} {act} the {thing} {when}; it was {quality}, and it had come from {place}. ",
+        f"In {place} stood the {quality} {thing}. {who} had {act} it {when}, {reason}. ",
+        f"Nobody in {place} remembered who {act} the {thing}. It may have been {who}, {when}. ",
+        f"The {thing} cost {rng.randint(12, 9800)} crowns, more than {who} earned in {place}. ",
+        f"{who} walked from {place} to {rng.choice(_PLACES)} and {act} a {quality} {thing}, {reason}. ",
     )
+    return rng.choice(forms)
 
 
 def _prose(rng: random.Random) -> Iterator[str]:
@@ -81,24 +80,22 @@ def _dialogue(rng: random.Random) -> Iterator[str]:
     pair = [name.split()[0] for name in rng.sample(_PEOPLE, 2)]
     while True:
         thing, place, quality, act = (rng.choice(x) for x in (_THINGS, _PLACES, _QUALITIES, _ACTS))
-        asked = rng.choice(
-            (
-                f"Have you seen the {quality} {thing}?",
-                f"Who {act} the {thing} in {place}?",
-                f"When does the train to {place} leave?",
-                f"Why did you say that the {thing} was {quality}?",
-                f"What is the number of the {thing}?",
-            )
+        questions = (
+            f"Have you seen the {quality} {thing}?",
+            f"Who {act} the {thing} in {place}?",
+            f"When does the train to {place} leave?",
+            f"Why did you say that the {thing} was {quality}?",
+            f"What is the number of the {thing}?",
         )
-        told = rng.choice(
-            (
-                f"I think {rng.choice(_PEOPLE)} {act} it {_when(rng)}.",
-                f"At {rng.randint(1, 12)}:{rng.randint(10, 59)}, from platform {rng.randint(1, 9)}.",
-                f"It is {rng.randint(1000, 9999999)}, and please do not forget it.",
-                f"No. The last time was in {place}, and it looked {quality}.",
-                f"Because {rng.choice(_PEOPLE)} told me so, {_when(rng)}.",
-            )
+        asked = rng.choice(questions)
+        answers = (
+            f"I think {rng.choice(_PEOPLE)} {act} it {_when(rng)}.",
+            f"At {rng.randint(1, 12)}:{rng.randint(10, 59)}, from platform {rng.randint(1, 9)}.",
+            f"It is {rng.randint(1000, 9999999)}, and please do not forget it.",
+            f"No. The last time was in {place}, and it looked {quality}.",
+            f"Because {rng.choice(_PEOPLE)} told me so, {_when(rng)}.",
         )
+        told = rng.choice(answers)
         yield f"{pair[0]}: {asked}\n{pair[1]}: {told}\n"
 
 
@@ -106,24 +103,23 @@ def _code(rng: random.Random) -> Iterator[str]:
     while True:
         verb, one, two, three = rng.choice(_VERBS), *rng.sample(_NAMES, 3)
         number = rng.randint(2, 4096)
-        yield rng.choice(
-            (
-                f"def {verb}_{one}({two}, {three}={number}):\n"
-                f'    """{verb.capitalize()} the {one} of each {two}."""\n'
-                f"    {one} = []\n    for item in {two}:\n        if item.{three} > {three}:\n"
-                f"            {one}.append({rng.choice(_VERBS)}_{two}(item))\n    return {one}\n\n\n",
-                f"class {verb.capitalize()}{one.capitalize()}:\n"
-                f"    def __init__(self, {two}: int = {number}) -> None:\n"
-                f"        self.{two} = {two}\n        self.{three}: dict[str, float] = {{}}\n\n"
-                f"    def {rng.choice(_VERBS)}(self, key: str) -> float:\n"
-                f"        return self.{three}.get(key, 0.0) / max(self.{two}, 1)\n\n\n",
-                f"int {verb}_{one}(const int *{two}, size_t {three}) {{\n    int {one} = {number};\n"
-                f"    for (size_t i = 0; i < {three}; ++i) {{\n        {one} += {two}[i] * {rng.randint(2, 99)};\n"
-                f"    }}\n    return {one};\n}}\n\n",
-                f"SELECT {one}, COUNT({two}) FROM {three}s WHERE {one} >= {number} GROUP BY {one} ORDER BY {two};\n\n",
-                f'{{"{one}": {number}, "{two}": "{rng.choice(_THINGS)}", "{three}": [{rng.random():.3f}, null]}}\n',
-            )
+        forms = (
+            f"def {verb}_{one}({two}, {three}={number}):\n"
+            f'    """{verb.capitalize()} the {one} of each {two}."""\n'
+            f"    {one} = []\n    for item in {two}:\n        if item.{three} > {three}:\n"
+            f"            {one}.append({rng.choice(_VERBS)}_{two}(item))\n    return {one}\n\n\n",
+            f"class {verb.capitalize()}{one.capitalize()}:\n"
+            f"    def __init__(self, {two}: int = {number}) -> None:\n"
+            f"        self.{two} = {two}\n        self.{three}: dict[str, float] = {{}}\n\n"
+            f"    def {rng.choice(_VERBS)}(self, key: str) -> float:\n"
+            f"        return self.{three}.get(key, 0.0) / max(self.{two}, 1)\n\n\n",
+            f"int {verb}_{one}(const int *{two}, size_t {three}) {{\n    int {one} = {number};\n"
+            f"    for (size_t i = 0; i < {three}; ++i) {{\n        {one} += {two}[i] * {rng.randint(2, 99)};\n"
+            f"    }}\n    return {one};\n}}\n\n",
+            f"SELECT {one}, COUNT({two}) FROM {three}s WHERE {one} >= {number} GROUP BY {one} ORDER BY {two};\n\n",
+            f'{{"{one}": {number}, "{two}": "{rng.choice(_THINGS)}", "{three}": [{rng.random():.3f}, null]}}\n',
         )
+        yield rng.choice(forms)
 
 
 def _table(rng: random.Random) -> Iterator[str]:
@@ -142,13 +138,12 @@ def _facts(rng: random.Random) -> Iterator[str]:
     while True:
         number += 1
         thing, quality, place = rng.choice(_THINGS), rng.choice(_QUALITIES), rng.choice(_PLACES)
-        yield rng.choice(
-            (
-                f"{number}. The code of the {quality} {thing} is {rng.randint(100000, 9999999)}.\n",
-                f"{number}. {rng.choice(_PEOPLE)} was born on {rng.randint(1, 28)} {rng.choice(_MONTHS)} "
-                f"{rng.randint(1880, 2005)} in {place}.\n",
-                f"{number}. The key to {place} is kept by {rng.choice(_PEOPLE)}.\n",
-                f"{number}. A {thing} weighs {rng.randint(1, 900)} kg and is {quality}.\n",
-                f"{number}. From {place} to {rng.choice(_PLACES)} it is {rng.randint(4, 1900)} km.\n",
-            )
+        forms = (
+            f"{number}. The code of the {quality} {thing} is {rng.randint(100000, 9999999)}.\n",
+            f"{number}. {rng.choice(_PEOPLE)} was born on {rng.randint(1, 28)} {rng.choice(_MONTHS)} "
+            f"{rng.randint(1880, 2005)} in {place}.\n",
+            f"{number}. The key to {place} is kept by {rng.choice(_PEOPLE)}.\n",
+            f"{number}. A {thing} weighs {rng.randint(1, 900)} kg and is {quality}.\n",
+            f"{number}. From {place} to {rng.choice(_PLACES)} it is {rng.randint(4, 1900)} km.\n",
         )
+        yield rng.choice(forms)

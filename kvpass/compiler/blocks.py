@@ -121,9 +121,8 @@ class SplitDecoder:
         self.allowed = _lengths_allowed(gm, split)
         self.inputs = [node for node in placeholders(gm) if node not in split.added]
         self.given = ids_and_positions(gm)
-        self.constants = {
-            node: operator.attrgetter(str(node.target))(gm) for node in gm.graph.nodes if node.op == "get_attr"
-        }
+        attributes = gm.graph.find_nodes(op="get_attr")
+        self.constants = {node: operator.attrgetter(str(node.target))(gm) for node in attributes}
         tokens = batch_and_tokens(gm)[1]
         self.tokens = size_reader(gm, tokens)
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
@@ -191,16 +190,10 @@ class LayerRun:
         self.known.update({node: value.contiguous() for node, value in made.items()})  # as they are recorded
 
     def attend(
-        self,
-        layer: Layer,
-        edges: Sequence[int],
-        *,
-        num_queries: int,
-        results_from: int = 0,
-        behind: Attention | None = None,
-        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
+        self, layer: Layer, edges: Sequence[int], *, num_queries: int, results_from: int = 0,
+        behind: Attention | None = None, of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
         on_block: Callable[[Attention, Tensor | None], None] | None = None,
-    ) -> LayerCall:
+    ) -> LayerCall:  # fmt: skip
         """Run a layer, block by block.
 
         Args:
@@ -248,11 +241,8 @@ class LayerRun:
                 self._store(layer, first, end, made)
         for node in layer.read_last:
             self.known.pop(node, None)
-        return LayerCall(
-            absorbed(call._replace(q=queries.before(n)), expansion),
-            lses.before(n) if lses.began else None,
-            [torch.cat(found, -1) for found in entered],
-        )
+        whole, lse = absorbed(call._replace(q=queries.before(n)), expansion), lses.before(n) if lses.began else None
+        return LayerCall(whole, lse, [torch.cat(found, -1) for found in entered])
 
     def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, of which ``made`` are values, and which follow those of its last call."""

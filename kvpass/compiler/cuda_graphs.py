@@ -100,10 +100,7 @@ class GraphedStep:
     """
 
     def __init__(self, step: Step, record: Recorder, device: torch.device, held: Collection[int]) -> None:
-        self._step = step
-        self._record = record
-        self._device = device
-        self._held = sorted(held)
+        self._step, self._record, self._device, self._held = step, record, device, sorted(held)
         self._given: list[int] = []  # places of the other inputs, once they have been seen
         self._captured: OrderedDict[tuple[Any, ...], _Capture] = OrderedDict()
         self._seen: OrderedDict[tuple[Any, ...], None] = OrderedDict()

@@ -132,12 +132,9 @@ def attend_prompt(
 
 
 def attend_rows(
-    call: Attention,
-    start: Tensor,
-    sliding_window: int | None,
-    chunked: bool,
+    call: Attention, start: Tensor, sliding_window: int | None, chunked: bool,
     attend: Callable[[Attention, int | None], tuple[Tensor, L]],
-) -> tuple[Tensor, Tensor | L]:
+) -> tuple[Tensor, Tensor | L]:  # fmt: skip
     """As :func:`attend_prompt`: rows that begin at the same column are one call without their padding.
 
     Args:
@@ -184,17 +181,10 @@ def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Ten
 
 
 def score_layer(
-    call: Attention,
-    lse: None,
-    start: Tensor,
-    first: Tensor,
-    layer: int,
-    num_layers: int,
-    policy: Policy,
-    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
-    ranks: Ranks = ONE_PROCESS,
+    call: Attention, lse: None, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS, ranks: Ranks = ONE_PROCESS,
     observed: Callable[[Observation, slice, int], Observation] = lambda obs, rows, column: obs,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The policy's scores and statistics of one layer of a prompt.
 
     Args:
@@ -256,13 +246,9 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
 
 
 def cascade_step(
-    buffers: PrefillBuffers,
-    candidates: Candidates,
-    layer: int,
-    policy: Policy,
-    ranks: Ranks = ONE_PROCESS,
+    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS,
     move: Callable[[Tensor, Tensor, Candidates, PrefillBuffers, int], None] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
     With ``ranks`` the scores are those of all heads, everything else is of the heads of this process. Writes all

@@ -39,14 +39,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from kvpass.operands import (
-    AppendBuffers,
-    Attention,
-    EvictBuffers,
-    Expansion,
-    RingBuffers,
-    written_in,
-)
+from kvpass.operands import AppendBuffers, Attention, EvictBuffers, Expansion, RingBuffers, written_in
 from kvpass.ops import evict, latents, recompress, recurrent, sliding
 from kvpass.ops.entry_formats import centred
 from kvpass.policies import from_spec
@@ -80,18 +73,10 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 
 
 def _site(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    refusal: str | None = None,
-    chunked: bool = False,
-    up: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, refusal: str | None = None, chunked: bool = False, up: Tensor | None = None,
     nope: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     call, expansion = Attention(q, k, v, scale, softcap, sinks), None if up is None else Expansion(up, nope)
     start = torch.zeros(len(q), dtype=torch.int64, device="cpu")
     return latents.attend_prompt(call, expansion, start, implementation(q), sliding_window, chunked)[0]
@@ -105,13 +90,7 @@ def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -
 
 
 def _attend_evict(
-    call: Attention,
-    held: EvictBuffers,
-    layer: int,
-    policy: Policy,
-    impl: str,
-    ranks: Ranks,
-    entering: Tensor | None,
+    call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks, entering: Tensor | None
 ) -> Tensor:
     return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks, entering)
 
@@ -165,20 +144,10 @@ def _fake_nothing(*args: Any) -> None:
 # -- schemas ----------------------------------------------------------------------------------------------------------
 
 _TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    float: "float",
-    float | None: "float?",
-    int: "int",
-    int | None: "int?",
-    Sequence[int]: "int[]",
-    str: "str",
-    str | None: "str?",
-    bool: "bool",
-    torch.dtype: "ScalarType",
-    Policy: "str",
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "int", int | None: "int?",
+    Sequence[int]: "int[]", str: "str", str | None: "str?", bool: "bool", torch.dtype: "ScalarType", Policy: "str",
     Ranks: "str",
-}
+}  # fmt: skip
 """Schema text of operand types; policies and ranks are passed as their specs."""
 _REQUIRED = inspect.Parameter.empty
 

@@ -50,9 +50,8 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
             in_tail = slot >= behind
             at = slice(slot - behind, slot - behind + 1) if in_tail else slice(slot, slot + 1)
             store(k[row, head], v[row, head], sides[in_tail], at)
-            index = torch.cat(
-                [torch.arange(len(sides[0][0]), device=q.device), torch.arange(behind, width, device=q.device)]
-            )
+            of_pool = torch.arange(len(sides[0][0]), device=q.device)
+            index = torch.cat([of_pool, torch.arange(behind, width, device=q.device)])
             live = (position[row, head, index] >= 0) | (index == slot)
             held = [entries_held(side, key_dim, value_dim) for side in sides]
             keys, values = (torch.cat(pair)[live].float() for pair in zip(*held, strict=True))

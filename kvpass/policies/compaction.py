@@ -110,12 +110,8 @@ def fit_entries(
         keys, values: of all entries, ``[N, D]`` and ``[N, Dv]``. kept: positions int64 ``[S]``.
     """
     n = len(reference.lse)
-    target = torch.cat(
-        [
-            part.output(_weights(part, keys, scale, softcap)[0], values.float())
-            for part in map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))
-        ]
-    )
+    parts = map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))
+    target = torch.cat([part.output(_weights(part, keys, scale, softcap)[0], values.float()) for part in parts])
     held_out = torch.arange(n, device=keys.device) % HELD_OUT == 0
     own, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
     new = own
@@ -135,13 +131,9 @@ def fit_entries(
 
 
 def _descent(
-    own: Sequence[Tensor],
-    units: Sequence[Tensor],
-    reference: Reference,
-    target: Tensor,
-    scale: float,
+    own: Sequence[Tensor], units: Sequence[Tensor], reference: Reference, target: Tensor, scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return keys and values, fp32, that give the queries nearly the outputs ``target``.
 
     Args:

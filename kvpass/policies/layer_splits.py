@@ -188,12 +188,10 @@ class PyramidLayers(LayerSplit):
         if self.shape in ("entropy", "gini"):
             return adaptive_budgets(weights, entries, available, kv_heads, seen)
         if self.parity == "code" and self.shape == "linear":
-            return zero_unseen_layers(
-                seen,
-                pyramid_budgets(
-                    entries, available, layers, kv_heads, self.window, self.beta, short_uniform=self.short_uniform
-                ),
+            released = pyramid_budgets(
+                entries, available, layers, kv_heads, self.window, self.beta, short_uniform=self.short_uniform
             )
+            return zero_unseen_layers(seen, released)
         return fixed_budgets(self._curve(layers, entries, available), entries, available, kv_heads, seen)
 
     def _curve(self, layers: int, entries: Tensor, available: Tensor) -> Tensor:

@@ -199,16 +199,9 @@ def _judged(
 
 
 def decode_layer(
-    rule: DecodeRule | None,
-    obs: Observation,
-    keep: Tensor,
-    decode_state: Tensor | None,
-    quota: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    token_scores: Tensor | None = None,
-) -> Tensor:
+    rule: DecodeRule | None, obs: Observation, keep: Tensor, decode_state: Tensor | None, quota: Tensor,
+    queries: Tensor, keys: Tensor, values: Tensor, token_scores: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Entries of one layer after each of S decoded tokens, bool ``[S, B, K, N + S]``; slots are positions.
 
     Args:
@@ -237,17 +230,10 @@ def decode_layer(
         if rows is not None:
             rows = rule.next_rows(rows, q, position.amax((1, 2)))
         slots = Slots(
-            position,
-            torch.where(live, decode_state, 0.0),
-            quota,
-            values[s],
-            due=due,
-            keys=k,
-            token_scores=None if token_scores is None else token_scores[s],
-            rows=rows,
-            scale=obs.scale,
+            position, torch.where(live, decode_state, 0.0), quota, values[s], due=due, keys=k,
+            token_scores=None if token_scores is None else token_scores[s], rows=rows, scale=obs.scale,
             softcap=obs.softcap,
-        )
+        )  # fmt: skip
         worth, decode_state = rule.observe(attention, slots)
         live = keep_mask(worth, position, rule.quota_now(quota, due, worth, position), rule.window)
         masks.append(live)
@@ -293,14 +279,9 @@ def _of_layers(
 
 
 def _attended(
-    policy: Policy,
-    replays: Sequence[Replayed],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    projections: Sequence[Tensor | None],
+    policy: Policy, replays: Sequence[Replayed], q: Tensor, k: Tensor, v: Tensor, projections: Sequence[Tensor | None],
     scale: float,
-) -> Sequence[Tensor | None]:
+) -> Sequence[Tensor | None]:  # fmt: skip
     """Return :func:`most_attended` of each layer, None for each if the policy does not read it."""
     layers, batch, kv_heads, length, dim = k.shape
     if not policy.reads_replays:
@@ -319,13 +300,10 @@ def _attended(
 
     found = []
     for layer, weight in enumerate(projections):
+        norms_of = [None if part.norms is None else part.norms[layer] for part in replays]
         parts = [
-            part._replace(
-                queries=part.queries[layer],
-                keys=part.keys[layer],
-                norms=None if part.norms is None else part.norms[layer],
-            )
-            for part in replays
+            part._replace(queries=part.queries[layer], keys=part.keys[layer], norms=own)
+            for part, own in zip(replays, norms_of, strict=True)
         ]
         norms = projected_norms(v[layer], weight, 2) if policy.weighs_replays and weight is not None else None
         found.append(most_attended(k[layer], parts, scale, value_norms=norms))

@@ -30,14 +30,9 @@ class Replay:
 
 
 def repetitions(
-    ids: Tensor,
-    sinks: int = 4,
-    chunk: int = 2000,
-    overlap: int = 8,
-    prompt_ids: Sequence[int] = (),
-    again_ids: Sequence[int] = (),
-    suffix_ids: Sequence[int] = (),
-) -> list[Replay]:
+    ids: Tensor, sinks: int = 4, chunk: int = 2000, overlap: int = 8, prompt_ids: Sequence[int] = (),
+    again_ids: Sequence[int] = (), suffix_ids: Sequence[int] = (),
+) -> list[Replay]:  # fmt: skip
     """Return prompts repeated behind themselves, ``chunk`` tokens at a time, without the first ``sinks``.
 
     Args:
@@ -68,14 +63,9 @@ class Replayed(NamedTuple):
 
 
 def most_attended(
-    keys: Tensor,
-    replays: Iterable[Replayed],
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    *,
-    value_norms: Tensor | None = None,
-) -> Tensor:
+    keys: Tensor, replays: Iterable[Replayed], scale: float, softcap: float | None = None, sinks: Tensor | None = None,
+    *, value_norms: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the most attention that any row and query head of the group pays an entry, fp32 ``[B, K, N]``.
 
     The softmax of a row is over the first ``sinks`` entries of its replay, the entries that it observes, and the tokens

@@ -41,15 +41,9 @@ class Rules:
 
 
 def read_rules(
-    policy: str | Policy,
-    budget: BudgetLike,
-    recompress: str,
-    *,
-    window: int | None,
-    options: Mapping[str, Any],
-    model_name: str,
-    entries: str = "model",
-) -> Rules:
+    policy: str | Policy, budget: BudgetLike, recompress: str, *, window: int | None, options: Mapping[str, Any],
+    model_name: str, entries: str = "model",
+) -> Rules:  # fmt: skip
     """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
 
     Raises:
@@ -59,12 +53,8 @@ def read_rules(
     if policy == "cake" and not {"tau1", "tau2"} & given.keys():
         given["tau1"], given["tau2"] = temperatures(model_name, budget)
     resolved = check_registered(resolve(policy, **given))
-    return Rules(
-        resolved,
-        resolve_budget(resolved, budget),
-        check_recompress(recompress, resolved),
-        one_of("entries", entries, ENTRY_FORMATS),
-    )
+    checked, again = resolve_budget(resolved, budget), check_recompress(recompress, resolved)
+    return Rules(resolved, checked, again, one_of("entries", entries, ENTRY_FORMATS))
 
 
 def check_recompress(recompress: str, policy: Policy) -> Recompress:

@@ -87,11 +87,7 @@ class Step(NamedTuple):
 
 
 def read_step(
-    starts: Tensor,
-    lengths: Tensor,
-    on_device: tuple[Tensor, Tensor, Tensor],
-    prompts: Rows,
-    shortest: int = 2,
+    starts: Tensor, lengths: Tensor, on_device: tuple[Tensor, Tensor, Tensor], prompts: Rows, shortest: int = 2
 ) -> Step:
     """Divide the rows of a step. Reads no value of the device on the host.
 
