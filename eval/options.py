@@ -56,9 +56,6 @@ class EvalOptions:
     entries: Entries = "model"
     seed: Seed = 0
     batch: Batch = 1
-    workers: Annotated[
-        int, Option(min=1, help="Processes that answer, each with its own model; on CUDA one device each.")
-    ] = 1
     num_uncompressed_tokens: Annotated[int, Option(min=0, help="Scope prompt: last tokens, fed after compression.")] = 1
     chat: Annotated[bool, Option(help="Use the tokenizer's chat template where the task wants one.")] = True
     backend: Backend = "inductor"

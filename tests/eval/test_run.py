@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import kvpass
 from command_line import invoke
 from kvpass import builtin
 from kvpass.compiler.prompt import Prefill
-from kvpass.eval import run, workers
+from kvpass.eval import run
 from kvpass.eval.environment import model_digest
 from kvpass.eval.options import EvalOptions
 from kvpass.eval.records import RecordFile
@@ -134,53 +131,6 @@ def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_p
         assert Evaluation(options(tmp_path / folder, **changes)).run() == alone
         assert sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
         assert len(read) == single / 5 and set(read) == {3 if already else 5}
-
-
-def test_workers_write_what_one_process_writes(tmp_path, monkeypatch):
-    changes = {"samples": 3, "batch": 1, "policies": "full,snapkv:window=8", "budgets": "0.5"}
-    monkeypatch.setattr(run, "SHARE_BATCHES", 2)
-
-    def in_a_thread(workers, context, start, arguments):
-        assert workers == 2
-        return ThreadPoolExecutor(1, initializer=start, initargs=arguments)
-
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", in_a_thread)
-    threads = torch.get_num_threads()
-    rows = [Evaluation(options(tmp_path / str(n), **changes, workers=n)).run() for n in (1, 2)]
-    torch.set_num_threads(threads)
-    assert rows[0] == rows[1]
-    written = [sorted((tmp_path / str(n) / "samples.jsonl").read_bytes().splitlines()) for n in (1, 2)]
-    assert written[0] == written[1] and len(written[0]) == 6
-
-
-@pytest.mark.exhaustive
-def test_a_run_whose_worker_was_killed_goes_on_and_writes_what_one_process_writes(tmp_path, monkeypatch):
-    changes = {"samples": 6, "batch": 1, "policies": "full,snapkv:window=8", "budgets": "0.5"}
-    once = Evaluation(options(tmp_path / "once", **changes)).run()
-    monkeypatch.setattr(run, "SHARE_BATCHES", 1)
-    add = RecordFile.add
-
-    def kill(self, record):
-        add(self, record)
-        for worker in multiprocessing.active_children():
-            worker.kill()
-
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="workers=2: one died"):
-        patch.setattr(RecordFile, "add", kill)
-        Evaluation(options(tmp_path / "twice", **changes, workers=2)).run()
-    assert Evaluation(options(tmp_path / "twice", **changes, workers=2)).run() == once
-    written = [sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines()) for folder in ("once", "twice")]
-    assert written[0] == written[1]
-
-
-def died(*_):
-    os._exit(1)
-
-
-def test_workers_that_die_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "_begin", died)
-    with pytest.raises(RuntimeError, match="workers=2: one died, mostly for want of memory"):
-        Evaluation(options(tmp_path, workers=2)).run()
 
 
 def test_records_tables_and_manifest_say_the_same(tmp_path):
