@@ -93,18 +93,17 @@ def find_model(name: str) -> BenchModel:
     if name in _MODELS:
         context, fields = _MODELS[name]
         return BenchModel(name, AutoConfig.for_model(**fields), context)
-    path = Path(name)
+    path, known = Path(name), ", ".join([*_MODELS, *PACKAGES])
     if has_weights := name in PACKAGES or path.is_dir():
         with located(name) as place:
             config = AutoConfig.from_pretrained(place)
     elif path.suffix != ".json":
-        known = ", ".join([*_MODELS, *PACKAGES])
         raise ValueError(f"model={name!r}: expected one of {known}, or a folder or config.json of a model")
+    elif not path.is_file():
+        raise ValueError(f"model={name!r}: no such file")
     else:
         try:
             fields = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(f"model={name!r}: no such file") from None
         except ValueError as error:
             raise ValueError(f"model={name!r}: not JSON ({error})") from error
         if not isinstance(fields, dict) or "model_type" not in fields:
@@ -120,15 +119,13 @@ def build(
 
     Random weights are made on the device in their dtype, so that the host needs no memory for them.
     """
-    if model.has_weights and torch.device(device).type != "meta":
+    if model.has_weights:
         with located(model.name) as place:
             built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype)
-        built.to(device)  # type: ignore[arg-type]
-        return built.eval()
+        return built.to(device).eval()  # type: ignore[arg-type]
     torch.manual_seed(seed)
     with torch.device(device):
-        built = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
-    return built.eval()
+        return AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
 
 
 @dataclass(frozen=True, kw_only=True)

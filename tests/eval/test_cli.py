@@ -202,8 +202,7 @@ def test_a_number_out_of_range_and_an_unknown_choice_are_refused_by_the_option_s
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
-    [("{", "not JSON"), ("[]", "has none"), ('{"model_type": "no-such-model"}', "no-such-model")],
+    ("content", "part"), [("{", "not JSON"), ("[]", "has none"), ('{"model_type": "no-such-model"}', "no-such-model")]
 )
 def test_a_config_file_that_is_none_is_refused(tmp_path, content, part):
     path = tmp_path / "bad.json"
