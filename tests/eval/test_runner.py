@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,14 +27,12 @@ def loaded():
     return builtin.load()
 
 
-@dataclasses.dataclass
-class Request:
+class Request(NamedTuple):
     prompt: Prompt
     max_new_tokens: int
 
 
-@dataclasses.dataclass
-class Answer:
+class Answer(NamedTuple):
     text: str
     tokens: int
     kept: Kept
