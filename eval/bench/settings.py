@@ -63,21 +63,9 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "tiny": (1024, _SMALL | {
         "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2,
     }),
-    "deepseek-v3-tiny": (4096, _SMALL | {
-        "model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 128, "q_lora_rank": 128,
-        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
-    }),
-    "qwen3.5-27b-shape": (4096, _SMALL | {
-        "model_type": "qwen3_5_text", "hidden_size": 512, "num_hidden_layers": 4, "full_attention_interval": 4,
-        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }),
 }  # fmt: skip
 """Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
-so that prompts of a million tokens and their answers fit in each. ``qwen3.5-27b-shape`` is narrower and has 4 of 64
-layers, whose caches have the published sizes."""
+so that prompts of a million tokens and their answers fit in each. Others are files in ``benchmarks/``."""
 
 
 def find_model(name: str) -> BenchModel:
