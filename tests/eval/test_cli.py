@@ -128,6 +128,7 @@ def test_policies_lists_every_registered_policy_with_its_options():
     assert "kernel_size=7" in result.output
 
 
+SHORT = "eval builtin --policies snapkv:window=8 --length 150"
 BAD_VALUES = [
     ("bench --model huge", "model='huge': expected one of llama-3.1-8b, qwen3-8b"),
     ("bench --model gone.json", "model='gone.json': no such file"),
@@ -160,6 +161,13 @@ BAD_VALUES = [
     ("eval builtin --policies snapkw", "did you mean 'snapkv'"),
     ("eval builtin --budgets nan", "budget=nan"),
     ("eval builtin --scope answer", "scope='answer'"),
+    ("eval builtin --scope ''", "scope=''"),
+    ("eval builtin --budgets ''", "budgets=''"),
+    ("eval builtin --budgets 1.5", "budget=1.5"),
+    ("eval builtin --policies snapkv:window=8 --budgets 8", "budget=8: must be at least window + 1 = 9"),
+    (f"{SHORT} --budgets 0.05 --scope prompt", "policy 'snapkv', scope 'prompt': budget 0.05 is 7 entries"),
+    (f"{SHORT} --num-uncompressed-tokens 150", "num_uncompressed_tokens=150: leaves nothing of a prompt of 150 tokens"),
+    ("eval /no/such/model", "model='/no/such/model'"),
 ]
 
 

@@ -228,10 +228,9 @@ def test_what_requests_share_is_compressed_once_at_any_batch_size():
 @pytest.mark.parametrize("text", ["no separator here", f"nothing after it{SEPARATOR}", f"a{SEPARATOR}b{SEPARATOR}  "])
 def test_scope_context_needs_a_question(text):
     lm = build(scope="context", **TIGHT)
-    with pytest.raises(ValueError, match="scope='context'"):
-        generations(lm, [text])
-    with pytest.raises(ValueError, match="scope='context'"):
-        likelihoods(lm, [(text, " fox")])
+    for ask in (lambda: generations(lm, [text]), lambda: likelihoods(lm, [(text, " fox")])):
+        with pytest.raises(ValueError, match="scope='context'"):
+            ask()
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
