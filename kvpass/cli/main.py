@@ -190,13 +190,9 @@ def compress(options: CompressOptions) -> None:
         _make_folder("output", output.parent)
         made = Document.compress(
             text,
-            model=options.model,
             policy=chosen[0].name,
             budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
-            entries=options.entries,
-            dtype=options.dtype,
-            device=options.device,
-            backend=options.backend,
+            **{name: getattr(options, name) for name in ("model", "entries", "dtype", "device", "backend")},
             **({} if options.window is None else {"window": options.window}) | dict(chosen[0].options),
         )
         made.save(output)
