@@ -34,7 +34,7 @@ MOST_TOGETHER = 32
 """Conditions that share a prefill at most: their caches are held at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Condition:
     """One task under one policy, budget, scope and entry format.
 
@@ -142,8 +142,7 @@ class Evaluation:
 
     def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
         """Answer what waits, each prompt read once; describe it, and yield the records of each batch."""
-        for numbers, indices in self._waiting().items():
-            conditions = [self.conditions[number] for number in numbers]
+        for conditions, indices in self._waiting().items():
             first, count = conditions[0], len(conditions)
             named = f"{count} conditions" if count > 1 else f"{first.label} {first.budget or ''}"
             describe(f"{named} {first.scope} {first.task.name}")
@@ -154,20 +153,20 @@ class Evaluation:
             for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
                 yield [self._record(conditions[number], indices[index], *answer) for index, *answer in answers]
 
-    def _waiting(self) -> dict[tuple[int, ...], list[int]]:
-        """Numbers of conditions of one task and scope, and the samples for which all of these wait.
+    def _waiting(self) -> dict[tuple[Condition, ...], list[int]]:
+        """Conditions of one task and scope, and the samples for which all of these wait.
 
         Processes that share the model read prompts for each condition.
         """
-        waiting: dict[tuple[Any, ...], list[int]] = {}
-        for number, condition in enumerate(self.conditions):
+        waiting: dict[tuple[Any, ...], list[Condition]] = {}
+        for condition in self.conditions:
             for index in condition.waiting:
                 key = condition.task.name, condition.scope, condition.entry_format, index
-                waiting.setdefault(key, []).append(number)
-        samples: dict[tuple[int, ...], list[int]] = {}
+                waiting.setdefault(key, []).append(condition)
+        samples: dict[tuple[Condition, ...], list[int]] = {}
         most = 1 if launched()[1] > 1 else MOST_TOGETHER
-        for (*_, index), numbers in waiting.items():
-            for some in chunks(numbers, most):
+        for (*_, index), conditions in waiting.items():
+            for some in chunks(conditions, most):
                 samples.setdefault(tuple(some), []).append(index)
         return samples
 
