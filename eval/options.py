@@ -13,17 +13,11 @@ from typer import Argument, Option
 
 MODEL = "'builtin', 'smollm2-135m', or a folder or hub name."
 Model = Annotated[str, Argument(help=MODEL)]
-Tasks = Annotated[str, Option(help="Tasks, or groups of them (ruler, longbench), separated by commas.")]
 Policies = Annotated[str, Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
 Budget = Annotated[str, Option(help="Entries per KV head per layer (256), share of the text (0.25) or bytes ('4MiB').")]
 Budgets = Annotated[str, Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")]
 Scopes = Annotated[str, Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")]
-Samples = Annotated[int, Option(min=1, help="Samples of each task.")]
-Length = Annotated[int, Option(min=2, help="Longest prompt in tokens; longer ones lose their middle.")]
-Batch = Annotated[int, Option(min=1, help="Prompts answered at once.")]
-NewTokens = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
 Folder = Annotated[Path, Option(file_okay=False, help="Folder for samples and tables; a rerun goes on there.")]
-Json = Annotated[Path | None, Option("--json", help="Also write everything measured to this file.")]
 Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are made up.")]
 Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
 Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
@@ -43,22 +37,19 @@ class EvalOptions:
     """
 
     model: Model
-    tasks: Tasks = "multi_needle"
+    tasks: Annotated[str, Option(help="Tasks, or groups (ruler, longbench), separated by commas.")] = "multi_needle"
     policies: Policies = "full,lava,snapkv"
     budgets: Budgets = "0.125,0.25"
     scopes: Scopes = "prompt,context"
-    samples: Samples = 20
-    length: Length = 2048
+    samples: Annotated[int, Option(min=1, help="Samples of each task.")] = 20
+    length: Annotated[int, Option(min=2, help="Longest prompt in tokens; longer ones lose their middle.")] = 2048
     data_dir: Annotated[
         Path | None, Option(exists=True, file_okay=False, help="Folder with longbench/; else the hub is asked.")
     ] = None
     output: Folder = Path("kvpass-eval")
     entries: Entries = "model"
     seed: Seed = 0
-    batch: Batch = 1
-    workers: Annotated[
-        int, Option(min=1, help="Processes that answer, each with its own model; on CUDA one device each.")
-    ] = 1
+    batch: Annotated[int, Option(min=1, help="Prompts answered at once.")] = 1
     num_uncompressed_tokens: Annotated[int, Option(min=0, help="Scope prompt: last tokens, fed after compression.")] = 1
     chat: Annotated[bool, Option(help="Use the tokenizer's chat template where the task wants one.")] = True
     backend: Backend = "inductor"
@@ -104,7 +95,7 @@ class BenchOptions:
     shared_prompt: Annotated[bool, Option("--shared-prompt", help="Prefill one row, repeat it for the batch.")] = False
     warm_cache: Annotated[bool, Option("--warm-cache", help="Do not empty Inductor's cache before.")] = False
     seed: Seed = 0
-    json_path: Json = None
+    json_path: Annotated[Path | None, Option("--json", help="Also write everything measured to this file.")] = None
     serve: Annotated[
         bool, Option("--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy.")
     ] = False
@@ -149,7 +140,7 @@ class AskOptions:
         ),
     ] = None
     policy: Annotated[str | None, Option(help="A policy of your own to import first: my.module:KeyDiff.")] = None
-    new_tokens: NewTokens = 64
+    new_tokens: Annotated[int, Option(min=1, help="Longest answer in tokens.")] = 64
     backend: Backend = "inductor"
     device: Device = "cpu"
 
@@ -165,18 +156,6 @@ class CalibrateOptions:
     ridge: Annotated[float, Option(help="Added to the diagonal of the system that is solved.")] = 30.0
     dtype: Dtype = "auto"
     device: Device = "cpu"
-
-
-def read_text(path: Path) -> str:
-    """Read a document.
-
-    Raises:
-        ValueError: it cannot be read, or is no text.
-    """
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"document={str(path)!r}: {error}") from None
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import json
 import time
@@ -26,21 +24,17 @@ from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
 from kvpass.eval.runner import Kept, Runner, chunks
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
-from kvpass.eval.workers import Share, answer_in_processes
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar, progress_console
 
 BudgetValue = int | float | str
 
-SHARE_BATCHES = 4
-"""Batches that a worker answers at a time: a worker that is killed loses them."""
-
 MOST_TOGETHER = 32
 """Conditions that share a prefill at most: their caches are held at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Condition:
     """One task under one policy, budget, scope and entry format.
 
@@ -96,10 +90,6 @@ class Evaluation:
         options = self.options
         if not self.scopes or not set(self.scopes) <= set(get_args(Scope)):
             raise ValueError(f"scope={options.scopes!r}: must be one of {', '.join(get_args(Scope))}, or both")
-        if options.workers > 1 and launched()[1] > 1:
-            raise ValueError(
-                f"workers={options.workers}: must be 1 where torchrun started processes that share the model"
-            )
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
         for spec in self.policies:
@@ -151,41 +141,34 @@ class Evaluation:
         return records
 
     def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
-        """Answer what waits, in this process or in several, and describe what is answered."""
-        shares, workers = self._shares(), self.options.workers
-        if workers > 1 and shares:
-            describe(f"{workers} workers")
-            yield from answer_in_processes(
-                functools.partial(answer_share, self.options), workers, shares, self.options.device
-            )
-            return
-        for share in shares:
-            first, count = self.conditions[share.conditions[0]], len(share.conditions)
+        """Answer what waits, each prompt read once; describe it, and yield the records of each batch."""
+        for conditions, indices in self._waiting().items():
+            first, count = conditions[0], len(conditions)
             named = f"{count} conditions" if count > 1 else f"{first.label} {first.budget or ''}"
             describe(f"{named} {first.scope} {first.task.name}")
-            yield from self.answers(share)
+            samples = [self.samples[first.task.name][index] for index in indices]
+            prompts = [prompt.scoped(first.scope, self.options.num_uncompressed_tokens) for _, prompt in samples]
+            rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
+            limits = [sample.max_new_tokens for sample, _ in samples]
+            for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
+                yield [self._record(conditions[number], indices[index], *answer) for index, *answer in answers]
 
-    def _shares(self) -> list[Share]:
-        """What waits: samples of a task in a scope, with conditions that wait for the same of them.
+    def _waiting(self) -> dict[tuple[Condition, ...], list[int]]:
+        """Conditions of one task and scope, and the samples for which all of these wait.
 
-        Several workers get pieces of a few batches. Processes that share the model read prompts for each condition.
+        Processes that share the model read prompts for each condition.
         """
-        waiting: dict[tuple[Any, ...], list[int]] = {}
-        for number, condition in enumerate(self.conditions):
+        waiting: dict[tuple[Any, ...], list[Condition]] = {}
+        for condition in self.conditions:
             for index in condition.waiting:
                 key = condition.task.name, condition.scope, condition.entry_format, index
-                waiting.setdefault(key, []).append(number)
-        samples: dict[tuple[Any, ...], list[int]] = {}
+                waiting.setdefault(key, []).append(condition)
+        samples: dict[tuple[Condition, ...], list[int]] = {}
         most = 1 if launched()[1] > 1 else MOST_TOGETHER
-        for (*_, index), numbers in waiting.items():
-            for some in chunks(numbers, most):
+        for (*_, index), conditions in waiting.items():
+            for some in chunks(conditions, most):
                 samples.setdefault(tuple(some), []).append(index)
-        several = self.options.workers > 1
-        return [
-            Share(numbers, tuple(part))
-            for numbers, indices in samples.items()
-            for part in chunks(indices, SHARE_BATCHES * self.options.batch if several else len(indices))
-        ]
+        return samples
 
     def _runner(self, entry_format: EntryFormat) -> Runner:
         """With one compiled model for each entry format: the decoder is captured once for all policies."""
@@ -193,17 +176,6 @@ class Evaluation:
             model = kvpass.compile(self.model, policy="full", backend=self.options.backend, entries=entry_format)
             self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.options.batch)
         return self._runners[entry_format]
-
-    def answers(self, share: Share) -> Iterator[list[Record]]:
-        """Answer samples under some conditions, each prompt read once; yields the records of each batch."""
-        conditions, indices = [self.conditions[number] for number in share.conditions], share.samples
-        first = conditions[0]
-        samples = [self.samples[first.task.name][index] for index in indices]
-        prompts = [prompt.scoped(first.scope, self.options.num_uncompressed_tokens) for _, prompt in samples]
-        rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
-        limits = [sample.max_new_tokens for sample, _ in samples]
-        for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
-            yield [self._record(conditions[number], indices[index], tokens, kept) for index, tokens, kept in answers]
 
     def _record(self, condition: Condition, index: int, tokens: list[int], kept: Kept) -> Record:
         (sample, _), question = self.samples[condition.task.name][index], condition.questions[index]
@@ -292,17 +264,6 @@ class Evaluation:
             "results": [asdict(row) for row in rows],
         }
         save_json(self.options.output / "manifest.json", manifest)
-
-
-def answer_share(options: EvalOptions, share: Share) -> list[Record]:
-    """Answer samples in a worker process."""
-    return [record for records in _evaluation_of_worker(options).answers(share) for record in records]
-
-
-@functools.cache
-def _evaluation_of_worker(options: EvalOptions) -> Evaluation:
-    """The run of this process, whose model is loaded once; the file of records is the caller's and not read."""
-    return Evaluation(dataclasses.replace(options, output=options.output / "worker", workers=1))
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

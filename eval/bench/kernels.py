@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,46 +117,38 @@ def ragged_lengths(shape: Shape, rows: int, entries: int) -> Tensor:
     return ends.diff(dim=1, prepend=torch.zeros(rows, 1, dtype=torch.int64)).view(rows, shape.layers, shape.kv_heads)
 
 
-@dataclass
-class TimedCase:
-    """Cache of all layers, and one new token."""
+def cache_of(shape: Shape, lengths: Tensor, entry_format: EntryFormat = "model") -> tuple[Attention, AppendBuffers]:
+    """One new token, and a random cache of all layers with pool entries as in :func:`ragged_lengths`."""
+    rows, layers, kv_heads = lengths.shape
+    dims = shape.dim, shape.geometry.stored_value_dim
+    entries = int(lengths.flatten(1).sum(1).max())
+    pool_k, pool_v = (shape.random(rows, entries, dim) for dim in dims)
+    tail_k, tail_v = (shape.random(layers, rows, kv_heads, WINDOW + 32, dim) for dim in dims)
+    held = AppendBuffers(
+        pool_k=pool_k,
+        pool_v=pool_v,
+        offsets=torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device),
+        tail_k=tail_k,
+        tail_v=tail_v,
+        tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
+        tail_used=torch.tensor(WINDOW, device=shape.device),
+        arrivals=BUFFERS["arrivals"].new({"A": rows * kv_heads}, shape.device),
+    )
+    return shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format)
 
-    call: Attention
-    held: AppendBuffers
 
-    @classmethod
-    def make(cls, shape: Shape, lengths: Tensor, entry_format: EntryFormat = "model") -> TimedCase:
-        rows, layers, kv_heads = lengths.shape
-        dims = shape.dim, shape.geometry.stored_value_dim
-        offsets = torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device)
-        entries = int(lengths.flatten(1).sum(1).max())
-        held = AppendBuffers(
-            pool_k=shape.random(rows, entries, dims[0]),
-            pool_v=shape.random(rows, entries, dims[1]),
-            offsets=offsets,
-            tail_k=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[0]),
-            tail_v=shape.random(layers, rows, kv_heads, WINDOW + 32, dims[1]),
-            tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
-            tail_used=torch.tensor(WINDOW, device=shape.device),
-            arrivals=BUFFERS["arrivals"].new({"A": rows * kv_heads}, shape.device),
-        )
-        return cls(shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format))
+def attend(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
+    """Attention of the new token at a layer, ``[B, H, 1, D]``, by the kernels of this package."""
+    from kvpass.ops.cuda import attend_cache
 
-    def attend(self, layer: int) -> Tensor:
-        """Attention of the new token at a layer, ``[B, H, 1, D]``, by the kernels of this package."""
-        from kvpass.ops.cuda import attend_cache
+    return attend_cache(call, held, layer)
 
-        return attend_cache(self.call, self.held, layer)
 
-    def reference(self, layer: int) -> Tensor:
-        """The same by the eager reference, fp32 on the CPU."""
-
-        def exact(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            return x.cpu().float() if x.is_floating_point() else x.cpu()
-
-        return reference.attend_cache(Attention(*map(exact, self.call)), AppendBuffers(*map(exact, self.held)), layer)
+def exact(x: Any) -> Any:
+    """A tensor on the CPU, numbers in fp32; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.cpu().float() if x.is_floating_point() else x.cpu()
 
 
 KINDS: dict[str, EntryFormat] = {
@@ -173,14 +165,14 @@ def time_decode(
     Raises:
         RuntimeError: asked to check, and the kernel does not give what the reference gives.
     """
-    case = TimedCase.make(shape, lengths, entry_format)
+    call, held = cache_of(shape, lengths, entry_format)
     error = 0.0
     for layer in (0, shape.layers - 1) if check else ():
-        expected = case.reference(layer)
-        error = max(error, float((case.attend(layer).float().cpu() - expected).norm() / expected.norm()))
+        expected = reference.attend_cache(Attention(*map(exact, call)), AppendBuffers(*map(exact, held)), layer)
+        error = max(error, float((attend(call, held, layer).float().cpu() - expected).norm() / expected.norm()))
         if not error <= WORST_ERROR:
             raise RuntimeError(f"decode kernel, layer {layer}: relative error {error:.2e} above {WORST_ERROR:.0e}")
-    seconds = time_graph(lambda: [case.attend(layer) for layer in range(shape.layers)])
+    seconds = time_graph(lambda: [attend(call, held, layer) for layer in range(shape.layers)])
     read = (int(lengths.sum()) + lengths.numel() * (WINDOW + 1)) * shape.geometry.entry_bytes(entry_format)
     return {
         "us_per_layer": 1e6 * seconds / shape.layers,
@@ -190,15 +182,6 @@ def time_decode(
     }
 
 
-def measured(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
-    """The figures, or under ``failure`` why there are none."""
-    try:
-        return function(*given)
-    except Exception as error:  # the other figures do not need this one; the exit status says that it is missing
-        traceback.print_exc()
-        return {"failure": first_line(error)}
-
-
 def time_graph(function: Callable[[], Any]) -> float:
     """Median seconds of what ``function`` launches, replayed as a CUDA graph so that no launch gap counts."""
     from triton.testing import do_bench_cudagraph
@@ -206,32 +189,14 @@ def time_graph(function: Callable[[], Any]) -> float:
     return float(do_bench_cudagraph(function, rep=int(100 * AT_LEAST), return_mode="median")) / 1e3  # ten times so long
 
 
-def decode_figures(
-    records: list[dict[str, Any]], shape: Shape, bandwidth: float, kinds: Iterable[str] = KINDS
-) -> Iterator[None]:
-    """Add a record for each batch, with a figure of each kind; yields after each figure."""
-    for rows in BATCHES:
-        record: dict[str, Any] = {"batch": rows, **shape.named}
-        records.append(record)
-        for kind in kinds:
-            lengths, check = ragged_lengths(shape, rows, BUDGET - WINDOW), rows == BATCHES[0]
-            if kind == "uniform":
-                lengths.fill_(BUDGET - WINDOW)
-            record[kind] = measured(time_decode, shape, lengths, bandwidth, check, KINDS[kind])
-            if all("us_per_layer" in record.get(known, {}) for known in ("uniform", "ragged")):
-                record["ragged_over_uniform"] = record["ragged"]["us_per_layer"] / record["uniform"]["us_per_layer"]
-            yield
-
-
 # -- prefill ----------------------------------------------------------------------------------------------------------
 
 
-def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], None], Callable[[], Any]]:
-    """A compressed prefill of all layers, attention and scoring only, and the plain attention of one layer."""
+def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:
+    """What scoring, cascade and pack add to the attention of a prompt of batch 1, milliseconds a layer."""
     resolved = resolve(policy, window=WINDOW, **POLICIES[policy])
     start = torch.zeros(1, dtype=torch.int64)
-    first = start.to(shape.device)
-    call = shape.tokens(1, tokens)
+    first, call = start.to(shape.device), shape.tokens(1, tokens)
     group = LayerGroup(geometry=shape.geometry, layers=tuple(range(shape.layers)))
     ops = implementation(call.q)
 
@@ -246,14 +211,8 @@ def prompt_run(shape: Shape, tokens: int, policy: str) -> tuple[Callable[[], Non
         with record_function("kvpass::pack"):
             ops.pack(buffers)
 
-    return compress, lambda: torch.ops.kvpass.site(*call[:4])
-
-
-def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:
-    """What scoring, cascade and pack add to the attention of a prompt of batch 1, milliseconds a layer."""
-    compress, attend = prompt_run(shape, tokens, policy)
     compress()
-    attention = median_seconds(attend, AT_LEAST)
+    attention = median_seconds(lambda: torch.ops.kvpass.site(*call[:4]), AT_LEAST)
     found = scoring_time(compress, shape.device)
     added = None if found is None else found.seconds / shape.layers
     parts = list(found.parts.items())[:12] if found is not None else []
@@ -265,15 +224,39 @@ def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:
     }
 
 
-def prompt_figures(records: list[dict[str, Any]], shape: Shape, prompts: Iterable[int]) -> Iterator[None]:
-    """Add a record of each policy for each prompt; yields after each."""
-    for tokens, policy in itertools.product(prompts, POLICIES):
-        named = {"prompt": tokens, "policy": policy, **shape.named}
-        records.append(named | measured(time_prompt, shape, tokens, policy))
-        yield
-
-
 # -- command ----------------------------------------------------------------------------------------------------------
+
+
+def measured(function: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """The figures, or under ``failure`` why there are none."""
+    try:
+        return function(*given)
+    except Exception as error:  # the other figures do not need this one; the exit status says that it is missing
+        traceback.print_exc()
+        return {"failure": first_line(error)}
+
+
+def figures(decode: list[dict[str, Any]], prefill: list[dict[str, Any]], bandwidth: float) -> Iterator[None]:
+    """Add a record for each batch, and one for each prompt and policy; yields after each figure."""
+    usual = Shape()
+    for shape, kinds in ((usual, tuple(KINDS)), (LATENT, ("ragged",))):
+        for rows in BATCHES:
+            record: dict[str, Any] = {"batch": rows, **shape.named}
+            decode.append(record)
+            for kind in kinds:
+                lengths, check = ragged_lengths(shape, rows, BUDGET - WINDOW), rows == BATCHES[0]
+                if kind == "uniform":
+                    lengths.fill_(BUDGET - WINDOW)
+                record[kind] = measured(time_decode, shape, lengths, bandwidth, check, KINDS[kind])
+                times = [record.get(known, {}).get("us_per_layer") for known in ("ragged", "uniform")]
+                if all(times):
+                    record["ragged_over_uniform"] = times[0] / times[1]
+                yield
+    for shape, prompts in ((usual, PROMPTS), (LATENT, LATENT_PROMPTS)):
+        for tokens, policy in itertools.product(prompts, POLICIES):
+            found = measured(time_prompt, replace(shape, layers=PREFILL_LAYERS), tokens, policy)
+            prefill.append({"prompt": tokens, "policy": policy, **shape.named, **found})
+            yield
 
 
 def shown(result: dict[str, Any]) -> Tables:
@@ -317,13 +300,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this machine has no CUDA device", file=sys.stderr)
         return 1
-    shape = Shape()
+    device = Shape().device
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth(shape.device)
-    described = {name: str(value) for name, value in asdict(shape).items()}
+    bandwidth = copy_bandwidth(device)
+    described = {name: str(value) for name, value in asdict(Shape()).items()}
     result: dict[str, Any] = {
         "command": ["python", "-m", "kvpass.eval.bench.kernels"],
-        "machine": {**machine(shape.device), "copy_bandwidth": bandwidth},
+        "machine": {**machine(device), "copy_bandwidth": bandwidth},
         "versions": versions(),
         "shape": {**described, "prefill_layers": PREFILL_LAYERS, "budget": BUDGET, "window": WINDOW},
         "complete": False,
@@ -331,16 +314,11 @@ def main(arguments: list[str] | None = None) -> int:
         "prefill": [],
     }
     with torch.no_grad():
-        for _ in itertools.chain(
-            decode_figures(result["decode"], shape, bandwidth),
-            decode_figures(result["decode"], LATENT, bandwidth, ("ragged",)),
-            prompt_figures(result["prefill"], replace(shape, layers=PREFILL_LAYERS), PROMPTS),
-            prompt_figures(result["prefill"], replace(LATENT, layers=PREFILL_LAYERS), LATENT_PROMPTS),
-        ):
+        for _ in figures(result["decode"], result["prefill"], bandwidth):
             save_json(given.json, result)
     Console().print(shown(result))
-    figures = [figures for record in result["decode"] for figures in record.values() if isinstance(figures, dict)]
-    complete = not any("failure" in one for one in (*figures, *result["prefill"]))
+    found = [one for record in result["decode"] for one in record.values() if isinstance(one, dict)]
+    complete = not any("failure" in one for one in (*found, *result["prefill"]))
     save_json(given.json, result | {"complete": complete})
     return int(not complete)
 

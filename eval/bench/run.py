@@ -23,20 +23,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, EntryFormat, Geometry
 from kvpass.eval.bench.base import Benchmark, Result
-from kvpass.eval.bench.measure import (
-    Meter,
-    Scoring,
-    copy_bandwidth,
-    first_line,
-    scoring_time,
-    spread,
-    weight_bytes,
-)
+from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, scoring_time, spread, weight_bytes
 from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
 from kvpass.eval.policy_spec import PolicySpec
 from kvpass.transformers_compat import CACHE
 
+_BASELINES = ("hf-eager", "hf-static", "full")
 _RECORDED = "new_tokens repeats shared_prompt warm_cache left_out".split()
 """Settings that a result names, beside those of every measurement."""
 
@@ -144,8 +137,8 @@ class Bench(Benchmark):
         if measurement.failure is not None:
             return {"name": measurement.system.name, "failure": measurement.failure}
         others = {other.system.name: other for other in measured if other.failure is None}
-        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items()}
-        prefills = {name: spread(other.prefill)["median"] for name, other in others.items()}
+        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in _BASELINES}
+        prefills = {name: spread(others[name].prefill)["median"] for name in decodes if name != "hf-eager"}
         prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
         weights, eager = self.step_weight_bytes, others.get("hf-eager")
         bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / self.bandwidth
@@ -163,12 +156,8 @@ class Bench(Benchmark):
             and {"seconds": scoring.seconds, "prefill_s": scoring.prefill, "share": scoring.seconds / scoring.prefill},
             "bound_ms": bound,
             "share_of_bound": None if bound is None else bound / decode["median"],
-            "decode_speedup": {
-                name: decodes[name] / decode["median"] for name in ("hf-eager", "hf-static", "full") if name in others
-            },
-            "prefill_ratio": {
-                name: prefill["median"] / prefills[name] for name in ("hf-static", "full") if name in others
-            },
+            "decode_speedup": {name: median / decode["median"] for name, median in decodes.items()},
+            "prefill_ratio": {name: prefill["median"] / median for name, median in prefills.items()},
             "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
         }
 
@@ -243,9 +232,14 @@ class Bench(Benchmark):
         seen |= {several, ids.shape}
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
+        """Time a prefill, decode steps, and the second of two answers, which finds the room that the first made."""
+        system, new = measurement.system, self.settings.new_tokens
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
-        found = self._run(measurement, ids, batch, settling + self.settings.new_tokens)
-        self._answer(measurement, found.tokens[:, -1:], found.cache)
+        found = self._run(measurement, ids, batch, settling + new)
+        if system.answer(found.tokens[:, -1:], found.cache, new):
+            marks = [self.meter.mark()]
+            system.answer(found.tokens[:, -1:], found.cache, new)
+            measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new
         measurement.prefill.append(found.prefill)
         measurement.first_steps.append(found.steps[:settling])
         measurement.steps.append(found.steps[settling:])
@@ -267,17 +261,6 @@ class Bench(Benchmark):
         measurement.cache_bytes = system.nbytes(found.cache)
         measurement.attended_bytes = system.attended_bytes(found.cache, ids.shape[1] + new_tokens)
         return found
-
-    def _answer(self, measurement: Measurement, token: Tensor, cache: Any) -> None:
-        """Time the second of two answers: room for the first may move the cache, and what CUDA has captured with it.
-
-        The second finds the room of the first, or that of evicted entries.
-        """
-        new = self.settings.new_tokens
-        if measurement.system.answer(token, cache, new):
-            marks = [self.meter.mark()]
-            measurement.system.answer(token, cache, new)
-            measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:

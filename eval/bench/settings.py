@@ -63,21 +63,9 @@ _MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "tiny": (1024, _SMALL | {
         "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_key_value_heads": 2,
     }),
-    "deepseek-v3-tiny": (4096, _SMALL | {
-        "model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 128, "q_lora_rank": 128,
-        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
-    }),
-    "qwen3.5-27b-shape": (4096, _SMALL | {
-        "model_type": "qwen3_5_text", "hidden_size": 512, "num_hidden_layers": 4, "full_attention_interval": 4,
-        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    }),
 }  # fmt: skip
 """Usual context and config by name. The published shapes (``mistral-7b`` is v0.3) have more positions than published,
-so that prompts of a million tokens and their answers fit in each. ``qwen3.5-27b-shape`` is narrower and has 4 of 64
-layers, whose caches have the published sizes."""
+so that prompts of a million tokens and their answers fit in each. Others are files in ``benchmarks/``."""
 
 
 def find_model(name: str) -> BenchModel:
@@ -93,18 +81,17 @@ def find_model(name: str) -> BenchModel:
     if name in _MODELS:
         context, fields = _MODELS[name]
         return BenchModel(name, AutoConfig.for_model(**fields), context)
-    path = Path(name)
+    path, known = Path(name), ", ".join([*_MODELS, *PACKAGES])
     if has_weights := name in PACKAGES or path.is_dir():
         with located(name) as place:
             config = AutoConfig.from_pretrained(place)
     elif path.suffix != ".json":
-        known = ", ".join([*_MODELS, *PACKAGES])
         raise ValueError(f"model={name!r}: expected one of {known}, or a folder or config.json of a model")
+    elif not path.is_file():
+        raise ValueError(f"model={name!r}: no such file")
     else:
         try:
             fields = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(f"model={name!r}: no such file") from None
         except ValueError as error:
             raise ValueError(f"model={name!r}: not JSON ({error})") from error
         if not isinstance(fields, dict) or "model_type" not in fields:
@@ -120,15 +107,13 @@ def build(
 
     Random weights are made on the device in their dtype, so that the host needs no memory for them.
     """
-    if model.has_weights and torch.device(device).type != "meta":
+    if model.has_weights:
         with located(model.name) as place:
             built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype)
-        built.to(device)  # type: ignore[arg-type]
-        return built.eval()
+        return built.to(device).eval()  # type: ignore[arg-type]
     torch.manual_seed(seed)
     with torch.device(device):
-        built = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
-    return built.eval()
+        return AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, TimedCase, ragged_lengths, time_graph
+from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, cache_of, ragged_lengths, time_graph
 from kvpass.eval.environment import machine, versions
 from kvpass.operands import AppendBuffers, Attention, SlotCache
 from kvpass.rotation import rotated_call
@@ -32,25 +32,18 @@ WARPS = (2, 4, 8)
 REGISTERS = (None, 168, 128)
 """With four warps, three and four programs of a multiprocessor share its 65,536."""
 LEAST_BLOCK = 16
-CODES: tuple[EntryFormat, ...] = ("model", "int8", "rot4")
-"""Entry formats of a decode step in 16 bits, each with a case of its own."""
 
 Workload = Callable[..., Any]
 """Runs a kernel with the given ``config``, None for the pinned one."""
 
 
 def workloads(
-    place: str = "cuda",
-    tokens: int = 8192,
-    rows: int = 8,
-    budget: int = 1024,
-    dims: Sequence[int] = (64, 128, 256),
-    layers: int = 16,
+    place: str = "cuda", tokens: int = 8192, rows: int = 8, budget: int = 1024, layers: int = 16
 ) -> Iterator[tuple[str, Workload]]:
     """Yield each case that is worth measuring, with its work on random inputs; those of one case at a time are held.
 
     Args:
-        tokens: of the prompt, batch 1. rows: of a decode step. budget: entries per KV head there. dims: head dims.
+        tokens: of the prompt, batch 1. rows: of a decode step. budget: entries per KV head there.
         layers: of the cache that decode steps read, so many that it does not stay in the device's own cache.
     """
     from kvpass.kernels.launch import kind
@@ -63,7 +56,7 @@ def workloads(
     for dtype in (torch.bfloat16, torch.float32):
         latent = replace(LATENT, layers=1, heads=16, dtype=dtype, place=place)
         usual = Shape(layers=1, dtype=dtype, place=place)
-        for shape in (*(replace(usual, dim=dim) for dim in dims), latent):
+        for shape in (*(replace(usual, dim=dim) for dim in (64, 128, 256)), latent):
             call, case = shape.tokens(1, tokens), dims_case(dtype, shape.dim)
             yield f"prefill {case}", partial(prefill_attention, call)
             start, lse = torch.zeros(1, dtype=torch.int64, device=shape.device), prefill_attention(call)[1]
@@ -72,20 +65,18 @@ def workloads(
         for shape in (usual, latent):
             case = kind(dtype) + wide_case(shape.dim)
             many = replace(shape, layers=layers)
-            for entry_format in CODES if shape is usual and dtype == torch.bfloat16 else CODES[:1]:
-                cache = TimedCase.make(many, ragged_lengths(many, rows, budget), entry_format)
-                call = rotated_call(cache.call, cache.held)
-                decode_case = case_of(dtype, shape.dim, shape.geometry.value_dim, cache.held)
-                yield decode_case, partial(through_layers, attend_ragged, call, cache.held)
-            cache = TimedCase.make(shape, ragged_lengths(shape, rows, budget))
-            yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), cache.held, 0)
+            coded: tuple[EntryFormat, ...] = ("int8", "rot4")  # in 16 bits each has a case of its own
+            for entry_format in ("model", *(coded if shape is usual and dtype == torch.bfloat16 else ())):
+                call, held = cache_of(many, ragged_lengths(many, rows, budget), entry_format)
+                decode_case = case_of(dtype, shape.dim, shape.geometry.value_dim, held)
+                yield decode_case, partial(through_layers, attend_ragged, rotated_call(call, held), held)
+            call, held = cache_of(shape, ragged_lengths(shape, rows, budget))
+            yield f"extend {case}", partial(attend_extend, shape.tokens(rows, WINDOW), held, 0)
             position = torch.arange(budget, dtype=torch.int32, device=shape.device).expand(rows, shape.kv_heads, -1)
             stored = shape.dim, shape.geometry.stored_value_dim
             keys, values = (shape.random(1, rows, shape.kv_heads, budget, dim) for dim in stored)
-            yield (
-                f"slots {case}",
-                partial(attend_slots, cache.call, SlotCache(None, None, None, keys, values, position), 0),
-            )
+            slots = SlotCache(None, None, None, keys, values, position)
+            yield f"slots {case}", partial(attend_slots, call, slots, 0)
 
 
 def through_layers(attend: Callable[..., Tensor], call: Attention, held: AppendBuffers, config: Any = None) -> Tensor:
@@ -101,10 +92,7 @@ def result(found: Any) -> Tensor:
 
 
 def neighbours(config: Any) -> Iterator[Any]:
-    """Yield the configs that differ in one number: a block or the warps by a factor of two, the stages by one.
-
-    Or in the limit of registers.
-    """
+    """Yield the configs that differ in a block or the warps by a factor of two, the stages by one, or in registers."""
     sizes, warps, stages = dict(config.blocks), config.num_warps, config.num_stages
     for name, size in sizes.items():
         for other in (2 * size, size // 2):

@@ -161,22 +161,12 @@ def _variables(
 ) -> tuple[list[list[str]], list[_Asked]]:
     """Chains in random order, each link behind the one it names, and their last links."""
     words = rng.sample(FIRST_WORDS, len(names) * (kind.hops + 1))
-    chains = [words[i :: len(names)] for i in range(len(names))]
-    values = [(number(),) for _ in chains]
-    links = [
-        [Fact((chain[0],), value, "variable").sentence]
-        + [Fact((word,), (before,), "variable").sentence for before, word in pairwise(chain)]
-        for chain, value in zip(chains, values, strict=True)
-    ]
-    turns = [i for i in range(len(links)) for _ in links[i]]
+    chains = [[number(), *words[i :: len(names)]] for i in range(len(names))]
+    links = [[Fact((word,), (before,), "variable").sentence for before, word in pairwise(chain)] for chain in chains]
+    turns = [left for left in map(iter, links) for _ in range(kind.hops + 1)]
     rng.shuffle(turns)
-    left = [iter(chain) for chain in links]
-    hidden = [next(left[i]) for i in turns]
-    asked = [
-        (Fact((chain[-1],), value, "variable").question, [chain_words([*chain[-2::-1], *value])])
-        for chain, value in zip(chains, values, strict=True)
-    ]
-    return hidden, asked
+    asked = [(Fact((chain[-1],), (), "variable").question, [chain_words(chain[-2::-1])]) for chain in chains]
+    return [next(left) for left in turns], asked
 
 
 def _filler(rng: random.Random, tokens: int, names: Sequence[Name], number: Callable[[], str]) -> list[list[str]]:

@@ -63,14 +63,10 @@ class Ruler:
         return float(ruler.string_match_all(ruler.postprocess_pred([prediction]), [sample.answers]))
 
     def _largest(self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: str) -> int:
-        return largest(
-            lambda size: self._of_size(size, tokens, "", seed),
-            tokenizer,
-            tokens,
-            smallest=self.smallest,
-            chat=self.chat,
-            name=self.name,
-        )
+        def build(size: int) -> Sample:
+            return self._of_size(size, tokens, "", seed)
+
+        return largest(build, tokenizer, tokens, smallest=self.smallest, chat=self.chat, name=self.name)
 
     def _of_size(self, size: int, tokens: int, name: str, seed: str) -> Sample:
         text = self.build(size, tokens, random.Random(seed))._asdict()

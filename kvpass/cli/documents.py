@@ -36,15 +36,7 @@ class Document:
     notes: Mapping[str, str]
 
     @classmethod
-    def compress(
-        cls,
-        text: str,
-        *,
-        model: str,
-        dtype: str = "auto",
-        device: str = "cpu",
-        **options: Any,
-    ) -> Document:
+    def compress(cls, text: str, *, model: str, dtype: str = "auto", device: str = "cpu", **options: Any) -> Document:
         """Compress a text before any question is known.
 
         Args:
@@ -66,12 +58,7 @@ class Document:
 
     @classmethod
     def load(
-        cls,
-        path: str | Path,
-        *,
-        model: str | None = None,
-        device: str = "cpu",
-        backend: Compiler = "inductor",
+        cls, path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
     ) -> Document:
         """Load what :meth:`save` wrote; policy, options, budget and format of entries come from the file.
 

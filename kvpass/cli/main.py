@@ -17,15 +17,7 @@ import typer
 from rich.console import Console
 
 import kvpass
-from kvpass.eval.options import (
-    AskOptions,
-    BenchOptions,
-    CalibrateOptions,
-    CompressOptions,
-    DemoOptions,
-    EvalOptions,
-    read_text,
-)
+from kvpass.eval.options import AskOptions, BenchOptions, CalibrateOptions, CompressOptions, DemoOptions, EvalOptions
 from kvpass.progress import working
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -129,14 +121,16 @@ def bench(options: BenchOptions) -> None:
     from kvpass.eval.bench.run import Bench
     from kvpass.eval.bench.serve import Serve
     from kvpass.eval.bench.settings import BenchSettings
+    from kvpass.eval.environment import save_json
 
     path = options.json_path
     kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
     with _interruptible(f"the same command begins anew; {kept}"):
         with _bad_values():
             checked = (Serve if options.serve else Bench)(BenchSettings(**vars(options)))
-            save = _writer(path)
-        result = checked.run(save)
+            if path is not None:
+                _make_folder("json", path.parent)
+        result = checked.run() if path is None else checked.run(partial(save_json, path))
     Console().print(show(result))
     if path is not None:
         Console().print(f"written: {path}", highlight=False)
@@ -149,8 +143,7 @@ def evaluate(options: EvalOptions) -> None:
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import Evaluation
 
-    advice = f"the same command goes on; the samples finished so far are in {str(options.output)!r}"
-    with _interruptible(advice):
+    with _interruptible(f"the same command goes on; the samples finished so far are in {str(options.output)!r}"):
         with _bad_values():
             checked = Evaluation(options)
             _make_folder("output", options.output)
@@ -170,7 +163,7 @@ def calibrate(options: CalibrateOptions) -> None:
     output, texts = options.output, options.texts
     left = output.with_name(f"{output.name}.partial")
     with _interruptible(f"{left} holds what is done; the same command goes on"), _bad_values():
-        read = None if texts is None else [read_text(path) for path in sorted(texts.glob("*.txt"))]
+        read = None if texts is None else [_read_text(path) for path in sorted(texts.glob("*.txt"))]
         _make_folder("output", output.parent)
         loaded = load_model(options.model, dtype=options.dtype, device=options.device)
         made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge, resume=left)
@@ -193,17 +186,13 @@ def compress(options: CompressOptions) -> None:
         chosen = parse_policies(options.policy)
         if len(chosen) != 1:
             raise ValueError(f"policy={options.policy!r}: name one")
-        text = typer.get_text_stream("stdin").read() if str(document) == "-" else read_text(document)
+        text = typer.get_text_stream("stdin").read() if str(document) == "-" else _read_text(document)
         _make_folder("output", output.parent)
         made = Document.compress(
             text,
-            model=options.model,
             policy=chosen[0].name,
             budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
-            entries=options.entries,
-            dtype=options.dtype,
-            device=options.device,
-            backend=options.backend,
+            **{name: getattr(options, name) for name in ("model", "entries", "dtype", "device", "backend")},
             **({} if options.window is None else {"window": options.window}) | dict(chosen[0].options),
         )
         made.save(output)
@@ -249,13 +238,13 @@ def policies() -> None:
     from kvpass.eval.tables import rich_table
     from kvpass.policies import installed_policies
 
-    header = ("policy", "budget", "what it does; its options and their defaults")
     rows = []
     for name, policy in sorted(installed_policies().items()):
         options = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(policy))
         summary = (policy.__doc__ or "").strip().splitlines()[0]
         rows.append([name, "yes" if policy.needs_budget else "none", f"{summary}\n{options}"])
-    Console().print(rich_table(header, rows, left=len(header), leading=1))
+    header = ("policy", "budget", "what it does; its options and their defaults")
+    Console().print(rich_table(header, rows, left=3, leading=1))
 
 
 def _make_folder(option: str, folder: Path) -> None:
@@ -270,11 +259,13 @@ def _make_folder(option: str, folder: Path) -> None:
         raise ValueError(f"{option}: cannot make the folder {str(folder)!r} ({error.strerror}); name another") from None
 
 
-def _writer(path: Path | None) -> Callable[[dict[str, Any]], None]:
-    """Return what writes a result as JSON, if a file is named; its folder is made now."""
-    if path is None:
-        return lambda _: None
-    from kvpass.eval.environment import save_json
+def _read_text(path: Path) -> str:
+    """Read a document.
 
-    _make_folder("json", path.parent)
-    return partial(save_json, path)
+    Raises:
+        ValueError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"document={str(path)!r}: {error}") from None

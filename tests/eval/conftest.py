@@ -21,15 +21,8 @@ from tiny_models import sharing_captures
 @pytest.fixture
 def micro_sizes():
     """Sizes of a very small Llama, as its configuration names them."""
-    return {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
+    return sizes | {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture

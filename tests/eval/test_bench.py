@@ -39,13 +39,17 @@ def settings(model, **changes):
     return BenchSettings(**usual | changes)
 
 
+def named(result, run=0):
+    """Records of the systems of a run, by name."""
+    return {record["name"]: record for record in result["runs"][run]["systems"]}
+
+
 @pytest.mark.exhaustive  # five seconds
 def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     entry = 2 * 8 * 4
     for shared in (False, True):
-        result = Bench(settings(micro, batches="2", systems="hf-eager,hf-static,full", shared_prompt=shared))
-        run = result.run()["runs"][0]
-        systems = {record["name"]: record for record in run["systems"]}
+        asked = settings(micro, batches="2", systems="hf-eager,hf-static,full", shared_prompt=shared)
+        systems = named(Bench(asked).run())
         assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
         for name in ("hf-eager", "hf-static", "full"):
             assert systems[name]["attended_bytes"] == 2 * (48 + 3) * 2 * entry, name
@@ -61,21 +65,28 @@ def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
 
 
 def test_formats_of_kept_entries_are_systems_of_their_own(micro):
-    result = Bench(settings(micro, entries="model,int8")).run()
-    systems = {record["name"]: record["attended_bytes"] for record in result["runs"][0]["systems"]}
+    systems = named(Bench(settings(micro, entries="model,int8")).run())
     assert list(systems) == ["hf-eager", "lava", "int8 lava", "full"]
-    entry, codes = 2 * 8 * 4, 2 * (8 + 4)  # bytes
-    assert systems["lava"] == 2 * (16 + 3) * entry
-    assert systems["int8 lava"] == 2 * (16 + 3) * codes
+    assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * 8 * 4
+    assert systems["int8 lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * (8 + 4)
     with pytest.raises(ValueError, match="entries='': must be one or several of model, int8"):
         settings(micro, entries="")
 
 
-def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, monkeypatch):
-    def hungry(self, ids):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+def fails(monkeypatch, kind, message, method="prefill"):
+    """Have transformers' eager cache fail; returns weak references to the caches that it had."""
+    caches = []
 
-    monkeypatch.setattr(bench.HfEager, "prefill", hungry)
+    def broken(self, *arguments):
+        caches.extend(weakref.ref(cache) for cache in arguments[2:])
+        raise kind(message)
+
+    monkeypatch.setattr(bench.HfEager, method, broken)
+    return caches
+
+
+def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, monkeypatch):
+    fails(monkeypatch, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 9 GiB.\nmore")
     result = Bench(settings(micro)).run()
     eager, lava, full = result["runs"][0]["systems"]
     assert eager == {"name": "hf-eager", "failure": "CUDA out of memory. Tried to allocate 9 GiB."}
@@ -108,31 +119,20 @@ def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monk
     assert said == ["lava", "saved", "lava", "saved", "full", "saved", "full", "saved", "lava", "saved", "saved"]
 
 
-def test_any_other_failure_is_raised_when_the_others_are_measured(micro, monkeypatch):
-    def broken(self, ids):
-        raise RuntimeError("no")
+def test_any_other_failure_is_raised_when_the_others_are_measured_and_leaves_no_cache(micro, monkeypatch):
+    saved, held = [], []
+    caches = fails(monkeypatch, RuntimeError, "no", "step")
 
-    saved = []
-    monkeypatch.setattr(bench.HfEager, "prefill", broken)
+    def save(result):
+        saved.append(json.loads(json.dumps(result)))
+        held.append([cache() for cache in caches])
+
     with pytest.raises(RuntimeError, match="1 failed, first hf-eager: RuntimeError: no"):
-        Bench(settings(micro)).run(lambda result: saved.append(json.loads(json.dumps(result))))
+        Bench(settings(micro)).run(save)
     eager, *others = saved[-1]["runs"][0]["systems"]
     assert eager == {"name": "hf-eager", "failure": "RuntimeError: no"} and not saved[-1]["complete"]
     assert others and all(record["decode_ms"]["median"] > 0 for record in others)
-
-
-def test_a_system_that_failed_keeps_no_cache_while_others_run(micro, monkeypatch):
-    caches = []
-
-    def broken(self, token, position, cache):
-        caches.append(weakref.ref(cache))
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(bench.HfEager, "step", broken)
-    held = []
-    with pytest.raises(RuntimeError, match="hf-eager: RuntimeError: no"):
-        Bench(settings(micro)).run(lambda result: held.append([cache() for cache in caches]))
-    assert held and all(cache is None for at_once in held for cache in at_once) and len(held[-1]) == 1
+    assert all(cache is None for at_once in held for cache in at_once) and len(held[-1]) == 1
 
 
 def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, monkeypatch):
@@ -140,8 +140,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(bench, "scoring_time", full)
-    systems = Bench(settings(micro)).run()["runs"][0]["systems"]
-    compressed = next(record for record in systems if record["name"] == "lava")
+    compressed = named(Bench(settings(micro)).run())["lava"]
     assert compressed["failure"] is None and compressed["scoring"] is None and compressed["decode_ms"]["median"] > 0
 
 
@@ -160,15 +159,10 @@ def test_models_whose_layers_share_no_budget_are_refused(micro_sizes, tmp_path):
 
 
 HYBRID = {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
+    "model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
-}
+}  # fmt: skip
 STATES = ((2 * 2 + 4) * 8 * 4 + 4 * 8 * 8) * 4
 """Bytes of its convolution, 4 columns wide, and of its recurrence."""
 
@@ -181,10 +175,9 @@ def hybrid(micro_sizes, tmp_path):
 
 
 def test_bytes_of_a_model_with_recurrent_layers_count_its_states(hybrid):
-    run = Bench(settings(hybrid, systems="hf-eager")).run()["runs"][0]
-    entry = 2 * 2 * 8 * 4
-    assert run["budget"]["bytes"] == 16 * entry
-    found = {record["name"]: record for record in run["systems"]}
+    result, entry = Bench(settings(hybrid, systems="hf-eager")).run(), 2 * 2 * 8 * 4
+    assert result["runs"][0]["budget"]["bytes"] == 16 * entry
+    found = named(result)
     assert found["hf-eager"]["cache_bytes"] == found["hf-eager"]["attended_bytes"] == 51 * entry + STATES
     assert found["lava"]["attended_bytes"] == 19 * entry + STATES
     assert found["lava"]["cache_bytes"] > 19 * entry + 2 * STATES
@@ -194,12 +187,8 @@ def test_bytes_of_a_model_with_recurrent_layers_count_its_states(hybrid):
 def test_the_same_answer_whatever_the_cache_is_repeated_in(kind, request):
     model = build(find_model(request.getfixturevalue(kind)), 0)
     ids = torch.randint(64, (1, 40))
-    expected = None
-    for system in (
-        HfEager(model),
-        HfStatic(model, 48, "eager"),
-        Kvpass(model, "full", policy=resolve("full"), budget=16, backend="eager"),
-    ):
+    expected, full = None, Kvpass(model, "full", policy=resolve("full"), budget=16, backend="eager")
+    for system in (HfEager(model), HfStatic(model, 48, "eager"), full):
         with torch.no_grad():
             logits, cache = system.prefill(ids)
             cache = system.decoding_cache(cache, 3)
@@ -224,9 +213,7 @@ def test_weights_that_a_step_reads(micro_sizes):
 
 def test_the_bound_of_llama_8b_is_the_one_design_says():
     """3.15 ms at 4.8 TB/s with 1024 entries a KV head."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(find_model("llama-3.1-8b").config).to(torch.bfloat16)
-    weights = weight_bytes(model)
+    weights = weight_bytes(build(find_model("llama-3.1-8b"), 0, "meta", torch.bfloat16))
     assert weights == pytest.approx(15.01e9, rel=1e-3)
     assert (weights + 1024 * 131072) / 4.8e12 == pytest.approx(3.15e-3, rel=5e-3)
     assert (weights + 131072 * 131072) / 4.8e12 == pytest.approx(6.71e-3, rel=5e-3)
@@ -236,13 +223,9 @@ def test_the_bound_of_llama_8b_is_the_one_design_says():
     ("name", "parameters"), [("llama-3.1-8b", 8.03e9), ("qwen3-8b", 8.19e9), ("mistral-7b", 7.248e9)]
 )
 def test_published_shapes_have_their_published_sizes(name, parameters):
-    from transformers import AutoModelForCausalLM
-
-    config = find_model(name).config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = build(find_model(name), 0, "meta")
     assert model.num_parameters() == pytest.approx(parameters, rel=1e-3)
-    assert not getattr(config, "sliding_window", None)
+    assert not getattr(model.config, "sliding_window", None)
 
 
 def test_a_folder_brings_its_weights(micro, tmp_path, monkeypatch):
@@ -291,15 +274,12 @@ def test_scoring_time_adds_up_what_is_not_attention():
         ],
         [kernel("_window_kernel", 10.0), kernel("_prefill_kernel", 500.0)],
     )
-    assert dict(bench_measure._beyond_attention(site, is_cuda=False)) == {
-        "kvpass::score_layer": 5.0, "aten::topk": 30.0
-    }  # fmt: skip
-    assert dict(bench_measure._beyond_attention(site, is_cuda=True)) == {
-        "_window_kernel": 10.0, "sort": 2.0, "scan": 3.0
-    }  # fmt: skip
+    on_cpu, on_cuda = (dict(bench_measure._beyond_attention(site, is_cuda=cuda)) for cuda in (False, True))
+    assert on_cpu == {"kvpass::score_layer": 5.0, "aten::topk": 30.0}
+    assert on_cuda == {"_window_kernel": 10.0, "sort": 2.0, "scan": 3.0}
     replay = event("kvpass::replay", 2.0, [site])
-    assert sum(dict(bench_measure._beyond_attention(replay, is_cuda=False)).values()) == 1246.0
-    assert sum(dict(bench_measure._beyond_attention(replay, is_cuda=True)).values()) == 647.0
+    for cuda, total in ((False, 1246.0), (True, 647.0)):
+        assert sum(dict(bench_measure._beyond_attention(replay, is_cuda=cuda)).values()) == total
 
 
 def test_a_prompt_of_a_million_tokens_may_be_asked_for():
@@ -325,8 +305,7 @@ def test_kvpress_keeps_as_many_entries_and_leaves_attention_as_it_was(micro):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = dict(ALL_ATTENTION_FUNCTIONS.items())
-    result = Bench(settings(micro, policies="snapkv", systems="hf-eager,kvpress")).run()
-    systems = {record["name"]: record for record in result["runs"][0]["systems"]}
+    systems = named(Bench(settings(micro, policies="snapkv", systems="hf-eager,kvpress")).run())
     assert systems["kvpress/snapkv"]["attended_bytes"] == systems["snapkv"]["attended_bytes"]
     assert dict(ALL_ATTENTION_FUNCTIONS.items()) == plain
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -41,14 +42,14 @@ def test_help_is_given_for_every_command(command):
     assert "Usage" in result.output
 
 
-BAD_PATHS = [
-    (("ask", "nofile", "q"), "file 'nofile' does not exist"),
-    (("ask", ".", "q"), "file '.' is a directory"),
-    (("compress", "nofile", "-o", "doc.kv"), "file 'nofile' does not exist"),
-    (("compress", "-", "-o", "."), "file '.' is a directory"),
-    (("eval", "builtin", "--data-dir", "nofolder"), "dir 'nofolder' does not exist"),
-    (("eval", "builtin", "--output", "/etc/passwd"), "dir '/etc/passwd' is a file"),
-]
+BAD_PATHS = {
+    "ask nofile q": "file 'nofile' does not exist",
+    "ask . q": "file '.' is a directory",
+    "compress nofile -o doc.kv": "file 'nofile' does not exist",
+    "compress - -o .": "file '.' is a directory",
+    "eval builtin --data-dir nofolder": "dir 'nofolder' does not exist",
+    "eval builtin --output /etc/passwd": "dir '/etc/passwd' is a file",
+}
 
 
 def test_a_bad_path_is_refused_before_anything_is_imported():
@@ -58,28 +59,28 @@ import json, sys
 from kvpass.cli.main import app
 for words in json.loads(sys.argv[1]):
     try:
-        app(words, standalone_mode=False)
+        app(words.split(), standalone_mode=False)
     except Exception as error:
         print(str(error).lower())
 print(sorted({"torch", "transformers"} & sys.modules.keys()))
 """
-    asked = json.dumps([words for words, _ in BAD_PATHS])
+    asked = json.dumps(list(BAD_PATHS))
     said = subprocess.run([sys.executable, "-c", code, asked], capture_output=True, text=True, check=True).stdout
     *refusals, imported = said.splitlines()
-    for (words, part), refusal in zip(BAD_PATHS, refusals, strict=True):
-        assert part in refusal, words
+    assert all(part in refusal for part, refusal in zip(BAD_PATHS.values(), refusals, strict=True)), refusals
     assert imported == "[]"
 
 
 GOES_ON = "the same command goes on; the samples finished so far are in 'out'"
+ANEW = "the same command begins anew"
 
 
 @pytest.mark.parametrize(
     ("words", "where", "part"),
     [
-        (("eval", "builtin", "--output", "out"), Evaluation, GOES_ON),
-        (("bench", "--model", "tiny"), Bench, "the same command begins anew; nothing is kept without --json"),
-        (("bench", "--model", "tiny", "--json", "a.json"), Bench, "the same command begins anew; a.json has what"),
+        ("eval builtin --output out", Evaluation, GOES_ON),
+        ("bench --model tiny", Bench, f"{ANEW}; nothing is kept without --json"),
+        ("bench --model tiny --json a.json", Bench, f"{ANEW}; a.json has what"),
     ],
 )
 @pytest.mark.parametrize("when", ["__init__", "run"])
@@ -91,7 +92,7 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
     if when == "run":
         monkeypatch.setattr(where, "__init__", lambda self, given: setattr(self, "options", given))
     monkeypatch.setattr(where, when, interrupt)
-    result = invoke(*words)
+    result = invoke(*words.split())
     assert result.exit_code == 130, result.output
     assert result.stderr.startswith(f"interrupted: {part}") and result.stderr.count("\n") == 1
 
@@ -127,91 +128,82 @@ def test_policies_lists_every_registered_policy_with_its_options():
     assert "kernel_size=7" in result.output
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (("bench", "--model", "huge"), "model='huge': expected one of llama-3.1-8b, qwen3-8b"),
-        (("bench", "--model", "gone.json"), "model='gone.json': no such file"),
-        (("bench", "--budget", "nan"), "budget=nan"),
-        (("bench", "--budget", "-5"), "budget=-5"),
-        (("bench", "--budget", "12 apples"), "budget='12 apples'"),
-        (("bench", "--budget", "32"), "budget=32: must be at least window + 1 = 33"),
-        (("bench", "--model", "tiny", "--budget", "0.01"), "budget 0.01 is 10 entries"),
-        (("bench", "--model", "tiny", "--budget", "100B"), "budget 100B is 0 entries"),
-        (("bench", "--policies", "snapkw"), "did you mean 'snapkv'"),
-        (("bench", "--context", "32"), "context=32: must be above window=32"),
-        (("bench", "--context", "32768"), "context=32768: must be above"),
-        (("bench", "--contexts", "1024,32"), "context=32: must be above window=32"),
-        (("bench", "--contexts", "1024;2048"), "contexts='1024;2048': must be whole numbers"),
-        (("bench", "--batches", "1,0"), "batches=1,0: must be one or more numbers >= 1"),
-        (("bench", "--systems", "vllm"), "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
-        (("bench", "--serve", "--policies", "h2o"), "evicts while decoding"),
-        (("bench", "--serve", "--budget", "0.1"), "in vLLM it must be a number of entries"),
-        (
-            ("bench", "--serve", "--question-tokens", "8", "--policies", "h2o"),
-            "a document for vLLM needs one that does",
-        ),
-        (("bench", "--serve", "--task", "needle"), "task='needle': model 'small-mha' has random weights"),
-        (("bench", "--serve", "--task", "needles"), "did you mean 'needle'"),
-        (
-            ("bench", "--serve", "--task", "needle", "--question-tokens", "8"),
-            "task and question_tokens: ask one of them",
-        ),
-        (("demo", "--facts", "300"), "tokens=2048: 300 facts"),
-        (("demo", "--tokens", "64", "--facts", "1"), "tokens=64: must be above 64 for the budgets"),
-        (("demo", "--tokens", "17000"), "tokens=17000: with the answer 17016, and the model reads at most 16384"),
-        (("demo", "--output", "map.txt"), "output='map.txt': must end in .png"),
-        (("eval", "builtin", "--length", "512", "--budgets", "0.01"), "budget 0.01 is 5 entries"),
-        (("eval", "builtin", "--length", "60"), "tokens=60"),
-        (("eval", "builtin", "--tasks", "haystack"), "tasks='haystack'"),
-        (("eval", "builtin", "--policies", "snapkw"), "did you mean 'snapkv'"),
-        (("eval", "builtin", "--budgets", "nan"), "budget=nan"),
-        (("eval", "builtin", "--scope", "answer"), "scope='answer'"),
-    ],
-)
+SHORT = "eval builtin --policies snapkv:window=8 --length 150"
+BAD_VALUES = [
+    ("bench --model huge", "model='huge': expected one of llama-3.1-8b, qwen3-8b"),
+    ("bench --model gone.json", "model='gone.json': no such file"),
+    ("bench --budget nan", "budget=nan"),
+    ("bench --budget -5", "budget=-5"),
+    ("bench --budget '12 apples'", "budget='12 apples'"),
+    ("bench --budget 32", "budget=32: must be at least window + 1 = 33"),
+    ("bench --model tiny --budget 0.01", "budget 0.01 is 10 entries"),
+    ("bench --model tiny --budget 100B", "budget 100B is 0 entries"),
+    ("bench --policies snapkw", "did you mean 'snapkv'"),
+    ("bench --context 32", "context=32: must be above window=32"),
+    ("bench --context 32768", "context=32768: must be above"),
+    ("bench --contexts 1024,32", "context=32: must be above window=32"),
+    ("bench --contexts 1024;2048", "contexts='1024;2048': must be whole numbers"),
+    ("bench --batches 1,0", "batches=1,0: must be one or more numbers >= 1"),
+    ("bench --systems vllm", "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
+    ("bench --serve --policies h2o", "evicts while decoding"),
+    ("bench --serve --budget 0.1", "in vLLM it must be a number of entries"),
+    ("bench --serve --question-tokens 8 --policies h2o", "a document for vLLM needs one that does"),
+    ("bench --serve --task needle", "task='needle': model 'small-mha' has random weights"),
+    ("bench --serve --task needles", "did you mean 'needle'"),
+    ("bench --serve --task needle --question-tokens 8", "task and question_tokens: ask one of them"),
+    ("demo --facts 300", "tokens=2048: 300 facts"),
+    ("demo --tokens 64 --facts 1", "tokens=64: must be above 64 for the budgets"),
+    ("demo --tokens 17000", "tokens=17000: with the answer 17016, and the model reads at most 16384"),
+    ("demo --output map.txt", "output='map.txt': must end in .png"),
+    ("eval builtin --length 512 --budgets 0.01", "budget 0.01 is 5 entries"),
+    ("eval builtin --length 60", "tokens=60"),
+    ("eval builtin --tasks haystack", "tasks='haystack'"),
+    ("eval builtin --policies snapkw", "did you mean 'snapkv'"),
+    ("eval builtin --budgets nan", "budget=nan"),
+    ("eval builtin --scope answer", "scope='answer'"),
+    ("eval builtin --scope ''", "scope=''"),
+    ("eval builtin --budgets ''", "budgets=''"),
+    ("eval builtin --budgets 1.5", "budget=1.5"),
+    ("eval builtin --policies snapkv:window=8 --budgets 8", "budget=8: must be at least window + 1 = 9"),
+    (f"{SHORT} --budgets 0.05 --scope prompt", "policy 'snapkv', scope 'prompt': budget 0.05 is 7 entries"),
+    (f"{SHORT} --num-uncompressed-tokens 150", "num_uncompressed_tokens=150: leaves nothing of a prompt of 150 tokens"),
+    ("eval /no/such/model", "model='/no/such/model'"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), BAD_VALUES)
 def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2_and_nothing_is_written(
     words, part, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    result = invoke(*words)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert part in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    result = invoke(*shlex.split(words))
+    assert result.exit_code == 2 and part in result.stderr
+    assert result.stderr.startswith("error: ") and len(result.stderr.strip().splitlines()) == 1
     assert result.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("eval", "builtin", "--samples", "0"),
-        ("eval", "builtin", "--num-uncompressed-tokens", "-1"),
-        ("eval", "builtin", "--dtype", "int8"),
-        ("bench", "--device", "tpu"),
-        ("bench", "--repeats", "0"),
-        ("demo", "--facts", "0"),
-        ("demo", "--facts", "513"),
-        ("demo", "--backend", "jit"),
-        ("ask", __file__, "who?", "--new-tokens", "0"),
-    ],
-)
+OUT_OF_RANGE = [
+    "eval builtin --samples 0", "eval builtin --num-uncompressed-tokens -1", "eval builtin --dtype int8",
+    "bench --device tpu", "bench --repeats 0", "demo --facts 0", "demo --facts 513", "demo --backend jit",
+    f"ask {__file__} who? --new-tokens 0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OUT_OF_RANGE)
 def test_a_number_out_of_range_and_an_unknown_choice_are_refused_by_the_option_s_name(words):
-    result = invoke(*words)
+    result = invoke(*words.split())
     assert result.exit_code == 2
-    assert f"Invalid value for '{words[-2]}'" in result.stderr
+    assert f"Invalid value for '{words.split()[-2]}'" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
-    [("{", "not JSON"), ("[]", "has none"), ('{"model_type": "no-such-model"}', "no-such-model")],
+    ("content", "part"), [("{", "not JSON"), ("[]", "has none"), ('{"model_type": "no-such-model"}', "no-such-model")]
 )
 def test_a_config_file_that_is_none_is_refused(tmp_path, content, part):
     path = tmp_path / "bad.json"
     path.write_text(content)
     result = invoke("bench", "--model", path)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert part in result.stderr
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and part in result.stderr
 
 
 def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeypatch):
@@ -227,13 +219,11 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     assert {"device", "cpu", "threads"} <= written["machine"].keys()
     assert written["machine"]["copy_bandwidth"] > 1e6
     assert {"torch", "transformers", "kvpass"} <= written["versions"].keys()
-    assert written["model"]["dtype"] == "float32"
-    assert (written["model"]["layers"], written["model"]["kv_heads"], written["model"]["key_dim"]) == (1, 2, 8)
+    assert [written["model"][name] for name in ("dtype", "layers", "kv_heads", "key_dim")] == ["float32", 1, 2, 8]
     assert (written["new_tokens"], written["repeats"], written["budget"]) == (4, 2, 24)
-    assert [(run["context"], run["batch"]) for run in written["runs"]] == [(96, 1)]
     (run,) = written["runs"]
-    entry_bytes = 2 * 8 * 4
-    assert run["budget"] == {"entries": 24, "bytes": 24 * 2 * entry_bytes}
+    token_bytes = 2 * 2 * 8 * 4
+    assert (run["context"], run["batch"], run["budget"]) == (96, 1, {"entries": 24, "bytes": 24 * token_bytes})
     systems = {record["name"]: record for record in run["systems"]}
     assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
     for record in systems.values():
@@ -242,28 +232,19 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
         for spread in (record["prefill_s"], record["decode_ms"]):
             assert 0 < spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
         for ratio in (*record["decode_speedup"].values(), *record["prefill_ratio"].values()):
-            assert math.isfinite(ratio)
-            assert ratio > 0
+            assert 0 < ratio < math.inf
         assert record["tokens_per_s"] == pytest.approx(1e3 / record["decode_ms"]["median"])
         step_bytes = written["model"]["step_weight_bytes"] + record["attended_bytes"]
         bound_ms = 1e3 * step_bytes / written["machine"]["copy_bandwidth"]
         assert record["share_of_bound"] == pytest.approx(bound_ms / record["decode_ms"]["median"])
-    assert systems["hf-eager"]["compile_s"] is None
-    assert systems["full"]["compile_s"] >= 0
-    assert systems["hf-eager"]["scoring"] is None
-    assert 0 < systems["lava"]["scoring"]["share"] < 1
-    assert systems["hf-eager"]["cache_bytes"] == 100 * 2 * entry_bytes
-    assert [systems[name]["attended_bytes"] for name in ("hf-eager", "hf-static", "full")] == [
-        100 * 2 * entry_bytes
-    ] * 3
-    assert systems["lava"]["attended_bytes"] == (24 + 4) * 2 * entry_bytes
-    assert systems["full"]["cache_bytes"] >= systems["hf-eager"]["cache_bytes"]
-    assert systems["lava"]["cache_bytes"] < systems["full"]["cache_bytes"]
-    assert systems["hf-static"]["same_tokens_as_hf_eager"]
-    assert systems["full"]["same_tokens_as_hf_eager"]
-    assert systems["lava"]["decode_speedup"]["hf-eager"] == pytest.approx(
-        systems["hf-eager"]["decode_ms"]["median"] / systems["lava"]["decode_ms"]["median"]
-    )
+    eager, static, lava, full = systems.values()
+    assert eager["compile_s"] is None and eager["scoring"] is None
+    assert full["compile_s"] >= 0 and 0 < lava["scoring"]["share"] < 1
+    assert eager["cache_bytes"] == 100 * token_bytes <= full["cache_bytes"] > lava["cache_bytes"]
+    assert [one["attended_bytes"] for one in systems.values()] == [n * token_bytes for n in (100, 100, 24 + 4, 100)]
+    assert static["same_tokens_as_hf_eager"] and full["same_tokens_as_hf_eager"]
+    medians = [one["decode_ms"]["median"] for one in (eager, lava)]
+    assert lava["decode_speedup"]["hf-eager"] == pytest.approx(medians[0] / medians[1])
     for name in systems:
         assert re.search(rf"^ *{name} ", result.output, re.MULTILINE)
     assert "…" not in result.output

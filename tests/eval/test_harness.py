@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import kvpass
-from kvpass import builtin
+from harness_models import MODEL, TIGHT, TOKENIZER, build, instances
 from kvpass.eval.harness.model import KVPassLM
 from kvpass.eval.prompt import SEPARATOR, split_at_separator
 from kvpass.eval.tasks.needle import hide
 from masked_oracle import MaskedOracle, kept_columns
-from tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-TIGHT = {"policy": "lava", "budget": 16, "window": 6}
 CHOICES = (" silver", " 007", " 007 004 001", " the old fox .", " 007 004 002")
 GREEDY = {"do_sample": False, "until": ["."], "max_gen_toks": 6}
-TOKENIZER = builtin.load()[1]
-MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
-
-
-def texts(*lengths):
-    samples = [hide("single", tokens=n, seed=n)[0] for n in lengths]
-    return [sample.context + sample.question for sample in samples]
-
-
-CONTEXTS = texts(60, 130, 41, 97)
-
-
-def instances(kind, arguments):
-    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
-
-
-def build(cls=KVPassLM, **arguments):
-    if cls is KVPassLM:
-        arguments.setdefault("compiler", "eager")
-    return cls(pretrained=MODEL, tokenizer=TOKENIZER, **arguments)
+CONTEXTS = [hide("single", n, n)[0].context + hide("single", n, n)[0].question for n in (60, 130, 41, 97)]
 
 
 def likelihoods(lm, requests):
@@ -64,9 +43,7 @@ def difference(some, others):
 
 
 # contexts interleaved, and each with the choices in another order, so that batches of continuations are ragged
-MULTIPLE_CHOICE = [
-    (text, CHOICES[(i + j) % len(CHOICES)]) for j in range(len(CHOICES)) for i, text in enumerate(CONTEXTS)
-]
+MULTIPLE_CHOICE = [(text, CHOICES[(i + j) % 5]) for j in range(5) for i, text in enumerate(CONTEXTS)]
 REQUESTS = [*MULTIPLE_CHOICE, ("", "the old fox"), ("fox", " was very old"), (CONTEXTS[0] + "  ", "007 004")]
 
 
@@ -94,11 +71,7 @@ def tight():
     [
         pytest.param(1, {}, marks=pytest.mark.exhaustive, id="full"),
         pytest.param(3, {"policy": "none"}, id="batch 3"),
-        pytest.param(
-            8,
-            {"policy": "lava", "budget": 4096, "num_uncompressed_tokens": 3},
-            id="batch 8, unlimited budget, 3 uncompressed",
-        ),
+        pytest.param(8, {"policy": "lava", "budget": 4096, "num_uncompressed_tokens": 3}, id="batch 8, huge budget"),
     ],
 )
 def test_without_a_limit_scores_and_texts_are_those_of_the_stock_model(size, arguments, stock, expected):
@@ -111,7 +84,9 @@ def test_without_a_limit_scores_and_texts_are_those_of_the_stock_model(size, arg
 
 
 def test_a_tight_budget_is_felt_by_every_choice_and_not_by_the_rest_of_the_batch(tight, expected):
+    before = measured(tight[1], "prompts_compressed")
     found = {size: likelihoods(lm, MULTIPLE_CHOICE) for size, lm in tight.items()}
+    assert measured(tight[1], "prompts_compressed") - before == len(CONTEXTS), "once for all its continuations"
     assert difference(found[1], found[4]) < 1e-4
     for request, score, other in zip(MULTIPLE_CHOICE, found[1], expected, strict=False):
         assert abs(score[0] - other[0]) > 1e-3, request
@@ -136,12 +111,6 @@ def test_the_greedy_continuation_is_called_greedy(tight):
     (text,) = generations(tight[1], CONTEXTS[:1], {**GREEDY, "until": [], "max_gen_toks": 3})
     found = likelihoods(tight[1], [(CONTEXTS[0], f" {text}"), (CONTEXTS[0], f" {text} fox")])
     assert [greedy for _, greedy in found] == [True, False]
-
-
-def test_a_context_is_compressed_once_for_all_its_continuations(tight):
-    before = measured(tight[1], "prompts_compressed")
-    likelihoods(tight[1], MULTIPLE_CHOICE)
-    assert measured(tight[1], "prompts_compressed") - before == len(CONTEXTS)
 
 
 def test_several_uncompressed_tokens_are_fed_to_the_compressed_cache(tight):
@@ -221,17 +190,8 @@ def test_scope_context_compresses_what_stands_before_the_separator():
         )
         out = lm.model.generate(question, past_key_values=lm.model.compress(before), max_new_tokens=6, do_sample=False)
         wanted.append(TOKENIZER.decode(out[0, question.shape[1] :], skip_special_tokens=True))
-    settings = {**GREEDY, "until": []}
-    found = generations(lm, SCOPED, settings)
-    assert found == wanted
+    assert generations(lm, SCOPED, {**GREEDY, "until": []}) == wanted
     alone = build(scope="context", **TIGHT)
-    several = [
-        asked(CONTEXTS[0]),
-        f"{split_at_separator(asked(CONTEXTS[0]))[0]}{SEPARATOR} the fox",
-        asked(CONTEXTS[1]),
-    ]
-    assert generations(alone, several, settings)[::2] == wanted[:2]
-    assert measured(alone, "prompts_compressed") == 2, "two questions about one text compress it once"
     pairs = [(text, choice) for text in SCOPED for choice in CHOICES]
     assert difference(likelihoods(lm, pairs), likelihoods(alone, pairs)) < 1e-4
 
@@ -268,10 +228,9 @@ def test_what_requests_share_is_compressed_once_at_any_batch_size():
 @pytest.mark.parametrize("text", ["no separator here", f"nothing after it{SEPARATOR}", f"a{SEPARATOR}b{SEPARATOR}  "])
 def test_scope_context_needs_a_question(text):
     lm = build(scope="context", **TIGHT)
-    with pytest.raises(ValueError, match="scope='context'"):
-        generations(lm, [text])
-    with pytest.raises(ValueError, match="scope='context'"):
-        likelihoods(lm, [(text, " fox")])
+    for ask in (lambda: generations(lm, [text]), lambda: likelihoods(lm, [(text, " fox")])):
+        with pytest.raises(ValueError, match="scope='context'"):
+            ask()
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -313,9 +272,8 @@ def test_a_cut_that_leaves_nothing_to_compress_is_refused(arguments):
 
 def test_room_for_one_token_is_enough_where_nothing_is_compressed():
     settings = {**GREEDY, "max_gen_toks": 49, "until": []}
-    assert generations(build(max_length=50), CONTEXTS, settings) == generations(
-        build(HFLM, max_length=50), CONTEXTS, settings
-    )
+    stock, lm = build(HFLM, max_length=50), build(max_length=50)
+    assert generations(lm, CONTEXTS, settings) == generations(stock, CONTEXTS, settings)
     with pytest.raises(ValueError, match="only 1 tokens of the prompt fit"):
         generations(build(max_length=50, **TIGHT), CONTEXTS, settings)
 
@@ -329,25 +287,16 @@ def test_a_separator_belongs_into_the_context():
 
 
 def test_answers_reach_the_cache_while_the_run_goes_on(tight):
-    class Hook:
-        dbdict = None
-
-        def __init__(self):
-            self.seen = []
-
-        def add_partial(self, kind, request, answer):
-            self.seen.append((kind, request, answer))
-
-    lm = tight[4]
-    before, hook = lm.cache_hook, Hook()
-    lm.set_cache_hook(hook)
+    lm, added = tight[4], []
+    before = lm.cache_hook
+    lm.set_cache_hook(SimpleNamespace(dbdict=None, add_partial=lambda *answered: added.append(answered)))
     try:
         scores = likelihoods(lm, MULTIPLE_CHOICE)
         answers = generations(lm, CONTEXTS)
     finally:
         lm.set_cache_hook(before)
-    seen = {(kind, json.dumps(request)): answer for kind, request, answer in hook.seen}
-    assert len(hook.seen) == len(seen) == len(MULTIPLE_CHOICE) + len(CONTEXTS)
+    seen = {(kind, json.dumps(request)): answer for kind, request, answer in added}
+    assert len(added) == len(seen) == len(MULTIPLE_CHOICE) + len(CONTEXTS)
     assert [seen["loglikelihood", json.dumps(request)] for request in MULTIPLE_CHOICE] == scores
     assert [seen["generate_until", json.dumps((text, GREEDY))] for text in CONTEXTS] == answers
 

@@ -90,28 +90,14 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         first, text = sample.answers[0].split()[0], sample.context + sample.question
         rows.append({"text": text, "choices": [first, f"{999 - int(first):03}"], "label": 0})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{text}}",
-    }
-    choice = {
-        "task": "number_choice",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{label}}",
-        "metric_list": [{"metric": "acc"}],
-    }
-    generate = {
-        "task": "number_text",
-        "output_type": "generate_until",
-        "doc_to_target": "{{choices[label]}}",
-        "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    }
-    for task in (choice, generate):
-        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**shared, **task}))
+    shared = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    shared |= {"test_split": "test", "doc_to_text": "{{text}}"}
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}"}
+    text = {"output_type": "generate_until", "doc_to_target": "{{choices[label]}}"}
+    text |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False}}
+    for name, metric, own in (("number_choice", "acc", choice), ("number_text", "exact_match", text)):
+        config = {"task": name, "metric_list": [{"metric": metric}], **shared, **own}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
     return folder
 
 
@@ -143,6 +129,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program of this Python that ended well."""
+    given = {**os.environ, **ENVIRONMENT, **environment}
+    result = subprocess.run([sys.executable, *command], cwd=folder, env=given, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result
+
+
 class Runs:
     """What one process printed that ran the stock model, everything kept, and little kept, through one ``--use_cache``
     path, and then our own tasks. Each run wrote to the folder of its name."""
@@ -159,10 +153,7 @@ class Runs:
             [*words("kvpass", f"{tight},policy=streaming_llm", tasks, NUMBERS, folder / "tight"), *cache],
             [*words("kvpass", cut, TASKS, OWN, folder / "own"), *own],
         ]
-        command = [sys.executable, "-c", SEVERAL, json.dumps(arguments)]
-        environment = {**os.environ, **ENVIRONMENT, "KVPASS_DATA_DIR": str(data)}
-        result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+        result = run(["-c", SEVERAL, json.dumps(arguments)], folder, KVPASS_DATA_DIR=str(data))
         self.printed = result.stdout.splitlines()
         self.said = result.stderr.split("next run\n")
 
@@ -201,14 +192,7 @@ def read_of_two(launcher: list[str], arguments: str, runs: Runs, tasks: Path, fo
     (folder / "several.py").write_text(SEVERAL)
     asked = f"{runs.model},{TIGHT},policy=streaming_llm{arguments}"
     given = json.dumps([words("kvpass", asked, tasks, NUMBERS, folder / "two")])
-    result = subprocess.run(
-        [sys.executable, "-m", *launcher, "several.py", given],
-        cwd=folder,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    run(["-m", *launcher, "several.py", given], folder)
     (one_results, one), (two_results, two) = (read(NUMBERS, part) for part in (runs.folder / "tight", folder / "two"))
     assert answers(two) == answers(one) and scores(two) == pytest.approx(scores(one), abs=1e-5)
     assert two_results["results"].keys() == one_results["results"].keys()
@@ -244,7 +228,9 @@ def test_own_tasks_run_from_local_files(runs: Runs) -> None:
         assert 0 <= results["results"][name]["score,none"] <= 100
 
 
-def test_the_own_command_is_that_of_the_harness_with_the_model_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_own_command_is_that_of_the_harness_with_the_model_registered_and_prints_the_folder_of_the_tasks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without the hook: see test_autoload."""
     import lm_eval.__main__
 
@@ -253,11 +239,6 @@ def test_the_own_command_is_that_of_the_harness_with_the_model_registered(monkey
     monkeypatch.setattr(sys, "argv", ["kvpass-lm-eval", "--model", "kvpass"])
     main()
     assert seen == [KVPassLM]
-
-
-def test_the_own_command_prints_the_folder_of_the_tasks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(sys, "argv", ["kvpass-lm-eval", "path"])
     main()
     assert Path(capsys.readouterr().out.strip(), "kvpass_needle.yaml").is_file()
@@ -271,18 +252,16 @@ def test_a_number_of_prompts_that_cannot_be_is_refused(count: Any) -> None:
 
 def test_every_task_file_names_a_task_and_the_length_of_its_answer() -> None:
     """Lengths are those of RULER's generators and of the harness's own LongBench tasks."""
-    lengths = {task.name: task.max_new_tokens for task in ruler.tasks()}
+    lengths: dict[str, int | None] = {task.name: task.max_new_tokens for task in ruler.tasks()}
+    lengths |= dict.fromkeys(("needle", "multi_needle"))
     for name in longbench.NAMES:
         lengths[f"longbench_{name}"] = longbench.harness_task(name)["generation_kwargs"]["max_gen_toks"]
-    expected = {*lengths, *(f"longbench_{name}" for name in longbench.NAMES), "needle", "multi_needle"}
     files = {path.stem.removeprefix("kvpass_"): path for path in TASKS.glob("kvpass_*.yaml")}
-    assert files.keys() == expected
+    assert files.keys() == lengths.keys()
     for name, path in files.items():
         config = yaml.safe_load(path.read_text())
         assert config["task"] == f"kvpass_{name}" and config["dataset_kwargs"] == {"kvpass_task": name}
-        assert config["generation_kwargs"]["max_gen_toks"] == lengths.get(
-            name, config["generation_kwargs"]["max_gen_toks"]
-        )
+        assert lengths[name] in (None, config["generation_kwargs"]["max_gen_toks"])
         (task,) = find_tasks([name])
         sample = Sample(id="", context="", question="", answers=("7",), max_new_tokens=1, classes=("7", "8"))
         document = {"kvpass_task": name, "answer_prefix": "", "id": "", "context": "", "question": ""}

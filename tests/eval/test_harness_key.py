@@ -11,31 +11,21 @@ import torch
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 pytest.importorskip("sqlitedict")
 
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM, hash_args
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer
 
-from kvpass import builtin
+from harness_models import MODEL, TIGHT, TOKENIZER, build, instances
 from kvpass.eval.harness.model import KVPassLM
-from tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-TIGHT = {"policy": "lava", "budget": 16, "window": 6}
-TOKENIZER = builtin.load()[1]
-MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
 REQUESTS = [("", " fox"), ("", " 007")]  # nothing to compress: only one small graph
-
-
-def build(model=MODEL, tokenizer=TOKENIZER, **arguments):
-    return KVPassLM(pretrained=model, tokenizer=tokenizer, compiler="eager", **arguments)
 
 
 def remaining(lm, path):
     """Numbers of answers, and of requests that reach the model behind the harness's cache."""
     asked, original = [], lm.loglikelihood
-    requests = [Instance("loglikelihood", {}, given, index) for index, given in enumerate(REQUESTS)]
 
     def counted(requests, disable_tqdm=False):
         asked.extend(requests)
@@ -44,7 +34,7 @@ def remaining(lm, path):
     lm.loglikelihood = counted
     cached = CachingLM(lm, str(path))
     try:
-        return len(cached.loglikelihood(requests)), len(asked)
+        return len(cached.loglikelihood(instances("loglikelihood", REQUESTS))), len(asked)
     finally:
         del lm.loglikelihood
         cached.dbdict.close()
@@ -52,16 +42,12 @@ def remaining(lm, path):
 
 def test_policies_do_not_share_answers_through_one_cache_file(tmp_path):
     path = tmp_path / "answers.db"
-    lm, stock = build(**TIGHT), HFLM(pretrained=MODEL, tokenizer=TOKENIZER)
+    lm, stock = build(**TIGHT), build(HFLM)
     assert remaining(lm, path) == (2, 2)
     assert remaining(lm, path) == (2, 0)
-    others = [
-        {**TIGHT, "budget": 17},
-        {**TIGHT, "kernel_size": 5},
-        {**TIGHT, "num_uncompressed_tokens": 2},
-        {**TIGHT, "truncation": "middle"},
-    ]
-    others += [{**TIGHT, "policy": "lava_uniform"}, {**TIGHT, "scope": "context"}, {}, {**TIGHT, "max_length": 512}]
+    changes = {"budget": 17, "kernel_size": 5, "num_uncompressed_tokens": 2, "truncation": "middle"}
+    changes |= {"policy": "lava_uniform", "scope": "context", "max_length": 512}
+    others = [*({**TIGHT, name: value} for name, value in changes.items()), {}]
     keys = {build(**arguments).fingerprint for arguments in others}
     assert len(keys | {lm.fingerprint}) == len(others) + 1
     assert build(**TIGHT, batch_size=2).fingerprint == lm.fingerprint
@@ -100,9 +86,9 @@ def other_end():
 def test_models_do_not_share_answers_through_one_cache_file(tmp_path):
     path = tmp_path / "answers.db"
     assert remaining(build(**TIGHT), path) == (2, 2)
-    assert remaining(build(other_weights(), **TIGHT), path) == (2, 2)
+    assert remaining(build(model=other_weights(), **TIGHT), path) == (2, 2)
     assert remaining(build(tokenizer=other_words(), **TIGHT), path) == (2, 2)
-    assert remaining(build(copy.deepcopy(MODEL), copy.deepcopy(TOKENIZER), **TIGHT), path) == (2, 0)
+    assert remaining(build(model=copy.deepcopy(MODEL), tokenizer=copy.deepcopy(TOKENIZER), **TIGHT), path) == (2, 0)
 
 
 @pytest.mark.parametrize(

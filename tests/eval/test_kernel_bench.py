@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kvpass.eval.bench import kernels as kernel_bench
-from kvpass.eval.bench.kernels import Shape, TimedCase, prompt_figures, prompt_run, ragged_lengths
+from kvpass.eval.bench.kernels import Shape, ragged_lengths, time_prompt
 from kvpass.eval.bench.report import show
 
 CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
@@ -72,30 +73,24 @@ def test_the_kernel_is_compared_before_it_is_timed():
 def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
     monkeypatch.setattr(kernel_bench, "BUDGET", 48)
     monkeypatch.setattr(kernel_bench, "AT_LEAST", 0.01)
-    for shape in (CPU, LATENT):
-        compress, attend = prompt_run(shape, 160, "lava")
-        compress()
-        assert attend().shape == (1, 4, 160, 32)
-    records = []
-    assert len(list(prompt_figures(records, CPU, (160,)))) == 2
-    assert [record["policy"] for record in records] == ["lava", "cake"]
-    for record in records:
-        assert record["added_ms"] > 0
-        assert record["added_over_attention"] == pytest.approx(record["added_ms"] / record["attention_ms"])
-        assert "aten::scaled_dot_product_attention" not in record["parts_ms"]
+    for shape, policy in itertools.product((CPU, LATENT), ("lava", "cake")):
+        found = time_prompt(shape, 160, policy)
+        assert found["added_ms"] > 0
+        assert found["added_over_attention"] == pytest.approx(found["added_ms"] / found["attention_ms"])
+        assert "aten::scaled_dot_product_attention" not in found["parts_ms"]
 
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """The command on the CPU: a few sizes, the eager reference for the kernel, a clock that stands."""
+    """The command on the CPU: a few sizes, the eager operator for the kernel, a clock that stands."""
     changes = {
         "AT_LEAST": 0.01, "BUDGET": 96, "WORST_ERROR": 1e-5, "BATCHES": (1, 2), "PROMPTS": (160,),
         "LATENT_PROMPTS": (160,), "LATENT": LATENT, "Shape": lambda: CPU,
         "time_graph": lambda function: 1e-3 + 0 * len(function()), "copy_bandwidth": lambda device: 1e9,
+        "attend": kernel_bench.reference.attend_cache,
     }  # fmt: skip
     for name, value in changes.items():
         monkeypatch.setattr(kernel_bench, name, value)
-    monkeypatch.setattr(TimedCase, "attend", TimedCase.reference)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = tmp_path / "out.json"
 
@@ -119,12 +114,12 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     assert [list(record) for record in result["decode"][2:]] == [["batch", "rows", "ragged"]] * 2
     assert [record.get("rows") for record in result["prefill"]] == [None, None, "latent", "latent"]
 
-    def broken(case, layer):
-        if not bool((case.held.offsets.diff(dim=1) == 64).all()):
+    def broken(call, held, layer):
+        if not bool((held.offsets.diff(dim=1) == 64).all()):
             raise RuntimeError("no such kernel\nmore")
-        return case.reference(layer)
+        return kernel_bench.reference.attend_cache(call, held, layer)
 
-    monkeypatch.setattr(TimedCase, "attend", broken)
+    monkeypatch.setattr(kernel_bench, "attend", broken)
     status, result = command()
     assert status == 1 and not result["complete"]
     assert result["decode"][1]["ragged"] == {"failure": "RuntimeError: no such kernel"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -49,11 +50,8 @@ def test_longbench(name, prediction, answer, expected):
     assert score(name, prediction, answer, answer) == score(name, prediction, answer)
 
 
-def test_longbench_takes_the_best_reference():
+def test_longbench_takes_the_best_reference_and_knows_classes():
     assert score("hotpotqa", "Rome", "Paris", "in Rome") == pytest.approx(2 / 3)
-
-
-def test_longbench_classes():
     classes = ("Food", "Date", "Date of birth", "location", "Other location")
     assert score("trec", "\nFood\nDate", "Food", classes=classes) == 1.0
     assert score("trec", "Date or Food", "Date", classes=classes) == 0.5
@@ -67,11 +65,7 @@ def test_rouge_of_texts_longer_than_the_recursion_limit_and_the_limit_afterwards
     words = " ".join(f"w{index}" for index in range(before))
     assert score("gov_report", words, words) == pytest.approx(1.0, abs=1e-6)
     assert sys.getrecursionlimit() == before
-
-
-def test_the_harness_is_imported_without_fuzzywuzzy_and_leaves_nothing_in_its_place():
-    score("lcc", "a", "a")
-    assert "fuzzywuzzy" not in sys.modules
+    assert "fuzzywuzzy" not in sys.modules, "the harness is imported without it, and nothing is left in its place"
 
 
 def test_ruler_is_the_share_of_answers_that_occur():
@@ -83,24 +77,15 @@ def test_ruler_is_the_share_of_answers_that_occur():
 
 
 @pytest.mark.parametrize(
-    ("prediction", "answer", "right"),
+    ("answers", "right", "wrong"),
     [
-        ("4 8 2 1 3 .", "4 8 2 1 3", True),
-        ("the code is 48213.", "4 8 2 1 3", True),
-        ("482 913 .", "482 913", True),
-        ("4 8 2 1", "4 8 2 1 3", False),
-        ("4 8 2 1 3 9 .", "4 8 2 1 3", False),
-        ("9 4 8 2 1 3 .", "4 8 2 1 3", False),
-        ("", "482", False),
+        (["4 8 2 1 3"], ["4 8 2 1 3 .", "the code is 48213."], ["4 8 2 1", "4 8 2 1 3 9 .", "9 4 8 2 1 3 .", ""]),
+        (["482 913"], ["482 913 ."], ["482"]),
+        (["482", "913"], ["913 , 482 ."], ["913 , 913 ."]),  # every value of a list, in any order
     ],
 )
-def test_a_code_must_be_a_whole_number(prediction, answer, right):
-    assert code_match(prediction, [answer]) == right
-
-
-def test_every_value_of_a_list_must_be_said_in_any_order():
-    assert code_match("913 , 482 .", ("482", "913"))
-    assert not code_match("913 , 913 .", ("482", "913"))
+def test_a_code_must_be_a_whole_number(answers, right, wrong):
+    assert all(code_match(said, answers) for said in right) and not any(code_match(said, answers) for said in wrong)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +101,10 @@ def test_wilson_interval_against_published_values(mean, count, low, high):
     assert wilson_interval(mean, count) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_wilson_interval_is_symmetric():
+def test_wilson_interval_is_symmetric_and_holds_its_mean_in_spite_of_rounding():
     low, high = wilson_interval(0.2, 50)
     assert wilson_interval(0.8, 50) == pytest.approx((1 - high, 1 - low))
-
-
-@pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_wilson_interval_holds_its_mean_in_spite_of_rounding(mean):
-    for count in range(1, 200):
+    for mean, count in itertools.product((0.0, 1.0), range(1, 200)):
         low, high = wilson_interval(mean, count)
         assert 0.0 <= low <= mean <= high <= 1.0
 

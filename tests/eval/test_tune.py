@@ -61,18 +61,9 @@ def test_every_workload_launches_its_case(monkeypatch: pytest.MonkeyPatch) -> No
     def launch(kernel: Any, grid: Any, arguments: Any, case: str, config: Any = None) -> None:
         launched.append(case)
 
-    from kvpass.kernels import (
-        append_codes,
-        prefill_attention,
-        ragged_decode,
-        ragged_extend,
-        slot_decode,
-        window_statistics,
-    )
-
-    launching = (append_codes, prefill_attention, ragged_decode, ragged_extend, slot_decode, window_statistics)
-    for kernels in launching:
-        monkeypatch.setattr(kernels, "launch", launch)
+    launching = "append_codes prefill_attention ragged_decode ragged_extend slot_decode window_statistics"
+    for name in launching.split():
+        monkeypatch.setattr(f"kvpass.kernels.{name}.launch", launch)
     cases = []
     for case, work in tune.workloads("cpu", tokens=40, rows=2, budget=64, layers=2):
         launched.clear()

@@ -1,0 +1,26 @@
+"""The model ``kvpass`` of lm-evaluation-harness on one tiny decoder, and requests to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lm_eval.api.instance import Instance
+
+from kvpass import builtin
+from kvpass.eval.harness.model import KVPassLM
+from tiny_models import tiny_model
+
+TIGHT: dict[str, Any] = {"policy": "lava", "budget": 16, "window": 6}
+TOKENIZER = builtin.load()[1]
+MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
+
+
+def build(cls: Any = KVPassLM, *, model: Any = MODEL, tokenizer: Any = TOKENIZER, **arguments: Any) -> Any:
+    """A model of the harness; kvpass's own compiles nothing."""
+    usual = {"compiler": "eager"} if cls is KVPassLM else {}
+    return cls(pretrained=model, tokenizer=tokenizer, **usual | arguments)
+
+
+def instances(kind: str, arguments: Iterable[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
