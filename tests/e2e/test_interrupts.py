@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 import kvpass
+from compiled_models import compiled_anew, greedy, two_layers
 from kvpass.cache import cache as cache_module
 from kvpass.cache import layers
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.ops import reference, sliding, slots
 from recorded_calls import interrupt
-from tiny_models import compiled_once, random_ids, tiny_model
-
-OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
-compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compiled copy, shared with other tests
+from tiny_models import random_ids
 
 
 @pytest.mark.parametrize(
@@ -32,7 +28,7 @@ compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compil
     ],
 )
 def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
-    _, fast = compiled(policy=policy)
+    _, fast = two_layers(policy=policy)
     ids, other, token = random_ids(1, 50), random_ids(1, 44, seed=2), random_ids(1, 1, seed=3)
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
     live = fast(other).past_key_values
@@ -50,14 +46,13 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
 
 
 def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
-    ids = random_ids(1, 50)
+    (model, other), ids = two_layers(), random_ids(1, 50)
+    fast = compiled_anew(model)
     with monkeypatch.context() as patch:
         interrupt(patch, PhaseCompiler, "compile")
         with pytest.raises(KeyboardInterrupt):
             fast(ids)
-    answers = [one.generate(ids, max_new_tokens=6, do_sample=False) for one in (fast, compiled()[1])]
-    assert torch.equal(*answers)
+    assert torch.equal(greedy(fast, ids), greedy(other, ids))
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -70,7 +65,7 @@ def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
     ],
 )
 def test_a_failed_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress, earlier, where, error):
-    _, fast = compiled(recompress=recompress)
+    _, fast = two_layers(recompress=recompress)
     cache = fast(random_ids(1, 50)).past_key_values
     fast(random_ids(1, earlier, seed=2), past_key_values=cache)
     new = random_ids(1, tokens, seed=1)
@@ -86,7 +81,7 @@ def test_a_failed_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens,
 @pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
 def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monkeypatch, family, policy, change):
-    _, fast = compiled(family, policy=policy)
+    _, fast = two_layers(family, policy=policy)
     cache = fast(random_ids(2, 50)).past_key_values
     picks = {
         "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
@@ -107,7 +102,7 @@ def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monk
 
 
 def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatch):
-    _, fast = compiled(recompress="every_turn")
+    _, fast = two_layers(recompress="every_turn")
     cache = fast(random_ids(1, 50)).past_key_values
     token = random_ids(1, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
@@ -126,7 +121,7 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
 def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
-    _, fast = compiled(family, policy=policy)
+    _, fast = two_layers(family, policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
@@ -149,7 +144,7 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_
 
 def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
     """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
-    fast, ids = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS), random_ids(1, 40)
+    fast, ids = compiled_anew(), random_ids(1, 40)
     with monkeypatch.context() as patch:
         interrupt(patch, FullAttentionLayers, "begin_prefill", error=torch.OutOfMemoryError)
         with pytest.raises(torch.OutOfMemoryError):

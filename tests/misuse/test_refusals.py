@@ -42,7 +42,8 @@ from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
 from numeric_checks import assert_close
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from small_decoders import OneLayer
+from tiny_models import compiled_once, left_pad, random_ids, raw, tiny_model
 
 IDS = random_ids(1, 40)
 TOKEN = IDS[:, :1]
@@ -457,30 +458,26 @@ def test_ids_beyond_the_embedding_are_refused_and_the_cache_is_as_it_was(tight):
     assert torch.equal(tight(random_ids(1, 1), past_key_values=cache).logits, expected)
 
 
-class Learned(nn.Module):
-    """A decoder of one layer with a table of positions that the caller looks up in."""
+class Learned(OneLayer):
+    """With a table of positions in which an index may be negative."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.positions = nn.Embedding(50, 16), nn.Parameter(torch.randn(64, 16))
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 50)
+    def embedded(self, ids, where):
+        return self.embed(ids) + self.places.weight[where]
 
     def forward(self, ids, where):
-        x = self.tokens(ids) + self.positions[where]
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + out.transpose(1, 2).flatten(2))
+        return super().forward(ids, where)
 
 
 def test_a_raw_module_is_not_given_numbers_beyond_its_tables():
-    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
-    decoder = torch.compile(Learned(), backend="kvpass", options=options, fullgraph=True, dynamic=True)
-    ids = random_ids(1, 40) % 50
+    decoder = raw(Learned(longest=64), {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"})
+    ids = random_ids(1, 40)
     with torch.no_grad(), kvpass.session() as session:
         decoder(ids, torch.arange(40)[None])
         token = torch.tensor([[3]])
-        for wrong, where, message in ((50, 40, "ids has the value 50"), (3, 64, "where has the value 64, .* 64 rows")):
+        for wrong, where, message in (
+            (128, 40, "ids has the value 128"),
+            (3, 64, "where has the value 64, .* 64 rows"),
+        ):
             with pytest.raises(ValueError, match=message):
                 decoder(token * 0 + wrong, torch.tensor([[where]]))
         decoder(token, torch.tensor([[40]]))
