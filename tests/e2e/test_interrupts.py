@@ -41,7 +41,7 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch
             fast(ids, past_key_values=reused)
     assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.full_layers == []
     assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
-    fast(ids, past_key_values=reused)
+    assert fast(ids, past_key_values=reused).past_key_values is reused
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
 
 
