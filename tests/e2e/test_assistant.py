@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,11 +14,11 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import StoppingCriteria
 
+import compiled_models
 from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.capture import CaptureCache
 from tiny_models import compiled_once, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW, DRAFTS = 24, 5
 PROMPT = random_ids(1, 65, seed=5)
 SNAPKV = {"policy": "snapkv", "budget": 12, "window": 8}
@@ -31,10 +32,7 @@ def drafting(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
     return model, fast
 
 
-def greedy(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    found = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **options})
-    assert isinstance(found, Tensor)
-    return found
+greedy = functools.partial(compiled_models.greedy, new=NEW)
 
 
 @pytest.fixture

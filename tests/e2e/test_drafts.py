@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,33 +12,26 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig
 
+import compiled_models
 import kvpass
 from kvpass.compiler.capture import CaptureCache
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("captures_kept")
 NEW, DRAFTS = 24, 8
 STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 OPTIONS = {"budget": 24, "window": 8}
 REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)
 
 
-def greedy(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
-    return model.generate(ids, **settings)
+greedy = functools.partial(compiled_models.greedy, new=NEW, return_dict_in_generate=True)
 
 
 def drafts(model: Any, kind: str) -> dict[str, Any]:
     """By a good model, by a bad one, or by looking for repetitions in the text."""
-    match kind:
-        case "itself":
-            return {"assistant_model": model}
-        case "another":
-            return {"assistant_model": tiny_model("llama", layers=1, seed=7)}
-        case "lookup":
-            return {"prompt_lookup_num_tokens": DRAFTS}
-    raise AssertionError(kind)
+    if kind == "lookup":
+        return {"prompt_lookup_num_tokens": DRAFTS}
+    return {"assistant_model": model if kind == "itself" else tiny_model("llama", layers=1, seed=7)}
 
 
 @pytest.fixture

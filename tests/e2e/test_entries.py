@@ -282,10 +282,8 @@ def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
     parts, layouts = zip(*(divided(tensors, cache.layout, Ranks("", rank, 2)) for rank in range(2)), strict=True)
 
     def entries_of(part: Any, row: int, segment: int) -> list[torch.Tensor]:
-        slots, pools = (
-            slice(*part["store0_offsets"][row, segment : segment + 2].tolist()),
-            ("store0_pool_k", "store0_pool_v"),
-        )
+        slots = slice(*part["store0_offsets"][row, segment : segment + 2].tolist())
+        pools = ("store0_pool_k", "store0_pool_v")
         return [x[row, slots] for name, x in sorted(part.items()) if name.startswith(pools)]
 
     g = cache.layout.pools[0].geometry

@@ -16,33 +16,15 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BatchEncoding,
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
-    ContinuousMixin,
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    GenerationMixin,
-    MambaConfig,
-    OpenAIGPTConfig,
-    StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
-    TrOCRConfig,
-    TrOCRForCausalLM,
-    XLMConfig,
-    XLNetConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding, DynamicCache, GenerationConfig, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
 from numeric_checks import assert_close
+from pairwise import quick_rows
 from small_decoders import OneLayer
+from support_table import REFUSED as FAIL_CLOSED
 from tiny_models import compiled_once, left_pad, random_ids, raw, tiny_model
 
 IDS = random_ids(1, 40)
@@ -131,8 +113,8 @@ def test_contract_10_bad_options_name_value_and_range(model, options, message):
         kvpass.compile(model, **{"budget": 100, **options})
 
 
-def bert(kind=BertForMaskedLM):
-    return kind(BertConfig(**TINY, num_attention_heads=2, intermediate_size=16)).eval()
+def bert(kind=transformers.BertForMaskedLM):
+    return kind(transformers.BertConfig(**TINY, num_attention_heads=2, intermediate_size=16)).eval()
 
 
 def mamba():
@@ -140,13 +122,14 @@ def mamba():
 
 
 def t5():
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config).eval()
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config).eval()
 
 
 def trocr():
-    config = TrOCRConfig(vocab_size=50, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
-    return TrOCRForCausalLM(config).eval()
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    return transformers.TrOCRForCausalLM(transformers.TrOCRConfig(vocab_size=50, d_model=16, **sizes)).eval()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +164,7 @@ def test_contract_10_models_that_cannot_be_called_are_refused():
     with pytest.raises(ValueError, match="training mode"):
         kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100).train()(IDS)
     with pytest.raises(kvpass.UnsupportedAttentionError, match=r"is_decoder=False, .* needs is_decoder=True"):
-        kvpass.compile(bert(BertLMHeadModel), budget=100, backend="eager")(IDS)
+        kvpass.compile(bert(transformers.BertLMHeadModel), budget=100, backend="eager")(IDS)
 
 
 def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
@@ -197,7 +180,7 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ({"input_ids": ids, "attention_mask": torch.ones(2, 41)}, r"\[2, 40\]"),
         ({"input_ids": ids, "attention_mask": torch.zeros(2, 40)}, "no real token"),
         ({"input_ids": ids, "past_key_values": foreign}, "DynamicCache"),
-        ({"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
+        ({"input_ids": ids, "past_key_values": transformers.EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
         ({"input_ids": None}, "input_ids=None"),
         ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, r"\[1, 0\]: must be \[B, T\] with B, T >= 1$"),
         ({"input_ids": ids.bool()}, r"torch.bool: .* use input_ids.long\(\)"),
@@ -224,21 +207,14 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=4), "adds a bias"),
-        pytest.param(
-            XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32),
-            "relates tokens to tokens",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=lambda given: getattr(given, "model_type", None),
+    ("family", "reason"),
+    quick_rows(
+        [("openai-gpt", "adds a bias"), ("xlm", "not causal"), ("xlnet", "relates tokens to tokens")],
+        [("openai-gpt", "adds a bias")],
+    ),
 )
-def test_generate_refuses_a_family_for_the_same_reason_as_forward(config, reason):
+def test_generate_refuses_a_family_for_the_same_reason_as_forward(family, reason):
+    config = AutoConfig.for_model(family, **FAIL_CLOSED[family])
     fast = kvpass.compile(AutoModelForCausalLM.from_config(config).eval(), policy="full", backend="eager")
     for call in (fast, lambda ids: fast.generate(ids, max_new_tokens=2, do_sample=False)):
         with pytest.raises(kvpass.UnsupportedAttentionError, match=reason):
@@ -374,7 +350,7 @@ def test_a_cache_of_transformers_is_refused_and_not_replaced(tight, model):
     """The empty one that generate makes by default is its own affair; one that the user holds would stay empty."""
     filled = DynamicCache(config=model.config)
     model(IDS, past_key_values=filled)
-    empty = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)]
+    empty = [DynamicCache(config=model.config), transformers.StaticCache(config=model.config, max_cache_len=64)]
     for call in (tight, lambda ids, **given: tight.generate(ids, max_new_tokens=2, **given)):
         with pytest.raises(
             kvpass.CacheMismatchError, match=r"DynamicCache with 40 tokens; .* the whole text and no cache"
@@ -532,7 +508,7 @@ REFUSED = {
 
 
 def test_every_named_argument_is_known():
-    assert set(inspect.signature(GenerationMixin.generate).parameters) - WORK - REFUSED.keys() == set()
+    assert set(inspect.signature(transformers.GenerationMixin.generate).parameters) - WORK - REFUSED.keys() == set()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -544,7 +520,7 @@ def test_argument_is_refused_by_its_name(tight, name):
 
 def test_every_method_of_continuous_batching_names_vllm(tight):
     """They would run transformers' own attention over a full cache."""
-    for name, method in vars(ContinuousMixin).items():
+    for name, method in vars(transformers.ContinuousMixin).items():
         if callable(method) and not name.startswith("_"):
             with pytest.raises(AttributeError, match="serve the model with the vLLM plug-in"):
                 getattr(tight, name)([[1, 2, 3]], max_new_tokens=2)
