@@ -1,7 +1,5 @@
 """``kvpass calibrate``: what it writes serves ``kvpass eval``; bad input is one line."""
 
-from __future__ import annotations
-
 from typer.testing import CliRunner
 
 from kvpass.calibration.texts import generated_texts

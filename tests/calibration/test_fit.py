@@ -1,7 +1,5 @@
 """``kvpass.calibrate``: y against a brute force, the fit against another solver."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 

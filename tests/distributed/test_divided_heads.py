@@ -1,7 +1,5 @@
 """Threads that share the heads of a layer, as processes do, keep together what ``plan`` says of all heads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 What kvpass does not run is refused with a sentence; compiled code meets the others as often as it must.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A model on several processes keeps what it keeps on one device, and gives the same tokens."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

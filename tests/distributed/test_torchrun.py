@@ -1,7 +1,5 @@
 """What ``torchrun`` starts: a command, and processes of which one fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

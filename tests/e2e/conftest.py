@@ -1,7 +1,5 @@
 """A small model, and its compressed copy with room for everything, or with little; all shared with other tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tiny_models import compiled_once

@@ -1,7 +1,5 @@
 """A compiled model as the assistant of an uncompiled one: it drafts, and every token is the other model's."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Saved caches: loading is bit-exact, and what does not belong to the model is refused with the reason."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Decoders whose tokens attend their own chunk only in some layers, against transformers without compression."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Compacted caches: nearer to the full cache for what repeats the prompt, and otherwise caches like any other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

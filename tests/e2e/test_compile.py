@@ -1,7 +1,5 @@
 """Compiled means compiled: one graph per phase, no breaks, bounded memory, and dumps that show what happened."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters

@@ -1,7 +1,5 @@
 """Question-agnostic scope: compress a context once, ask it several questions."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

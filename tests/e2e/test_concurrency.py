@@ -1,7 +1,5 @@
 """Threads that share one compiled model; test_cache_fuzz.py has conversations that take turns."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

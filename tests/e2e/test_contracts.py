@@ -1,7 +1,5 @@
 """The contracts of the design that hold for a whole model; the name of each test says which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

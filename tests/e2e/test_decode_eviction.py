@@ -1,7 +1,5 @@
 """Eviction while decoding in the compiled graphs: what `kvpass.plan` says, in a cache of constant size."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Assisted generation: drafts are checked against the compressed cache, and taken back where they are not accepted."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

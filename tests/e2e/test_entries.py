@@ -1,7 +1,5 @@
 """Entries in fewer bits: what attention sees of them, bytes, files, eviction while decoding, later turns, refusals."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a user does with the model: generate in every way, pipelines, plain calls, and mistakes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

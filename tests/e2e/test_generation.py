@@ -1,7 +1,5 @@
 """``kvpass.generate`` on modules without a ``generate``: against recomputing the whole sequence for every token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

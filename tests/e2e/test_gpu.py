@@ -1,7 +1,5 @@
 """The same contracts on a CUDA device, and those that only a device has; skipped without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """CUDA graphs of decode steps on a device: what is replayed is what would be launched; skipped without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Decoders with recurrent layers beside attention: their states are part of the cache."""
 
-from __future__ import annotations
-
 import os
 from itertools import cycle, product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A prompt as embeddings: what eager transformers makes of it, and what the same prompt as ids keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Calls that do not end: interrupts, and memory that runs out, on the way. Nothing is mixed up by it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Latent attention: the cache holds one latent row of each kept token, and attention of all heads reads it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

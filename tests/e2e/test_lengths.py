@@ -1,7 +1,5 @@
 """What a raw module makes of its length goes on as in one text, or is refused, on both sides of every number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A decoder whose layers differ in KV heads and head dims: one pool per geometry, all under one budget."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Caches that live on: several turns on one cache, and compressing it again after a turn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

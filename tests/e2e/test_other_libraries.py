@@ -1,7 +1,5 @@
 """Modules that other libraries changed: adapters, quantised weights, dropout; skipped where one is not installed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

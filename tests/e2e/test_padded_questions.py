@@ -1,7 +1,5 @@
 """Rows that continue a cache with different numbers of tokens: padded questions, answers that ended early."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -7,8 +7,6 @@ The forms of published code (litgpt, gpt-fast, torchtune, lit-llama, x-transform
 our own each: exact, or refused by the line.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

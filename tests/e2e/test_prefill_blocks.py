@@ -1,7 +1,5 @@
 """Prompts in blocks of tokens: the same logits and kept entries for any block, and no activations of a whole prompt."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

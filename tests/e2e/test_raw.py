@@ -1,7 +1,5 @@
 """The raw backend on a decoder of our own, and both frontends on the same Llama."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

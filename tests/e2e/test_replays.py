@@ -1,7 +1,5 @@
 """Policies that replay a prompt: kept sets against transformers' own attention, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

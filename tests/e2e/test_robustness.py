@@ -1,7 +1,5 @@
 """What users do to a model: odd sizes, dtypes, modes, and every kind of generation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Another budget, and another policy, on a model that is already compiled."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -3,8 +3,6 @@
 On the CPU, with a recorder that, like a CUDA graph, keeps no tensor of the cache and replays on addresses.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import functools

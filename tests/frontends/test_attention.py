@@ -1,7 +1,5 @@
 """The transformers frontend: a window in the mask alone is refused, one among the arguments is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """kvpass.attention: equal to its formula, and compressed in a module of one's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A model that changes while caches of it are alive: another checkpoint, other adapters, hooks on its modules."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that somebody made up, with a right checksum: refused before they are used, and by ``kvpass ask``."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """What is refused, and in what words: models, options, calls, arguments of generate; nothing is lost by it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Ways in which torch or a library runs a model without the captured graph: an error, never an uncompressed answer."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import types

@@ -1,7 +1,5 @@
 """Prompts, answers and compiled models that tests of whole models share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

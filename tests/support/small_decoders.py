@@ -1,7 +1,5 @@
 """A decoder that knows nothing of transformers or kvpass, for tests of the raw backend."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
