@@ -12,7 +12,6 @@ from transformers import GenerationConfig
 
 import compiled_models
 import kvpass
-from kvpass.compiler.capture import CaptureCache
 from kvpass.transformers_compat import CACHE
 from tiny_models import compiled_once, random_ids, tiny_model
 
@@ -30,20 +29,6 @@ def drafts(model: Any, kind: str) -> dict[str, Any]:
     if kind == "lookup":
         return {"prompt_lookup_num_tokens": DRAFTS}
     return {"assistant_model": model if kind == "itself" else tiny_model("llama", layers=1, seed=7)}
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each call of a kvpass model."""
-    counted: list[int] = []
-    run = CaptureCache.run
-
-    def counting(self: Any, call: Any, forward: Any, ids: torch.Tensor, *rest: Any) -> Any:
-        counted.append(ids.shape[1])
-        return run(self, call, forward, ids, *rest)
-
-    monkeypatch.setattr(CaptureCache, "run", counting)
-    return counted
 
 
 def check_drafts(model, fast, kind, calls):
@@ -104,12 +89,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
 @pytest.mark.parametrize(
     ("family", "options", "asked", "message"),
     [
-        (
-            "llama",
-            {"policy": "h2o"},
-            LOOKUP,
-            "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for",
-        ),
+        ("llama", {"policy": "h2o"}, LOOKUP, "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for"),
         ("llama", {"recompress": "every_turn"}, LOOKUP, "is not supported with recompress='every_turn'"),
         ("gemma3", {}, LOOKUP, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
         pytest.param("lfm2", {}, LOOKUP, "is not supported with recurrent layers: they hold", marks=STATES),
@@ -118,9 +98,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
     ids=["evicts", "recompress", "sliding", "recurrent", "early exit"],
 )
 def test_refused_with_the_reason(family, options, asked, message, calls):
-    _, fast = compiled_once(
-        family, layers=2, **{"policy": "lava", "budget": 24, "window": 8, "backend": "eager", **options}
-    )
+    _, fast = compiled_models.two_layers(family, **{"budget": 24, **options})
     with pytest.raises(ValueError, match=message):
         greedy(fast, REPEATING, **asked)
     assert not calls or family == "gemma3", "the prompt was read first"

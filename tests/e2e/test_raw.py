@@ -6,13 +6,12 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from compiled_models import padded, prompts_of, two_layers
+from compiled_models import failing, padded, prompts_of, two_layers
 from kvpass.compiler import backend
 from kvpass.ops import reference, slots
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from recorded_calls import interrupt
 from tiny_models import in_session, random_ids, raw
 
 NEW = 8
@@ -181,14 +180,13 @@ def by_hand(fast, cache, ids):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_an_interrupted_step_is_refused_or_did_not_happen(policy, monkeypatch):
+def test_an_interrupted_step_is_refused_or_did_not_happen(policy):
     fast = compiled(build(False, layers=2), policy=policy)
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
     _, cache = in_session(fast, [40], ids, counted(ids))
     expected, _ = by_hand(fast, cache.clone(), token)
     module, name = (slots, "keep_mask") if policy == "h2o" else (reference, "attend_cache")
-    interrupt(monkeypatch, module, name, 2)
-    with pytest.raises(KeyboardInterrupt):
+    with failing(module, name, 2):
         by_hand(fast, cache, token)
     if policy == "h2o":
         with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):

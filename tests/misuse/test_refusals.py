@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
+from compiled_models import greedy, padded
 from numeric_checks import assert_close
 from pairwise import quick_rows
 from small_decoders import OneLayer
 from support_table import REFUSED as FAIL_CLOSED
-from tiny_models import compiled_once, left_pad, random_ids, raw, tiny_model
+from tiny_models import compiled_once, random_ids, raw, tiny_model
 
 IDS = random_ids(1, 40)
 TOKEN = IDS[:, :1]
@@ -238,9 +240,8 @@ def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
     if not hasattr(model, "_cache_dependant_input_preparation"):  # there, transformers fails at fewer ids by itself
         calls.append(lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2))
     for call in calls:
-        with pytest.raises(
-            kvpass.CacheMismatchError, match=r"given to an uncompiled model: .* give the whole text and no"
-        ):
+        said = r"given to an uncompiled model: .* give the whole text and no"
+        with pytest.raises(kvpass.CacheMismatchError, match=said):
             call()
     assert cache.get_seq_length() == 40
     assert tight(ids[:, :1], past_key_values=cache).logits.isfinite().all()
@@ -256,11 +257,9 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
     }
     for message, value in refusals.items():
         for pickled in (value, {"held": value}):
-            with pytest.raises(pickle.PicklingError, match=message):
-                torch.save(pickled, tmp_path / "pickled.pt")
-            with pytest.raises(pickle.PicklingError, match=message):
-                pickle.dumps(pickled)
-
+            for write in (lambda x: torch.save(x, tmp_path / "pickled.pt"), pickle.dumps):
+                with pytest.raises(pickle.PicklingError, match=message):
+                    write(pickled)
     torch.save(tight.state_dict(), tmp_path / "weights.pt")
     expected = tight(token, past_key_values=copy.deepcopy(cache)).logits
     assert cache.get_seq_length() == 40
@@ -292,20 +291,16 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
     ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )
 def test_calls_of_forward_generate_and_compress(tight, call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tight(**call)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tight.generate(**call, max_new_tokens=2)
-    if set(call) <= {"input_ids", "attention_mask"}:
+    of_compress = [tight.compress] if set(call) <= {"input_ids", "attention_mask"} else []
+    for method in (tight, partial(tight.generate, max_new_tokens=2), *of_compress):
         with pytest.raises(ValueError, match=re.escape(message)):
-            tight.compress(**call)
+            method(**call)
 
 
 def test_the_cache_is_taken_by_both_of_its_names_but_not_by_two_at_once(tight):
     cache = tight.compress(IDS)
     assert torch.equal(tight(TOKEN, cache=cache).logits, tight(TOKEN, past_key_values=cache).logits)
-    answers = [tight.generate(TOKEN, max_new_tokens=3, do_sample=False, **{name: cache}) for name in NAMES_OF_THE_CACHE]
-    assert torch.equal(*answers)
+    assert torch.equal(*(greedy(tight, TOKEN, 3, **{name: cache}) for name in NAMES_OF_THE_CACHE))
     for call in (tight, tight.generate):
         with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
             call(TOKEN, **dict.fromkeys(NAMES_OF_THE_CACHE, cache))
@@ -316,7 +311,7 @@ def test_a_cache_of_another_policy_or_budget_is_not_said_to_be_of_another_model(
     refusals = []
 
     def refused(subject):
-        for call in (subject, lambda ids, **given: subject.generate(ids, max_new_tokens=2, **given)):
+        for call in (subject, partial(subject.generate, max_new_tokens=2)):
             with pytest.raises(kvpass.CacheMismatchError) as error:
                 call(TOKEN, past_key_values=cache)
             refusals.append(str(error.value))
@@ -349,10 +344,9 @@ def test_a_cache_of_transformers_is_refused_and_not_replaced(tight, model):
     filled = DynamicCache(config=model.config)
     model(IDS, past_key_values=filled)
     empty = [DynamicCache(config=model.config), transformers.StaticCache(config=model.config, max_cache_len=64)]
-    for call in (tight, lambda ids, **given: tight.generate(ids, max_new_tokens=2, **given)):
-        with pytest.raises(
-            kvpass.CacheMismatchError, match=r"DynamicCache with 40 tokens; .* the whole text and no cache"
-        ):
+    for call in (tight, partial(tight.generate, max_new_tokens=2)):
+        said = r"DynamicCache with 40 tokens; .* the whole text and no cache"
+        with pytest.raises(kvpass.CacheMismatchError, match=said):
             call(TOKEN, past_key_values=filled)
         for cache in empty:
             with pytest.raises(ValueError, match=rf"an empty {type(cache).__name__}, and would stay .* leave it out"):
@@ -388,7 +382,7 @@ def test_ascending_positions_are_taken_from_any_start_and_padding_may_have_any()
     ids = random_ids(1, 40)
     later = torch.arange(7, 47)[None]
     assert_close("at 7", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 23)])
+    ids, mask = padded(40, 23)
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     given = fast(ids, attention_mask=mask, position_ids=positions).logits
     assert torch.equal(given[mask.bool()], fast(ids, attention_mask=mask).logits[mask.bool()])
@@ -396,7 +390,7 @@ def test_ascending_positions_are_taken_from_any_start_and_padding_may_have_any()
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_mask_that_hides_columns_of_the_prompt_is_refused(tight, tokens):
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 23)])
+    ids, mask = padded(40, 23)
     cache = tight(ids, attention_mask=mask).past_key_values
     new = random_ids(2, tokens, seed=1)
     right = torch.cat([mask, torch.ones_like(new)], 1)
@@ -533,10 +527,7 @@ def test_mask_of_another_length_is_refused(tight, tokens, columns):
 
 def test_ids_longer_than_the_cache_that_are_another_text_are_refused(tight):
     """They are taken for the whole text, of which only the end would be read."""
-    ids, new = random_ids(2, 20), random_ids(2, 30, seed=1)
-    mask = torch.ones_like(ids)
-    ids[1, :4], mask[1, :4] = 0, 0
-    new[new == 0] = 1
+    (ids, mask), new = padded(20, 16), random_ids(2, 30, seed=1)
     cache = tight.compress(ids, mask)
     with pytest.raises(kvpass.CacheMismatchError, match=r"ids of 30 tokens.* \[2, 50\], over both"):
         tight.generate(new, past_key_values=cache, max_new_tokens=2)
@@ -561,9 +552,7 @@ def test_pad_token_inside_a_prompt_is_named(tight):
 
 
 def test_report_after_guidance_is_of_the_prompt(tight):
-    tight.generate(
-        random_ids(1, 40), guidance_scale=1.5, negative_prompt_ids=random_ids(1, 12), max_new_tokens=2, do_sample=False
-    )
+    greedy(tight, IDS, 2, guidance_scale=1.5, negative_prompt_ids=random_ids(1, 12))
     assert tight.report().prompt_lengths.tolist() == [40]
 
 

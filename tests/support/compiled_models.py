@@ -1,13 +1,17 @@
 """Prompts, answers and compiled models that tests of whole models share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvpass
+from recorded_calls import interrupt
 from tiny_models import compiled_once, left_pad, random_ids, tiny_model
 
 GIVEN: dict[str, Any] = {"budget": 20, "window": 8, "backend": "eager"}
@@ -51,6 +55,16 @@ def spoken(model: Any, ids: Tensor, new: int) -> Tensor:
         said.append(out.logits[:, -1:].argmax(-1))
         out = model(said[-1], past_key_values=out.past_key_values)
     return torch.cat(said, 1)
+
+
+@contextmanager
+def failing(
+    target: Any, name: str, call: int = 1, error: type[BaseException] = KeyboardInterrupt
+) -> Iterator[pytest.MonkeyPatch]:
+    """The n-th call of a function inside raises an error, and so must what is done there."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        interrupt(patch, target, name, call, error)
+        yield patch
 
 
 def reloaded(cache: Any, fast: Any, folder: Path) -> Any:
