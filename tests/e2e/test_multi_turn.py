@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from compiled_models import greedy, padded, prompts_of, reloaded, two_layers
+from compiled_models import compiled_anew, greedy, padded, prompts_of, reloaded, two_layers
 from kvpass.cache.layers import FullAttentionLayers
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import compiled_once, random_ids
+from tiny_models import random_ids, tiny_model
 
 WINDOW, BUDGET = 8, 20  # of two_layers
 LIKE_A_PROMPT = {
@@ -213,10 +213,9 @@ def test_rows_take_their_own_budget_along():
 
 
 def test_inductor_compresses_again_like_the_eager_graph():
-    caches, logits = [], []
+    model, caches, logits = tiny_model("llama", layers=1), [], []
     for backend in ("eager", "inductor"):
-        given = {"budget": BUDGET, "window": WINDOW, "recompress": "every_turn"}
-        _, fast = compiled_once("llama", layers=1, backend=backend, **given)
+        fast = compiled_anew(model, backend=backend, recompress="every_turn")
         cache = fast(random_ids(2, 50)).past_key_values
         outs = [fast(random_ids(2, n, seed=n), past_key_values=cache).logits for n in (12, 30)]
         caches.append(cache)

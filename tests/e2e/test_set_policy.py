@@ -11,7 +11,15 @@ from compiled_models import compiled_anew, reloaded, two_layers
 from kvpass.policies import resolve
 from tiny_models import random_ids, tiny_model
 
-IDS, TOKEN = random_ids(1, 60), random_ids(1, 1, seed=1)
+
+@pytest.fixture
+def ids():
+    return random_ids(1, 60)
+
+
+@pytest.fixture
+def token():
+    return random_ids(1, 1, seed=1)
 
 
 @pytest.fixture
@@ -19,8 +27,7 @@ def fast():
     return compiled_anew(tiny_model("llama", layers=2), budget=16)
 
 
-def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(fast):
-    ids, token = IDS, TOKEN
+def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(fast, ids, token):
     before = fast(ids).past_key_values
     fast(token, past_key_values=before)
     assert fast.policy == resolve("lava", window=8) and fast.budget == kvpass.Budget.parse(16)
@@ -41,8 +48,7 @@ def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(fast)
     assert fast(token, past_key_values=before).past_key_values is before and before.lengths.sum() == 18 * 4
 
 
-def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(fast):
-    ids, token = IDS, TOKEN
+def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(fast, ids, token):
     before = fast(ids).past_key_values
     fast(token, past_key_values=before)
     counters.clear()
@@ -113,8 +119,8 @@ def test_budget_of_a_call_is_that_of_a_model_compiled_with_it(fast, tmp_path):
         fast(token, past_key_values=plain)
 
 
-def test_rules_set_during_a_call_do_not_change_it():
-    (_, fast), ids = two_layers(budget=16), IDS
+def test_rules_set_during_a_call_do_not_change_it(ids):
+    _, fast = two_layers(budget=16)
     expected = fast.generate(ids, max_new_tokens=6)
     settings = iter([lambda: fast.set_budget(24), lambda: fast.set_policy("snapkv", 20, window=6)] * 3)
 
