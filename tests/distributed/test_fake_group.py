@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -19,10 +17,9 @@ import kvpass
 from kvpass import ranks
 from kvpass.transformers_compat import CACHE
 from tiny_models import random_ids, tiny_model
+from versions import DIVIDED, STATES
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
-)
+pytestmark = DIVIDED
 
 
 @pytest.fixture
@@ -43,9 +40,6 @@ def divided(folder: Any, family: str, layers: int = 1, quantised: dict[str, str]
         model.config.quantization_config = quantised
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given)).eval()
-
-
-STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="states have no methods")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 import divided_model as divided
 import kvpass
@@ -22,11 +20,10 @@ from kvpass.adapt.latent_attention import attend_latents
 from kvpass.cli.documents import Document
 from processes import Processes
 from tiny_models import tiny_model, write_kvzap
+from versions import DIVIDED
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
-)
+pytestmark = DIVIDED
 LATENT = ["deepseek_v3", "youtu", "deepseek_v2", "minicpm3"]
 ALIKE = ["mixtral", "phi3", "qwen2", "olmo2", "phi", "starcoder2", "granite", "gpt_neox", "diffllama"]
 FURTHER = [

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import StoppingCriteria
@@ -15,11 +13,11 @@ from transformers import StoppingCriteria
 import compiled_models
 from kvpass.cache.cache import CompressedCache
 from tiny_models import compiled_once, random_ids, tiny_model
+from versions import STATES
 
 NEW, DRAFTS = 24, 5
 PROMPT = random_ids(1, 65, seed=5)
 SNAPKV = {"policy": "snapkv", "budget": 12, "window": 8}
-STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 
 
 def drafting(family: str = "llama", **settings: Any) -> tuple[Any, Any]:

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 import kvpass
 from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, spoken, two_layers
@@ -14,6 +12,7 @@ from numeric_checks import assert_close
 from pairwise import quick
 from support_table import listed, supported_row
 from tiny_models import ALIBI, FAMILIES, LATENT, NEWEST, ROTATED, left_pad, random_ids, step_logits, tiny_model
+from versions import before
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
@@ -35,9 +34,8 @@ MASKED = ["llama", "gpt_neox", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
 OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "gpt_neo", "mpt", "xglm", "llama4"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
-VERSION = Version(transformers.__version__)
-MET_OTHERWISE = {"diffllama"} if Version("5.17") > VERSION else {"gptj"} if Version("5.24") <= VERSION else set()
-if Version("5.16") > VERSION:
+MET_OTHERWISE = {"diffllama"} if before("5.17") else set() if before("5.24") else {"gptj"}
+if before("5.16"):
     MET_OTHERWISE |= {"deepseek_v3", *LATENT}
 """Families that this version of transformers writes otherwise than the one that docs/models.md was made with."""
 

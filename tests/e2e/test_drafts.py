@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig
 
 import compiled_models
 import kvpass
+from compiled_models import two_layers
 from kvpass.transformers_compat import CACHE
-from tiny_models import compiled_once, random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
+from versions import STATES
 
 NEW, DRAFTS = 24, 8
-STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 OPTIONS = {"budget": 24, "window": 8}
 REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)
 
@@ -57,7 +56,7 @@ def check_drafts(model, fast, kind, calls):
     ],
 )
 def test_tokens_and_cache_are_those_without_drafts(family, kind, policy, calls):
-    check_drafts(*compiled_once(family, layers=2, policy=policy, backend="eager", **OPTIONS), kind, calls)
+    check_drafts(*two_layers(family, policy=policy, budget=24), kind, calls)
 
 
 @pytest.mark.exhaustive
@@ -73,7 +72,7 @@ def test_one_compiled_graph_checks_any_number_of_drafts(family, calls):
 
 
 def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
-    model, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    model, fast = two_layers(budget=24)
     torch.manual_seed(0)
     found = greedy(fast, REPEATING, assistant_model=model, do_sample=True, temperature=2.0)
     cache, text = found[CACHE], found.sequences
@@ -98,14 +97,14 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
     ids=["evicts", "recompress", "sliding", "recurrent", "early exit"],
 )
 def test_refused_with_the_reason(family, options, asked, message, calls):
-    _, fast = compiled_models.two_layers(family, **{"budget": 24, **options})
+    _, fast = two_layers(family, **{"budget": 24, **options})
     with pytest.raises(ValueError, match=message):
         greedy(fast, REPEATING, **asked)
     assert not calls or family == "gemma3", "the prompt was read first"
 
 
 def test_what_the_model_is_configured_with_counts_beside_a_given_configuration(monkeypatch):
-    _, fast = compiled_once("llama", layers=2, policy="h2o", budget=24, window=8, backend="eager")
+    _, fast = two_layers(policy="h2o", budget=24)
     given = GenerationConfig(max_new_tokens=4)
     monkeypatch.setattr(fast.generation_config, "prompt_lookup_num_tokens", 4)
     with pytest.raises(ValueError, match="'prompt_lookup_num_tokens' is not supported with policy 'h2o'"):
@@ -115,7 +114,7 @@ def test_what_the_model_is_configured_with_counts_beside_a_given_configuration(m
 
 @pytest.mark.parametrize("question", [1, 6])
 def test_drafts_continue_a_filled_cache(question, calls):
-    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    _, fast = two_layers(budget=24)
     document, ids = fast.compress(REPEATING), REPEATING[:, :question]
     expected = greedy(fast, ids, past_key_values=document).sequences
     calls.clear()
@@ -125,7 +124,7 @@ def test_drafts_continue_a_filled_cache(question, calls):
 
 
 def test_only_what_was_appended_can_be_taken_back():
-    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    _, fast = two_layers(budget=24)
     cache = fast.compress(REPEATING, reusable=False)
     fast(REPEATING[:, :5], past_key_values=cache)
     with pytest.raises(ValueError, match="6 tokens cannot be taken back: 5 were appended after the prompt"):

@@ -6,16 +6,15 @@ import re
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig, pipeline
 
 import kvpass
-from compiled_models import greedy, padded, prompts_of, two_layers
+from compiled_models import compiled_anew, greedy, padded, prompts_of, two_layers
 from kvpass import builtin
 from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import VOCABULARY, compiled_once, random_ids, tiny_model
+from versions import needs_transformers
 
 NEW = 10
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
@@ -145,11 +144,8 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
     assert_close("logits", torch.cat([out.logits, *steps], 1).float(), expected.float(), atol=0.1)
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="older ones branch on the longest row, which is no graph",
-)
-@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
+@needs_transformers("5.23", "older ones branch on the longest row, which is no graph")
+@pytest.mark.parametrize("kind", quick(["longrope", "dynamic"], ["longrope"]))
 def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
     """With dynamic frequencies the second row begins its answer on one side of the limit and ends it on the other."""
     given = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
@@ -211,21 +207,13 @@ def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
         fast.generate(questions, past_key_values=two, max_new_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"backend": "inductor"},
-        *(pytest.param({"entries": name}, marks=pytest.mark.exhaustive) for name in ("rot4", "fp8")),
-    ],
-    ids=lambda x: next(iter(x.values())),
-)
-def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
-    if "entries" in options:
-        fast = kvpass.compile(
-            tiny_model("llama", layers=1, head_dim=32), budget=0.9, window=8, backend="eager", **options
-        )
+@pytest.mark.parametrize("entries", quick(["model", "rot4", "fp8"], ["model"]))
+def test_rows_of_one_document_hold_its_entries_once(entries, tmp_path):
+    """Entries of the model's dtype in compiled code, others by the eager operators."""
+    if entries == "model":
+        _, fast = compiled_once("llama", layers=1, budget=0.9, window=8)
     else:
-        _, fast = compiled_once("llama", layers=1, budget=0.9, window=8, **options)
+        fast = compiled_anew(tiny_model("llama", layers=1, head_dim=32), budget=0.9, entries=entries)
     document, other, asked = random_ids(1, 900), random_ids(3, 60, seed=3), random_ids(4, 5, seed=8)
     held = fast.compress(document)
     cache = fast(asked, past_key_values=held).past_key_values
@@ -241,12 +229,8 @@ def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
         assert_close("logits", logits[row : row + 1], fast(token[row : row + 1], past_key_values=own).logits, atol=1e-5)
     assert_close("loaded", fast(token, past_key_values=loaded).logits, logits, atol=1e-5)
     apart = fast.compress(other, reusable=False)  # by the same code
-    assert_close(
-        "another",
-        fast(token, past_key_values=apart).logits[:1],
-        fast(token[:1], past_key_values=fast.compress(other[:1])).logits,
-        atol=1e-5,
-    )
+    own = fast(token[:1], past_key_values=fast.compress(other[:1])).logits
+    assert_close("another", fast(token, past_key_values=apart).logits[:1], own, atol=1e-5)
 
 
 def test_generate_asks_for_the_logits_of_the_last_position_only(fast, monkeypatch):

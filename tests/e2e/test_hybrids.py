@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-import transformers
-from packaging.version import Version
 from transformers import Cache, DynamicCache
 
 import kvpass
@@ -19,10 +17,9 @@ from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from support_table import listed, supported_row
 from tiny_models import HYBRIDS, in_blocks, left_pad, random_ids, tiny_model
+from versions import STATES
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.22"), reason="the states of recurrent layers have no methods"
-)
+pytestmark = STATES
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 NEW = 6
 FAMILY = [pytest.param(name, marks=[] if name == "lfm2" else pytest.mark.exhaustive) for name in HYBRIDS]

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache
 
@@ -13,10 +11,9 @@ from kvpass.ops import latents, reference
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from tiny_models import random_ids, tiny_model
+from versions import needs_transformers
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.16"), reason="transformers before 5.16 caches expanded heads"
-)
+pytestmark = needs_transformers("5.16", "transformers before 5.16 caches expanded heads")
 FAMILY, PROMPT, WINDOW, BUDGET = "deepseek_v3", 61, 8, 20
 ROW = 16 + 8
 """kv_lora_rank and qk_rope_head_dim of the tiny models."""

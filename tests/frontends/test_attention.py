@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
@@ -12,6 +10,7 @@ from kvpass.cache.serialization import read_cache_file
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from tiny_models import LLAMA_LIKE, random_ids, tiny_model
+from versions import needs_transformers
 
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 TWO_EXPERTS = {**EXPERTS, "num_experts_per_tok": 2}
@@ -64,7 +63,7 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     assert layer in refusal.value.module_path
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="before, it keeps all queries")
+@needs_transformers("5.23", "before, it keeps all queries")
 def test_a_layer_without_a_query_of_each_token_is_refused():
     shared = {
         "head_dim": 16,

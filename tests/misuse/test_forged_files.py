@@ -236,10 +236,7 @@ ANY = {
     "a tail that begins behind its end": of("store0_tail_start", put(0, value=1000)),
 }
 ONLY_APPENDING = {
-    "a tail of more tokens than a row has": lambda tensors: {
-        **tensors,
-        "start": torch.tensor([0, 50]),
-    },
+    "a tail of more tokens than a row has": lambda tensors: {**tensors, "start": torch.tensor([0, 50])},
     "the same in a row without a pool": lambda tensors: {
         **tensors,
         "start": torch.tensor([0, 50]),
