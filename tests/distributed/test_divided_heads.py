@@ -95,9 +95,8 @@ def recorded(
         most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
         asked = PolicyInputs(weights[layer], TURNS[layer], buffers.entries, replayed=most)
         if policy.scores_tokens:
-            asked = asked._replace(
-                entered=policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
-            )
+            entered = policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
+            asked = asked._replace(entered=entered)
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)

@@ -101,8 +101,7 @@ def assert_identical_without_a_limit(model, every, policy):
     ids, new = random_ids(3, PROMPT, seed=1), random_ids(3, 7, seed=2)
     pieces = [ids, *new[:, :3].split(1, 1), new[:, 3:]]
     logits, cache = every.run(policy, UNLIMITED, pieces, torch.ones(3, PROMPT + 7).long())
-    with torch.no_grad():
-        assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
     assert cache.policy.name == policy
     assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.full_layers)
 

@@ -172,6 +172,10 @@ def on_another_device(model):
                 module._buffers[name] = torch.empty(buffer.shape, device="mps")
 
 
+def with_a_hook(model):
+    add_hook_to_module(model.model.layers[0], ModelHook())
+
+
 def own_forward(model):
     original = model.forward
     model.forward = lambda *args, **kwargs: original(*args, **kwargs)
@@ -200,10 +204,7 @@ CHANGES = {
         on_another_device,
         "weights of LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices",
     ),
-    "a hook": (
-        lambda m: add_hook_to_module(m.model.layers[0], ModelHook()),
-        r"model\.layers\.0 has the accelerate hook ModelHook",
-    ),
+    "a hook": (with_a_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
     "a forward": (own_forward, REPLACED),
     "a method": (own_method, REPLACED),
 }
