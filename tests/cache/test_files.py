@@ -1,7 +1,5 @@
 """Files of caches without a model: damage, forged headers, killed savers, full disks, links, permissions, names."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

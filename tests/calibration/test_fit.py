@@ -1,7 +1,5 @@
 """``kvpass.calibrate``: y against a brute force, the fit against another solver."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 
@@ -14,6 +12,7 @@ from torch import Tensor
 import kvpass
 from kvpass.calibration import fit
 from kvpass.calibration.texts import generated_texts
+from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import random_ids, tiny_model
 
@@ -77,9 +76,9 @@ def test_y_is_the_most_that_the_repetition_pays(family):
     wanted = brute_force(tiny_model(family, attn_implementation="eager", **given), PIECE)
     (found,) = layers_of(tiny_model(family, **given), PIECE)
     for layer, (x, y, most) in zip(found, wanted, strict=True):
-        torch.testing.assert_close(layer.x.float(), x, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(layer.y.float(), y, atol=1e-3, rtol=1e-4)
-        torch.testing.assert_close(layer.most.float(), most, atol=1e-5, rtol=1e-4)
+        assert_close("x", layer.x.float(), x, atol=1e-5, rtol=1e-4)
+        assert_close("y", layer.y.float(), y, atol=1e-3, rtol=1e-4)
+        assert_close("maxima", layer.most.float(), most, atol=1e-5, rtol=1e-4)
     assert len(found) == 2
 
 
@@ -290,11 +289,8 @@ def test_generated_texts_are_the_same_in_every_run_and_small():
     ],
 )
 def test_contract_10_what_cannot_be_fitted_is_refused(given, said):
+    model = tiny_model("llama", layers=1)
     with pytest.raises(ValueError, match=said):
-        kvpass.calibrate(tiny_model("llama", layers=1), Letters(), **given)
-
-
-def test_contract_10_a_compiled_model_is_refused():
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
+        kvpass.calibrate(model, Letters(), **given)
     with pytest.raises(ValueError, match="compiled by kvpass"):
-        kvpass.calibrate(fast, Letters())
+        kvpass.calibrate(kvpass.compile(model, policy="full", backend="eager"), Letters())

@@ -4,8 +4,6 @@ Usage: failing.py FOLDER HOW; ``memory``: the last process in the middle of a pr
 ``goes on``: none.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

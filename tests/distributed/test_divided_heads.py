@@ -1,7 +1,5 @@
 """Threads that share the heads of a layer, as processes do, keep together what ``plan`` says of all heads."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,15 +74,14 @@ class ThreadRanks(Ranks):
         return found
 
 
-def prefilled(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks) -> FullAttentionLayers:
-    """The store of the layers after the operators of compiled models read a prompt, of the heads given."""
-    return recorded(policy, q, k, v, start, ranks)[0]
-
-
 def recorded(
     policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks, layers: Sequence[int] = NUMBERS
 ) -> tuple[FullAttentionLayers, PromptRecord]:
-    """As :func:`prefilled`, with the record of what was kept; ``layers`` are their numbers in the model."""
+    """The store of the layers after the operators of compiled models read a prompt, of the heads given, and its record.
+
+    Args:
+        layers: their numbers in the model.
+    """
     (weights,) = own_heads(ranks, WEIGHTS)
     heads = k.shape[2]
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
@@ -98,24 +95,16 @@ def recorded(
         most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
         asked = PolicyInputs(weights[layer], TURNS[layer], buffers.entries, replayed=most)
         if policy.scores_tokens:
-            asked = asked._replace(
-                entered=policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
-            )
+            entered = policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
+            asked = asked._replace(entered=entered)
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
     kept = store.finish_prefill()
     rows = torch.tensor([BUDGET] * ROWS)
-    given = {
-        "policy": policy,
-        "budget": Budget.parse(BUDGET),
-        "start": start,
-        "columns": TOKENS,
-        "entries": rows,
-        "window": rows.clamp(max=6),
-        "sliding_layers": (),
-    }
-    return store, PromptRecord(full_layers=(kept,), nbytes=store.nbytes, ring_nbytes=0, state_nbytes=0, **given)
+    layers = {"full_layers": (kept,), "sliding_layers": (), "nbytes": store.nbytes, "ring_nbytes": 0, "state_nbytes": 0}
+    asked = {"policy": policy, "budget": Budget.parse(BUDGET), "entries": rows, "window": rows.clamp(max=6)}
+    return store, PromptRecord(start=start, columns=TOKENS, **asked, **layers)
 
 
 def replayed(q: Tensor, k: Tensor) -> Replayed:
@@ -130,7 +119,7 @@ def own_heads(ranks: Ranks, *tensors: Tensor) -> tuple[Tensor, ...]:
 def kept(policy: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor, ranks: Ranks) -> Tensor:
     """What is kept of a prompt, bool ``[L, B, K, N]``; of the own heads where there are ranks."""
     q, k, v = own_heads(ranks, q, k, v)
-    store, heads = prefilled(policy, q, k, v, start, ranks), k.shape[2]
+    (store, _), heads = recorded(policy, q, k, v, start, ranks), k.shape[2]
     keep = torch.zeros(ROWS, LAYERS, heads, TOKENS + 1, dtype=torch.bool)
     positions = store.positions(TOKENS - start)
     keep.scatter_(3, torch.where(positions < 0, TOKENS, positions + start[:, None, None, None]), True)
@@ -161,16 +150,12 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
     slots = LAYERS * KV_HEADS * (BUDGET - 6)
     more = {
         "cake": 2 * queries * evictable,
-        "pyramidkv": queries * evictable,
-        "tova": queries * evictable,
-        "chunkkv": heads * evictable,
+        **dict.fromkeys(("pyramidkv", "tova"), queries * evictable),
+        **dict.fromkeys(("chunkkv", "criticalkv"), heads * evictable),
         "compactor": 4 * 2 * heads,
-        "criticalkv": heads * evictable,
         "defensivekv": heads * (evictable + 2),
         "layer_defensivekv": heads * (evictable + 2) + 8 * slots,
-        "kvzap": 8 * slots,
-        "kvzip": 8 * slots,
-        "kvzip_plus": 8 * slots,
+        **dict.fromkeys(("kvzap", "kvzip", "kvzip_plus"), 8 * slots),
         "expected_attention": heads,
     }
     return heads * evictable + more.get(name, 0)
@@ -187,14 +172,9 @@ def test_threads_keep_together_what_one_keeps(name, padding, parity):
     if padding:
         assert torch.equal(found, kept(policy, q, k, v, start, ONE_PROCESS))
     else:
-        budget = BUDGET if policy.needs_budget else None
-        given = {
-            "output_weights": WEIGHTS,
-            "rope_frequencies": TURNS,
-            "replays": [replayed(q, k)],
-            "entering": ENTERING[:, :, :TOKENS],
-        }
-        assert torch.equal(found, plan(policy, q, k, v, budget=budget, **given).keep)
+        read = {"output_weights": WEIGHTS, "rope_frequencies": TURNS, "replays": [replayed(q, k)]}
+        read |= {"budget": BUDGET if policy.needs_budget else None, "entering": ENTERING[:, :, :TOKENS]}
+        assert torch.equal(found, plan(policy, q, k, v, **read).keep)
 
 
 def kept_together(policy: Any) -> Tensor:
@@ -294,7 +274,7 @@ def evicting(name: str) -> Any:
 def decoded(policy: Any, start: Tensor, ranks: Ranks, steps: int = 15) -> FullAttentionLayers:
     """The store after a prompt and some new tokens."""
     prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(steps, 4))
-    store = prefilled(policy, *prompt, start, ranks)
+    store, _ = recorded(policy, *prompt, start, ranks)
     for step in range(steps):
         store.ensure_room(1)
         for layer in range(LAYERS):
@@ -316,15 +296,9 @@ def test_threads_evict_together_what_one_evicts(name):
         assert meeting.sent[-15 * LAYERS :] == [4 * ROWS * KV_HEADS * GROUP // SIZE * slots] * (15 * LAYERS)
     one = decoded(policy, start, ONE_PROCESS)
     assert torch.equal(torch.cat([part.quota for part in parts], 2), one.quota)
-    whole = one.positions(seen)
-    found = torch.cat(
-        [
-            torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1)
-            for x in (part.positions(seen) for part in parts)
-        ],
-        2,
-    )
-    assert torch.equal(found, whole)
+    whole, positions = one.positions(seen), [part.positions(seen) for part in parts]
+    wide = [torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1) for x in positions]
+    assert torch.equal(torch.cat(wide, 2), whole)
 
 
 def of_file(store: FullAttentionLayers, start: Tensor) -> dict[str, Tensor]:
@@ -348,19 +322,14 @@ def test_a_file_of_threads_that_evict_is_that_of_one(name):
     assert torch.equal(again.positions(seen), parts[1].positions(seen))
 
 
-RECOMPRESSING = {
-    "lava": {},
-    "cake": {"evict_during_decode": False},
-    "pyramidkv": {},
-    "ada_snapkv": {},
-}
+RECOMPRESSING = {"lava": {}, "cake": {"evict_during_decode": False}, "pyramidkv": {}, "ada_snapkv": {}}
 
 
 def compressed_again(policy: Any, ranks: Ranks) -> tuple[FullAttentionLayers, Tensor, int, int]:
     """The store after a prompt and a turn of which it was compressed again, its layer weights, slots and bytes sent."""
     start, turn = torch.tensor([0, 9]), 17
     prompt, new = own_heads(ranks, *text(TOKENS, 3)), own_heads(ranks, *text(turn, 4))
-    store = prefilled(policy, *prompt, start, ranks)
+    store, _ = recorded(policy, *prompt, start, ranks)
     store.ensure_room(turn)
     before = sum(ranks.meeting.sent) if isinstance(ranks, ThreadRanks) else 0
     again = Recompression(store, torch.full((ROWS,), policy.window))

@@ -3,17 +3,12 @@
 What kvpass does not run is refused with a sentence; compiled code meets the others as often as it must.
 """
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -22,10 +17,9 @@ import kvpass
 from kvpass import ranks
 from kvpass.transformers_compat import CACHE
 from tiny_models import random_ids, tiny_model
+from versions import DIVIDED, STATES
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
-)
+pytestmark = DIVIDED
 
 
 @pytest.fixture
@@ -38,18 +32,14 @@ def group(request, monkeypatch) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def divided(folder: Any, family: str, layers: int = 1, **given: Any) -> Any:
-    tiny_model(family, layers=layers).save_pretrained(folder)
-    return loaded(folder, **given)
-
-
-def loaded(folder: Any, **given: Any) -> Any:
+def divided(folder: Any, family: str, layers: int = 1, quantised: dict[str, str] | None = None, **given: Any) -> Any:
     from transformers.distributed import DistributedConfig
 
+    model = tiny_model(family, layers=layers)
+    if quantised is not None:
+        model.config.quantization_config = quantised
+    model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**given)).eval()
-
-
-STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="states have no methods")
 
 
 @pytest.mark.parametrize(
@@ -90,15 +80,8 @@ def test_processes_that_share_no_heads_can_be_more(group, tmp_path):
 def test_a_quantised_model_on_several_processes_is_refused(group, tmp_path):
     """The scale of a weight of BitNet is the mean of the whole: a process cannot know it from its part."""
     pytest.importorskip("accelerate")
-    tiny_model("llama", layers=1).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "bitnet",
-        "linear_class": "autobitlinear",
-        "quantization_mode": "online",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model = loaded(tmp_path, tp_size=group)
+    how = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    model = divided(tmp_path, "llama", quantised=how, tp_size=group)
     with pytest.raises(ValueError, match=r"q_proj is a divided AutoBitLinear: must be a plain .* quantised model yet"):
         kvpass.compile(model, policy="lava", budget=64)
 

@@ -1,9 +1,8 @@
 """A model on several processes keeps what it keeps on one device, and gives the same tokens."""
 
-from __future__ import annotations
-
 import functools
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -12,37 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
+import divided_model as divided
 import kvpass
 import tiny_models
-from divided_model import (
-    IDS,
-    KVZAP,
-    WINDOW,
-    agree_on_arguments,
-    agree_on_captures,
-    command,
-    compare_dialogues,
-    compare_entries,
-    continued,
-    dialogue,
-    printed_by,
-    saved,
-    saved_where_nothing_can_be,
-    sent_of_a_prompt,
-    small_builtin,
-)
+from divided_model import IDS, KVZAP, WINDOW, command, compare_dialogues, compare_entries, dialogue, small_builtin
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.cli.documents import Document
 from processes import Processes
 from tiny_models import tiny_model, write_kvzap
+from versions import DIVIDED
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
-)
+pytestmark = DIVIDED
 LATENT = ["deepseek_v3", "youtu", "deepseek_v2", "minicpm3"]
 ALIKE = ["mixtral", "phi3", "qwen2", "olmo2", "phi", "starcoder2", "granite", "gpt_neox", "diffllama"]
 FURTHER = [
@@ -90,11 +71,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def compare(processes: Processes, folder: Path, policy: str, *, of_one: dict[str, Any] | None = None, **given: Any):
-    """Several processes against one device.
-
-    Args:
-        of_one: what that one is compiled with; None: as the processes.
-    """
+    """Several processes against one device, which is compiled with ``of_one``; None: as the processes."""
     own = functools.partial(dialogue, folder, policy, **(given if of_one is None else of_one))
     compare_dialogues(*processes.run_beside(own, dialogue, folder, policy, **given))
 
@@ -105,10 +82,15 @@ def test_two_processes_keep_what_one_device_keeps(policy, two, folder_of):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", sorted(kvpass.POLICIES))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe"])
-def test_every_policy_keeps_the_same(family, policy, two, folder_of):
-    compare(two, folder_of(family), policy)
+@pytest.mark.parametrize(
+    ("size", "family", "policy"),
+    [
+        *itertools.product([2], ["llama", "qwen3", "gemma3", "qwen3_moe"], sorted(kvpass.POLICIES)),
+        *itertools.product([4], ["llama", "qwen3"], ["lava", "tova", "layer_defensivekv"]),
+    ],
+)
+def test_every_policy_keeps_the_same(size, family, policy, groups, folder_of):
+    compare(groups(size), folder_of(family), policy)
 
 
 @pytest.mark.exhaustive
@@ -128,53 +110,38 @@ def test_latents_are_the_same(family, two, folder_of, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["lava", "tova", "layer_defensivekv"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_four_processes_keep_the_same(family, policy, groups, folder_of):
-    compare(groups(4), folder_of(family), policy)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["lava", "pyramidkv", "ada_snapkv"])
-def test_two_processes_compress_again_what_one_device_does(policy, two, folder_of):
-    compare(two, folder_of("llama"), policy, recompress="every_turn")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("entries", ["int8", "fp8", "rot4", "rot2"])
-def test_entries_in_fewer_bits_are_the_same(entries, two, folder_of):
-    compare(two, folder_of("llama", head_dim=32), "lava", entries=entries)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "policy"), [("llama", "kvzip"), ("gpt_oss", "lava")])
-def test_compacted_entries_are_the_same(family, policy, two, folder_of):
-    compare(two, folder_of(family), policy, compact=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["lava", "cake", "layer_defensivekv"])
-def test_phases_as_one_graph_keep_the_same(policy, two, folder_of):
-    compare(two, folder_of("gemma3"), policy, of_one={}, compile_regions=False)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "regions"), [("llama", True), ("gemma3", False)])
-def test_compiled_code_keeps_the_same(family, regions, two, folder_of):
-    compare(two, folder_of(family), "lava", of_one={}, backend="inductor", compile_regions=regions)
+@pytest.mark.parametrize(
+    ("family", "policy", "given"),
+    [
+        *(("llama", policy, {"recompress": "every_turn"}) for policy in ("lava", "pyramidkv", "ada_snapkv")),
+        *(("llama", "lava", {"entries": entries}) for entries in ("int8", "fp8", "rot4", "rot2")),
+        *((family, policy, {"compact": True}) for family, policy in (("llama", "kvzip"), ("gpt_oss", "lava"))),
+    ],
+)
+def test_ways_to_hold_entries_keep_the_same(family, policy, given, two, folder_of):
+    sizes = {"head_dim": 32} if "entries" in given else {}
+    compare(two, folder_of(family, **sizes), policy, **given)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "policy", "given"),
     [
-        ("llama", "lava", {}),
+        *(("gemma3", policy, {"compile_regions": False}) for policy in ("lava", "cake", "layer_defensivekv")),
+        ("llama", "lava", {"backend": "inductor", "compile_regions": True}),
+        ("gemma3", "lava", {"backend": "inductor", "compile_regions": False}),
+    ],
+)
+def test_graphs_and_compiled_code_keep_what_one_device_keeps_in_parts(family, policy, given, two, folder_of):
+    compare(two, folder_of(family), policy, of_one={}, **given)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "policy", "given"),
+    [
+        *(("llama", policy, {}) for policy in ("lava", "h2o", "tova", "r_kv", "triattention", "kvzap")),
         ("llama", "lava", {"entries": "rot4"}),
-        ("llama", "h2o", {}),
-        ("llama", "tova", {}),
-        ("llama", "r_kv", {}),
-        ("llama", "triattention", {}),
-        ("llama", "kvzap", {}),
         ("gpt_oss", "lava", {}),
     ],
 )
@@ -183,14 +150,14 @@ def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, giv
     if (family, given) == ("llama", {}):
         pairs += [(2, 4), (4, 1), (4, 2), (1, 4)] if policy == "lava" else [(2, 4)]
     folder = folder_of(family, head_dim=32) if given else folder_of(family)
-    entries = saved(folder, policy, tmp_path / "1.kv", **given)
-    expected, logits = continued(folder, policy, tmp_path / "1.kv", **given)
+    entries = divided.saved(folder, policy, tmp_path / "1.kv", **given)
+    expected, logits = divided.continued(folder, policy, tmp_path / "1.kv", **given)
     compare_entries([expected], entries)
     for size in sorted({name for name, _ in pairs} - {1}):
-        compare_entries(groups(size).run(saved, folder, policy, tmp_path / f"{size}.kv", **given), entries)
+        compare_entries(groups(size).run(divided.saved, folder, policy, tmp_path / f"{size}.kv", **given), entries)
     for name, size in pairs:
-        call = folder, policy, tmp_path / f"{name}.kv"
-        parts = [continued(*call, **given)] if size == 1 else groups(size).run(continued, *call, **given)
+        run = functools.partial(divided.continued, folder, policy, tmp_path / f"{name}.kv", **given)
+        parts = [run()] if size == 1 else groups(size).run(run)
         compare_entries([found for found, _ in parts], entries)
         for _, found in parts:
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
@@ -198,18 +165,18 @@ def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, giv
 
 @pytest.mark.exhaustive
 def test_a_file_that_the_first_process_cannot_write_raises_in_all(two, folder_of, tmp_path):
-    two.run(saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
+    two.run(divided.saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
 
 
 @pytest.mark.exhaustive
 def test_what_one_process_refuses_all_refuse(two, folder_of):
-    two.run(agree_on_arguments, folder_of("llama"))
+    two.run(divided.agree_on_arguments, folder_of("llama"))
 
 
 @pytest.mark.exhaustive
 def test_processes_go_on_after_one_could_not_compile(two, folder_of):
     folder = folder_of("llama", layers=1)
-    compare_dialogues(two.run(agree_on_captures, folder), dialogue(folder, "lava"))
+    compare_dialogues(two.run(divided.agree_on_captures, folder), dialogue(folder, "lava"))
 
 
 @pytest.mark.exhaustive
@@ -217,7 +184,7 @@ def test_processes_go_on_after_one_could_not_compile(two, folder_of):
 def test_scores_are_what_processes_send_each_other(size, groups, folder_of):
     """By the formula of docs/tensor-parallel.md; of all policies: see test_divided_heads.py."""
     shape = (len(IDS), 4 // size, IDS.shape[1] - WINDOW)
-    for sent in groups(size).run(sent_of_a_prompt, folder_of("llama"), "lava"):
+    for sent in groups(size).run(divided.sent_of_a_prompt, folder_of("llama"), "lava"):
         scores = [found for found in sent if found[0] == shape]
         assert scores == [(shape, 4 * shape[0] * shape[1] * shape[2])] * 2, sent
 
@@ -226,8 +193,8 @@ def test_scores_are_what_processes_send_each_other(size, groups, folder_of):
 def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_path):
     model = small_builtin(tmp_path / "model")
     given = f"eval {model} --tasks multi_needle --policies lava,tova --budgets 0.4 --samples 2 --length 150 --output"
-    own, divided = ([*given.split(), str(tmp_path / name), "--backend", "eager"] for name in ("one", "two"))
-    said, _ = two.run_beside(functools.partial(command, *own), command, *divided)
+    own, shared = ([*given.split(), str(tmp_path / name), "--backend", "eager"] for name in ("one", "two"))
+    said, _ = two.run_beside(functools.partial(command, *own), command, *shared)
     assert [text.count("written:") for text in said] == [1, 0]
     one, two_of = (  # one process answers a prompt under all policies at once, several under one after the other
         sorted(map(json.loads, (tmp_path / folder / "samples.jsonl").read_text().splitlines()), key=itemgetter("key"))
@@ -254,4 +221,4 @@ def test_a_document_is_asked_on_two_processes(two, tmp_path):
 def test_the_example_prints_what_its_docstring_shows(two):
     example = ROOT / "examples" / "tensor_parallel.py"
     shown = inspect.cleandoc(example.read_text().split("Prints::\n\n")[1].split('"""')[0])
-    assert [printed.strip() for printed in two.run(printed_by, example)] == [shown, ""]
+    assert [printed.strip() for printed in two.run(divided.printed_by, example)] == [shown, ""]

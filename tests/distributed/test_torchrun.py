@@ -1,7 +1,5 @@
 """What ``torchrun`` starts: a command, and processes of which one fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -12,19 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from divided_model import small_builtin
 from kvpass.cli.documents import Document
 from tiny_models import tiny_model
+from versions import DIVIDED
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.17"), reason="transformers divides models otherwise"
-    ),
-]
+pytestmark = [pytest.mark.exhaustive, DIVIDED]
 ROOT = Path(__file__).resolve().parents[2]
 FAILING = ROOT / "tests" / "distributed" / "failing.py"
 

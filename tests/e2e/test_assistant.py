@@ -1,26 +1,23 @@
 """A compiled model as the assistant of an uncompiled one: it drafts, and every token is the other model's."""
 
-from __future__ import annotations
-
+import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import StoppingCriteria
 
+import compiled_models
 from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.capture import CaptureCache
 from tiny_models import compiled_once, random_ids, tiny_model
+from versions import STATES
 
 NEW, DRAFTS = 24, 5
 PROMPT = random_ids(1, 65, seed=5)
 SNAPKV = {"policy": "snapkv", "budget": 12, "window": 8}
-STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 
 
 def drafting(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
@@ -30,33 +27,24 @@ def drafting(family: str = "llama", **settings: Any) -> tuple[Any, Any]:
     return model, fast
 
 
-def greedy(model: Any, ids: Tensor, **options: Any) -> Tensor:
-    found = model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **options})
-    assert isinstance(found, Tensor)
-    return found
+greedy = functools.partial(compiled_models.greedy, new=NEW)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each call of a kvpass model, and negative: what was taken back from its cache."""
-    counted: list[int] = []
-    run, crop = CaptureCache.run, CompressedCache.crop
-
-    def counting(self: Any, call: Any, forward: Any, ids: Tensor, *rest: Any) -> Any:
-        counted.append(ids.shape[1])
-        return run(self, call, forward, ids, *rest)
+    crop = CompressedCache.crop
 
     def cropping(self: CompressedCache, tokens: int) -> None:
         before, held = self.columns, self.lengths
         crop(self, tokens)
         taken = before - self.columns
         if taken:
-            counted.append(-taken)
+            calls.append(-taken)
         assert bool((held - self.lengths == taken).all()), "an entry of a rejected draft is left"
 
-    monkeypatch.setattr(CaptureCache, "run", counting)
     monkeypatch.setattr(CompressedCache, "crop", cropping)
-    return counted
+    return calls
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,19 @@
 """Saved caches: loading is bit-exact, and what does not belong to the model is refused with the reason."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 import kvpass
+from compiled_models import compiled_anew, padded, reloaded, two_layers
 from kvpass.cache import fingerprint
 from kvpass.cache.serialization import read_cache_file, write_cache_file
-from pairwise import quick
-from tiny_models import HYBRIDS, compiled_once, continuation, kvzap_file, left_pad, random_ids, tiny_model
+from pairwise import quick, quick_rows
+from tiny_models import HYBRIDS, continuation, kvzap_file, random_ids, tiny_model
+from versions import before
 
-HAS_STATES = Version(transformers.__version__) >= Version("5.22")
+HAS_STATES = not before("5.22")
 CASES = {
     "lava": ("llama", "lava", {}),
     "one budget in bytes": ("gpt2", "snapkv", {"budget": "30KiB"}),
@@ -40,18 +38,13 @@ QUICK = ["lava", "no window", "evicts, tables", "evicts, reads queries", "ring, 
 QUICK += ["compressed again", "replays", "two policies", *["states of lfm2"] * HAS_STATES]
 
 
-def compiled(family="llama", policy="lava", model=None, **options):
-    given = {"window": 8, "budget": 20, **options}
-    return kvpass.compile(model or tiny_model(family, layers=2), policy=policy, backend="eager", **given)
+def compiled(family="llama", model=None, **options):
+    return compiled_anew(model or tiny_model(family, layers=2), **options)
 
 
 def shared(family="llama", policy="lava", **options):
     """The same, shared with other tests."""
-    return compiled_once(family, layers=2, policy=policy, backend="eager", **{"window": 8, "budget": 20, **options})[1]
-
-
-def prompt():
-    return left_pad([random_ids(1, n, seed=n)[0] for n in (50, 31)])
+    return two_layers(family, policy=policy, **options)[1]
 
 
 @pytest.fixture
@@ -62,8 +55,7 @@ def fast():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "cache.kv"
-    ids, mask = prompt()
-    shared().compress(ids, mask).save(path)
+    shared().compress(*padded(50, 31)).save(path)
     return path
 
 
@@ -71,11 +63,9 @@ def saved(tmp_path_factory):
 def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
     family, policy, options = CASES[case]
     fast = shared(family, policy, **options)
-    ids, mask = prompt()
-    cache = fast(ids, attention_mask=mask).past_key_values
+    cache = fast(*padded(50, 31)).past_key_values
     for step in ("after the prompt", "after some tokens"):
-        cache.save(tmp_path / "cache.kv")
-        loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+        loaded = reloaded(cache, fast, tmp_path)
         assert (loaded.columns, loaded.batch_size, len(loaded)) == (cache.columns, 2, len(cache))
         assert loaded.layout == cache.layout and loaded.policy == cache.policy and loaded.budget == cache.budget
         if cache.full_layers:
@@ -91,30 +81,22 @@ def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
 def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_token(family, tmp_path):
     """Their masks are in the graph, and one token shows nothing of a mask."""
     model = tiny_model(family, layers=2 if family == "gpt_neo" else 1)
-    fast = compiled(model=model)
+    fast, later = compiled(model=model), compiled(model=model)
     cache = fast(random_ids(1, 40)).past_key_values
-    cache.save(tmp_path / "cache.kv")
-    new = random_ids(1, 1, seed=1)
-    expected = fast(new, past_key_values=cache).logits
-    later = compiled(model=model)
-    assert torch.equal(later(new, past_key_values=kvpass.load_cache(tmp_path / "cache.kv", later)).logits, expected)
+    loaded, new = reloaded(cache, later, tmp_path), random_ids(1, 1, seed=1)
+    assert torch.equal(later(new, past_key_values=loaded).logits, fast(new, past_key_values=cache).logits)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "policy"),
-    [
-        (torch.bfloat16, "lava"),
-        pytest.param(torch.float16, "snapkv", marks=pytest.mark.exhaustive),
-        (torch.float32, "h2o"),
-    ],
-)
+DTYPES = [(torch.bfloat16, "lava"), (torch.float32, "h2o"), (torch.float16, "snapkv")]
+
+
+@pytest.mark.parametrize(("dtype", "policy"), quick_rows(DTYPES, DTYPES[:2]))
 def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtype, policy):
     if dtype == torch.float32:
         fast = shared(policy=policy, budget=1024)
     else:
         fast = compiled(policy=policy, budget=1024, model=tiny_model("llama", layers=2, dtype=dtype))
-    fast.compress(random_ids(1, 1400)).save(tmp_path / "cache.kv")
-    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    loaded = reloaded(fast.compress(random_ids(1, 1400)), fast, tmp_path)
     size = (tmp_path / "cache.kv").stat().st_size
     assert loaded.nbytes < size < 1.01 * loaded.nbytes
     assert all(store.pool_k.dtype == dtype for store in loaded.full_layers)
@@ -122,10 +104,9 @@ def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtyp
 
 def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
     fast = shared()
-    ids, mask = prompt()
     files = []
     for value in (3.0, 7.0):
-        cache = fast(ids, attention_mask=mask).past_key_values
+        cache = fast(*padded(50, 31)).past_key_values
         store = cache.full_layers[0]
         store.tail_k[:, :, :, store.used :] = value
         for row in range(2):
@@ -137,19 +118,14 @@ def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
 
 
 def test_a_file_of_another_model_policy_or_budget_is_refused_with_the_reason(fast, saved, tmp_path):
-    theta = {"rope_type": "default", "rope_theta": 77.0}
+    half = tiny_model("llama", dtype=torch.bfloat16)
+    turned = tiny_model("llama", layers=2, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     wrong = [
         (compiled(model=tiny_model("llama", seed=1, num_hidden_layers=2)), "other weights"),
         (compiled("mistral"), "class is LlamaForCausalLM, here it is MistralForCausalLM"),
         (compiled(model=tiny_model("llama")), r"config\.num_hidden_layers is 2, here it is 3"),
-        (
-            compiled(model=tiny_model("llama", dtype=torch.bfloat16)),
-            r"dtype is torch\.float32, here it is torch\.bfloat16",
-        ),
-        (
-            compiled(model=tiny_model("llama", layers=2, rope_parameters=theta)),
-            r"config\.rope_parameters\.rope_theta is 10000\.0, here it is 77\.0",
-        ),
+        (compiled(model=half), r"dtype is torch\.float32, here it is torch\.bfloat16"),
+        (compiled(model=turned), r"config\.rope_parameters\.rope_theta is 10000\.0, here it is 77\.0"),
         (compiled(model=tiny_model("llama", layers=2, rms_norm_eps=1e-3)), r"config\.rms_norm_eps"),
         (compiled(policy="snapkv"), "has policy .*lava"),
         (compiled(window=4), "has policy"),

@@ -4,8 +4,6 @@ Of a cache only the positions it says it holds are believed; that a policy choos
 step compares logits, so that an entry, a position or a row that was mixed up shows at the next token.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

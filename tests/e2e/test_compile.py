@@ -1,7 +1,5 @@
 """Compiled means compiled: one graph per phase, no breaks, bounded memory, and dumps that show what happened."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -12,6 +10,7 @@ from torch._inductor.utils import sympy_product
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import kvpass
+from compiled_models import greedy, spoken
 from numeric_checks import assert_close
 from tiny_models import compiled_once, random_ids, step_logits, tiny_model
 
@@ -107,13 +106,8 @@ def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt
     counts, parts = [], [("prefill", 3), ("decode", 1), ("extend", 2)]
     for rows in (2, 3, 7):
         ids, new = random_ids(rows, 41), random_ids(rows, 6, seed=1)
-        with torch.no_grad():
-            assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
-        out, tokens = fast(ids), []
-        for _ in range(12):
-            tokens.append(out.logits[:, -1:].argmax(-1))
-            out = fast(tokens[-1], past_key_values=out.past_key_values)
-        assert torch.equal(torch.cat([ids, *tokens], 1), model.generate(ids, max_new_tokens=12, do_sample=False))
+        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+        assert torch.equal(spoken(fast, ids, 12), greedy(model, ids, 12))
         counts.append([(record.phase, record.parts) for record in fast.report().compiled])
     assert counts == [parts] * 3
     assert "compiled decode of 2 or more rows (inductor)" in str(fast.report())

@@ -1,7 +1,5 @@
 """Question-agnostic scope: compress a context once, ask it several questions."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -11,14 +9,14 @@ from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCri
 
 import kvpass
 import kvpass.frontends.transformers as frontend
+from compiled_models import greedy, padded, two_layers
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import compiled_once, left_pad, random_ids
+from tiny_models import random_ids
 
-POLICIES = {"lava": {}, "h2o": {"window": 8}, "cake": {"tau1": 1.0, "tau2": 1.0}}
-
+POLICIES = {"lava": {}, "h2o": {}, "cake": {"tau1": 1.0, "tau2": 1.0}}
 READ_ALL_IDS = {
     "repetition_penalty": 1.8,
     "no_repeat_ngram_size": 1,
@@ -26,27 +24,18 @@ READ_ALL_IDS = {
     "encoder_no_repeat_ngram_size": 1,
 }
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
-
-
-def compiled(policy="lava", backend="eager", **options):
-    """A model and its compiled copy, both shared with other tests."""
-    given = {"window": 8, **options}
-    return compiled_once("llama", layers=2, policy=policy, budget=16, backend=backend, **given)
-
-
-def context():
-    return left_pad([random_ids(1, n, seed=n)[0] for n in (50, 33)])
+DOCUMENT = padded(50, 33)
+QUESTION = random_ids(2, 5, seed=3)
 
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
 def test_a_question_is_answered_from_what_was_kept_at_its_true_positions(backend):
-    model, fast = compiled(backend=backend)
-    ids, mask = context()
-    question = random_ids(2, 6, seed=7)
+    model, fast = two_layers(budget=16, backend=backend)
+    ids, mask = DOCUMENT
     cache = fast.compress(ids, mask)
-    answer = fast.generate(question, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    answer = fast.generate(QUESTION, past_key_values=cache, **GREEDY)
     keep = kept_columns(cache, ids.shape[1])
-    sequence, seen = torch.cat([ids, question], 1), torch.cat([mask, torch.ones_like(question)], 1)
+    sequence, seen = put_together(DOCUMENT, QUESTION)
     for _ in range(8):
         logits = MaskedOracle(model).logits(sequence, seen, keep)
         sequence = torch.cat([sequence, logits[:, -1:].argmax(-1)], 1)
@@ -56,44 +45,34 @@ def test_a_question_is_answered_from_what_was_kept_at_its_true_positions(backend
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_several_questions_leave_the_cache_as_it_was(policy):
-    _, fast = compiled(policy, **POLICIES[policy])
-    ids, mask = context()
-    cache = fast.compress(ids, mask)
+    _, fast = two_layers(policy=policy, budget=16, **POLICIES[policy])
+    cache = fast.compress(*DOCUMENT)
     before = cache.positions
     questions = [random_ids(2, n, seed=n) for n in (5, 1, 9)]
-    answers = [fast.generate(q, past_key_values=cache, max_new_tokens=5, do_sample=False) for q in questions]
-    assert cache.get_seq_length() == ids.shape[1] and torch.equal(cache.positions, before)
+    answers = [greedy(fast, q, past_key_values=cache) for q in questions]
+    assert cache.get_seq_length() == 50 and torch.equal(cache.positions, before)
     for question, answer in zip(questions, answers, strict=True):
-        fresh = fast.compress(ids, mask)
-        again = fast.generate(
-            input_ids=question,
-            attention_mask=torch.ones_like(question),
-            past_key_values=fresh,
-            max_new_tokens=5,
-            do_sample=False,
-        )
-        assert torch.equal(answer, again)
+        given = {"attention_mask": torch.ones_like(question), "past_key_values": fast.compress(*DOCUMENT)}
+        assert torch.equal(answer, greedy(fast, input_ids=question, **given))
 
 
-def test_the_continuation_of_a_reusable_cache_is_a_cache_of_its_own():
-    _, fast = compiled()
-    cache = fast.compress(random_ids(1, 40))
-    out = fast(random_ids(1, 3), past_key_values=cache)
+def test_the_continuation_of_a_reusable_cache_is_a_cache_of_its_own(tight):
+    cache = tight.compress(random_ids(1, 40))
+    out = tight(random_ids(1, 3), past_key_values=cache)
     assert out.past_key_values is not cache and out.past_key_values.get_seq_length() == 43
     shared = out.past_key_values.full_layers[0].pool_k.data_ptr() == cache.full_layers[0].pool_k.data_ptr()
     assert shared, "the kept entries should be shared"
-    again = fast(random_ids(1, 1), past_key_values=out.past_key_values)
+    again = tight(random_ids(1, 1), past_key_values=out.past_key_values)
     assert again.past_key_values is out.past_key_values
 
 
 def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(monkeypatch):
     said = []
     monkeypatch.setattr(logging.getLogger("kvpass"), "warning", lambda text, *args: said.append(text % args))
-    ids, mask = context()
     frontend._warn_of_question.cache_clear()  # other tests have had it say so
     for policy in ("keydiff", "snapkv", "snapkv"):
-        _, fast = compiled(policy)
-        fast.compress(ids, mask)
+        _, fast = two_layers(policy=policy, budget=16)
+        fast.compress(*DOCUMENT)
     assert len(said) == 1 and "'snapkv'" in said[0] and "keydiff" in said[0] and "lava" not in said[0]
 
 
@@ -114,55 +93,50 @@ def whole_answer(model, *parts, **options):
 
 @pytest.mark.parametrize("option", READ_ALL_IDS)
 def test_processors_read_the_document_beside_a_question_and_in_the_next_turn(model, fast, option):
-    given = {**GREEDY, option: READ_ALL_IDS[option]}
-    document, question, turn = context(), random_ids(2, 5, seed=3), random_ids(2, 3, seed=4)
-    expected = whole_answer(model, document, question, **given)
-    assert not torch.equal(expected, whole_answer(model, document, question, **GREEDY)), "the option should change this"
-    cache = fast.compress(*document)
+    given, turn = {**GREEDY, option: READ_ALL_IDS[option]}, random_ids(2, 3, seed=4)
+    expected = whole_answer(model, DOCUMENT, QUESTION, **given)
+    assert not torch.equal(expected, whole_answer(model, DOCUMENT, QUESTION, **GREEDY)), "the option should change this"
+    cache = fast.compress(*DOCUMENT)
     for _ in range(2):
-        assert torch.equal(fast.generate(question, past_key_values=cache, **given), expected)
-    longer, mask = random_ids(2, 60, seed=5), put_together(document, random_ids(2, 60))[1]
+        assert torch.equal(fast.generate(QUESTION, past_key_values=cache, **given), expected)
+    longer, mask = random_ids(2, 60, seed=5), put_together(DOCUMENT, random_ids(2, 60))[1]
     found = fast.generate(longer, attention_mask=mask, past_key_values=cache, **given)
-    assert torch.equal(found, whole_answer(model, document, longer, **given)), "more new ids than the cache has seen"
-    talk = fast.compress(*document, reusable=False)
-    first = fast.generate(input_ids=question, past_key_values=talk, return_dict_in_generate=True, **given).sequences
+    assert torch.equal(found, whole_answer(model, DOCUMENT, longer, **given)), "more new ids than the cache has seen"
+    talk = fast.compress(*DOCUMENT, reusable=False)
+    first = fast.generate(input_ids=QUESTION, past_key_values=talk, return_dict_in_generate=True, **given).sequences
     assert torch.equal(first, expected)
     asked = torch.cat([first[:, -1:], turn], 1)
     second = fast.generate(asked, attention_mask=torch.ones_like(asked), past_key_values=talk, **given)
     if not option.startswith("encoder"):  # these read what was given, which ends before the answer
-        assert torch.equal(second, whole_answer(model, document, first, turn, **given)[:, first.shape[1] - 1 :])
+        assert torch.equal(second, whole_answer(model, DOCUMENT, first, turn, **given)[:, first.shape[1] - 1 :])
 
 
 def test_a_loaded_cache_knows_the_document_and_one_of_an_old_file_says_that_it_does_not(fast, model, tmp_path, recwarn):
     given = {**GREEDY, "repetition_penalty": 1.8}
-    document, question = context(), random_ids(2, 5, seed=3)
-    fast.compress(*document).save(tmp_path / "new.kv")
+    fast.compress(*DOCUMENT).save(tmp_path / "new.kv")
     loaded = kvpass.load_cache(tmp_path / "new.kv", fast)
-    assert torch.equal(loaded.ids, document[0].int())
-    answer = fast.generate(question, past_key_values=loaded, **given)
-    assert torch.equal(answer, whole_answer(model, document, question, **given))
+    assert torch.equal(loaded.ids, DOCUMENT[0].int())
+    answer = fast.generate(QUESTION, past_key_values=loaded, **given)
+    assert torch.equal(answer, whole_answer(model, DOCUMENT, QUESTION, **given))
     metadata, tensors = read_cache_file(tmp_path / "new.kv")
     del tensors["ids"]
     write_cache_file(tmp_path / "old.kv", tensors, metadata)
     old = kvpass.load_cache(tmp_path / "old.kv", fast)
-    answer = fast.generate(question, past_key_values=old, **GREEDY)
-    assert torch.equal(answer, whole_answer(model, document, question, **GREEDY))
+    answer = fast.generate(QUESTION, past_key_values=old, **GREEDY)
+    assert torch.equal(answer, whole_answer(model, DOCUMENT, QUESTION, **GREEDY))
     assert not [warning for warning in recwarn if "only the ids of this call" in str(warning.message)]
     with pytest.warns(UserWarning, match="repetition_penalty: only the ids of this call are read"):
-        fast.generate(question, past_key_values=old, **given)
+        fast.generate(QUESTION, past_key_values=old, **given)
 
 
 def test_beams_on_repeated_rows_read_the_document(model, fast):
     """The rows of the cache are repeated by hand, once for each beam."""
-    document, question = context(), random_ids(2, 5, seed=3)
-    mask = put_together(document, question)[1]
     given = {**GREEDY, "num_beams": 3, "repetition_penalty": 1.8}
-    cache = fast.compress(*document)
+    cache, mask = fast.compress(*DOCUMENT), put_together(DOCUMENT, QUESTION)[1]
     cache.batch_repeat_interleave(3)
-    found = fast.generate(
-        question, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True, output_scores=True, **given
-    )
-    assert torch.equal(found.sequences, whole_answer(model, document, question, **given))
+    scores = {"return_dict_in_generate": True, "output_scores": True}
+    found = fast.generate(QUESTION, attention_mask=mask, past_key_values=cache, **scores, **given)
+    assert torch.equal(found.sequences, whole_answer(model, DOCUMENT, QUESTION, **given))
     scored = fast.compute_transition_scores(found.sequences, found.scores, found.beam_indices)
     assert_close("scores", scored.sum(1) / 8, found.sequences_scores, atol=1e-5)
 
@@ -179,11 +153,10 @@ class Seen(StoppingCriteria):
 
 
 def test_lengths_and_stopping_criteria_count_the_new_ids(model, fast):
-    document, question = context(), random_ids(2, 5, seed=3)
-    cache = fast.compress(*document)
+    cache = fast.compress(*DOCUMENT)
 
     def answer(**options):
-        return fast.generate(question, past_key_values=cache, do_sample=False, **options)
+        return fast.generate(QUESTION, past_key_values=cache, do_sample=False, **options)
 
     plain = answer(max_new_tokens=12)
     end = int(plain[0, 7])
@@ -194,7 +167,7 @@ def test_lengths_and_stopping_criteria_count_the_new_ids(model, fast):
     assert torch.equal(answer(max_new_tokens=12, stopping_criteria=[seen]), plain[:, :10])
     assert torch.equal(seen.ids[0], plain[:, :6])
     for least in ({"min_new_tokens": 6}, {"min_length": 11}):
-        expected = whole_answer(model, document, question, do_sample=False, **ends, max_new_tokens=12, min_new_tokens=6)
+        expected = whole_answer(model, DOCUMENT, QUESTION, do_sample=False, **ends, max_new_tokens=12, min_new_tokens=6)
         assert torch.equal(answer(**ends, **least, max_new_tokens=12), expected)
         assert not torch.equal(expected, plain)
 
@@ -238,8 +211,8 @@ def test_a_streamer_gets_the_question_first_and_then_each_token(fast):
 
 
 def test_the_ids_of_a_cache_follow_its_rows_copies_and_cuts(fast):
-    ids, new = context()[0].int(), random_ids(2, 3, seed=3)
-    cache = fast(*context()).past_key_values
+    ids, new = DOCUMENT[0].int(), random_ids(2, 3, seed=3)
+    cache = fast(*DOCUMENT).past_key_values
     twin = cache.clone()
     fast(new, past_key_values=cache)
     assert torch.equal(cache.ids, torch.cat([ids, new.int()], 1)) and torch.equal(twin.ids, ids)

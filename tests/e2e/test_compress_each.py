@@ -1,7 +1,5 @@
 """A prompt that is read once for several policies and budgets, against one that is read for each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

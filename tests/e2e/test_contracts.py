@@ -1,34 +1,20 @@
 """The contracts of the design that hold for a whole model; the name of each test says which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 import kvpass
+from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, spoken, two_layers
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from support_table import listed, supported_row
-from tiny_models import (
-    ALIBI,
-    FAMILIES,
-    LATENT,
-    NEWEST,
-    ROTATED,
-    compiled_once,
-    left_pad,
-    random_ids,
-    step_logits,
-    tiny_model,
-)
+from tiny_models import ALIBI, FAMILIES, LATENT, NEWEST, ROTATED, left_pad, random_ids, step_logits, tiny_model
+from versions import before
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-UNLIMITED = 10**6
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
 POLICIES = sorted(name for name, policy in kvpass.POLICIES.items() if not policy.of_one_model)
 PROMPT, NEW = 61, 12
@@ -48,9 +34,8 @@ MASKED = ["llama", "gpt_neox", "gpt_oss"]
 """Families compared with the masked oracle in every run."""
 OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "gpt_neo", "mpt", "xglm", "llama4"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
-VERSION = Version(transformers.__version__)
-MET_OTHERWISE = {"diffllama"} if Version("5.17") > VERSION else {"gptj"} if Version("5.24") <= VERSION else set()
-if Version("5.16") > VERSION:
+MET_OTHERWISE = {"diffllama"} if before("5.17") else set() if before("5.24") else {"gptj"}
+if before("5.16"):
     MET_OTHERWISE |= {"deepseek_v3", *LATENT}
 """Families that this version of transformers writes otherwise than the one that docs/models.md was made with."""
 
@@ -64,40 +49,9 @@ def policies_of(family):
 
 
 EXHAUSTIVE = [
-    pytest.param(
-        *(family, policies_of(family), None),
-        id=f"{family}-all",
-        marks=pytest.mark.exhaustive,
-    )
+    pytest.param(family, policies_of(family), None, id=f"{family}-all", marks=pytest.mark.exhaustive)
     for family in FAMILIES
 ]
-
-
-def compiled(
-    family="llama",
-    policy="lava",
-    budget=UNLIMITED,
-    window=8,
-    backend="eager",
-    dtype=torch.float32,
-    layers=None,
-    **changes,
-):
-    model = tiny_model(family, dtype=dtype, layers=layers, **changes)
-    if not kvpass.POLICIES[policy].needs_budget:
-        budget = None
-    options = {"window": window, **OPTIONS.get(policy, {})}
-    return model, kvpass.compile(model, policy=policy, budget=budget, backend=backend, **options)
-
-
-def shared(family="llama", *, policy="lava", budget, backend="eager"):
-    """The same of two layers (Inductor: one), shared with other tests: what it has compiled so far says nothing."""
-    layers = 1 if backend == "inductor" else 2
-    return compiled_once(family, layers=layers, policy=policy, budget=budget, backend=backend, window=8)
-
-
-def greedy(model, ids, **kwargs):
-    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **kwargs)
 
 
 class EveryPolicy:
@@ -122,15 +76,11 @@ class EveryPolicy:
 @pytest.mark.exhaustive  # of one layer of a Llama in every run: test_compile.py
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
-    model, fast = compiled(family, backend="inductor")
+    model = tiny_model(family)
+    fast = compiled_anew(model, budget=UNLIMITED, backend="inductor")
     ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
-    with torch.no_grad():
-        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
-        out, tokens = fast(ids), []
-        for _ in range(NEW):
-            tokens.append(out.logits[:, -1:].argmax(-1))
-            out = fast(tokens[-1], past_key_values=out.past_key_values)
-    assert torch.equal(torch.cat([ids, *tokens], 1), greedy(model, ids)), "greedy tokens differ"
+    assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    assert torch.equal(spoken(fast, ids, NEW), greedy(model, ids, NEW)), "greedy tokens differ"
 
 
 @pytest.mark.parametrize(
@@ -151,8 +101,7 @@ def assert_identical_without_a_limit(model, every, policy):
     ids, new = random_ids(3, PROMPT, seed=1), random_ids(3, 7, seed=2)
     pieces = [ids, *new[:, :3].split(1, 1), new[:, 3:]]
     logits, cache = every.run(policy, UNLIMITED, pieces, torch.ones(3, PROMPT + 7).long())
-    with torch.no_grad():
-        assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
     assert cache.policy.name == policy
     assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.full_layers)
 
@@ -202,7 +151,8 @@ def test_a_decoder_whose_loops_read_the_cache_of_the_last_one_is_refused():
 @pytest.mark.parametrize("family", quick(["llama", "gpt2"], ["llama"]))
 def test_contract_1_identity_in_16_bits(family, dtype, backend):
     """Under policies that append and that evict; the cache has 16 bits too."""
-    model, fast = compiled(family, backend=backend, dtype=dtype, layers=1)
+    model = tiny_model(family, dtype=dtype, layers=1)
+    fast = compiled_anew(model, budget=UNLIMITED, backend=backend)
     ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
     reference = tiny_model(family, layers=1)
     reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
@@ -224,10 +174,9 @@ def test_contract_1_identity_in_16_bits(family, dtype, backend):
 @pytest.mark.parametrize("policy", ["lava", "snapkv", "streaming_llm"])
 @pytest.mark.parametrize("budget", [20, 0.5, "12KiB"])
 def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
-    _, fast = shared(policy=policy, budget=budget)
+    _, fast = two_layers(policy=policy, budget=budget)
     lengths = [PROMPT, 40, 24]
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in lengths])
-    cache = fast(ids, attention_mask=mask).past_key_values
+    cache = fast(*padded(*lengths)).past_key_values
     g = cache.full_layers[0].geometry
     per_head = {20: 20, "12KiB": 12288 // (g.layers * g.kv_heads * g.entry_bytes())}.get(budget)
     for row, n in enumerate(lengths):
@@ -245,7 +194,7 @@ def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
     ("family", "place"), [("llama", "cpu"), ("gemma3", "cpu"), pytest.param("llama", "cuda", marks=pytest.mark.gpu)]
 )
 def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
-    _, fast = shared(family, budget=20) if place == "cpu" else compiled(family, budget=20, layers=2)
+    _, fast = two_layers(family) if place == "cpu" else (None, compiled_anew(tiny_model(family, layers=2)))
     fast.to(place)
     cache = fast(random_ids(2, PROMPT).to(place)).past_key_values
     storages = {
@@ -259,7 +208,7 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
-    _, fast = shared(family, budget=20)
+    _, fast = two_layers(family)
     cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
     full = 2 * PROMPT * cache.full_layers[0].geometry.token_bytes()
     assert bigger.ids.nbytes == 2 * 2000 * 4
@@ -267,10 +216,10 @@ def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
 
 
 def test_contract_4_padding_invariance_compiled():
-    _, fast = shared(budget=16, backend="inductor")
-    prompts = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 37, 9, 3, PROMPT)]
+    _, fast = two_layers(layers=1, budget=16, backend="inductor")
+    prompts = prompts_of(PROMPT, 37, 9, 3, PROMPT)
     ids, mask = left_pad(prompts)
-    batch = greedy(fast, ids, attention_mask=mask)
+    batch = greedy(fast, ids, NEW, attention_mask=mask)
     cache = fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values
     width = ids.shape[1]
     for row, prompt in enumerate(prompts):
@@ -279,7 +228,8 @@ def test_contract_4_padding_invariance_compiled():
         expected = kept_columns(alone, prompt.numel())[0]
         assert torch.equal(kept_columns(cache, width)[row, :, :, pad:], expected), f"row {row} keeps other entries"
         assert not kept_columns(cache, width)[row, :, :, :pad].any(), f"row {row} keeps padding"
-        assert torch.equal(batch[row, width:], greedy(fast, prompt[None])[0, prompt.numel() :]), f"row {row} differs"
+        own = greedy(fast, prompt[None], NEW)[0, prompt.numel() :]
+        assert torch.equal(batch[row, width:], own), f"row {row} differs"
 
 
 @pytest.mark.parametrize(
@@ -292,12 +242,12 @@ def test_contract_4_padding_invariance_compiled():
     ],
 )
 def test_contract_6_compressed_decoding_equals_masking_the_full_model(family, backend):
-    model, fast = shared(family, budget=14, backend=backend)
+    model, fast = two_layers(family, layers=1 if backend == "inductor" else 2, budget=14, backend=backend)
     assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], [*[1] * 80, 10])
 
 
 def test_contract_7_the_report_proves_that_compression_ran():
-    _, fast = compiled(budget=20, layers=2)
+    fast = compiled_anew(tiny_model("llama", layers=2))
     with pytest.raises(ValueError, match="no prompt"):
         fast.report()
     greedy(fast, random_ids(1, PROMPT))
@@ -312,7 +262,7 @@ def test_contract_7_the_report_proves_that_compression_ran():
 def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
     model = tiny_model("llama", layers=2)
     model.model.layers[1].self_attn.is_causal = False
-    fast = kvpass.compile(model, budget=20, window=8, backend="eager")
+    fast = compiled_anew(model)
     with pytest.raises(kvpass.UnsupportedAttentionError, match=r"model\.layers\.1\.self_attn.*not causal") as refusal:
         fast(random_ids(1, PROMPT))
     assert refusal.value.module_path == "model.layers.1.self_attn"
@@ -320,7 +270,7 @@ def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
 
 @pytest.mark.parametrize(("family", "said"), [("gemma3", "ring of 24"), ("llama4", "chunk of 24")])
 def test_contract_7_the_report_states_layers_with_a_sliding_window_or_chunks_apart(family, said):
-    _, fast = shared(family, budget=20)
+    _, fast = two_layers(family)
     cache = fast(random_ids(1, PROMPT)).past_key_values
     report = fast.report().to_dict()
     assert report["layers"] == list(cache.layer_ids) == [1] and report["rings"][0]["layers"] == (0,)
@@ -329,7 +279,7 @@ def test_contract_7_the_report_states_layers_with_a_sliding_window_or_chunks_apa
 
 
 def test_layers_of_a_ring_share_the_table_of_its_columns():
-    _, fast = compiled("mistral_sliding", budget=20, layers=2)
+    fast = compiled_anew(tiny_model("mistral_sliding", layers=2))
     greedy(fast, random_ids(1, PROMPT))
     rewrite = fast.report().to_dict()["compiled"][1]["passes"][-1]
     assert "kvpass.attend_ring.default: 0 -> 2 (+2)" in rewrite["op_diff"]
@@ -337,7 +287,7 @@ def test_layers_of_a_ring_share_the_table_of_its_columns():
 
 
 def test_contract_9_the_reported_mass_is_the_attention_of_the_window_on_what_was_kept():
-    model, (_, fast) = tiny_model("llama", layers=2), shared(budget=16)
+    model, (_, fast) = tiny_model("llama", layers=2), two_layers(budget=16)
     ids = random_ids(1, PROMPT, seed=3)
     cache = fast(ids).past_key_values
     model.set_attn_implementation("eager")

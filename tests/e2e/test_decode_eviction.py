@@ -1,7 +1,5 @@
 """Eviction while decoding in the compiled graphs: what `kvpass.plan` says, in a cache of constant size."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -10,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
+from compiled_models import greedy, padded, prompts_of, two_layers
 from kvpass.cache import layers as store
 from kvpass.kernels import cpu
 from kvpass.ops import reference
@@ -18,7 +17,7 @@ from kvpass.policies.plan import plan
 from kvpass.policies.r_kv import RKV
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
-from pairwise import each_value, quick
+from pairwise import each_value, quick, quick_rows
 from recorded_calls import recorded_calls
 from tiny_models import HEAD_MAP, compiled_once, kvzap_file, left_pad, random_ids, statistics_file, tiny_model
 
@@ -41,11 +40,9 @@ PAIRS = {
     "kvzap+r_kv": {**KVZAP, "decode_policy": "r_kv", "decode_buffer": 5},
     "kvzap+h2o": {**KVZAP, "decode_policy": "h2o", "decode_window": 6},
     "kvzap+streaming_llm": {**KVZAP, "decode_policy": "streaming_llm"},
-    "snapkv+kvzap": {
-        **{"policy": "snapkv", "window": 8, "decode_policy": "kvzap", "decode_window": 6},
-        **{"decode_weights": KVZAP["weights"], "decode_evict_during_decode": True},
-    },
+    "snapkv+kvzap": {"policy": "snapkv", "window": 8, "decode_policy": "kvzap", "decode_window": 6},
 }
+PAIRS["snapkv+kvzap"] |= {"decode_weights": KVZAP["weights"], "decode_evict_during_decode": True}
 """One policy for the prompt and another's decode rule."""
 EVICTING = {
     f"{name}, {parity}": {"policy": name, "parity": parity, **options}
@@ -78,7 +75,7 @@ def test_a_padded_batch_keeps_what_plan_says_of_each_row_at_every_step(monkeypat
     monkeypatch.setattr(type(policy), "token_scores", scored)
     fast = compiled(layers=3, budget=None, policy="full")
     fast.set_policy(policy, BUDGET)
-    prompts = [random_ids(1, n, seed=n)[0] for n in (40, BUDGET + 3, BUDGET - 4)]
+    prompts = prompts_of(40, BUDGET + 3, BUDGET - 4)
     ids, mask = left_pad(prompts)
     cache = fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values
     found = [kept_columns(cache, 40)]
@@ -139,9 +136,8 @@ def released_cake(scores, lengths, prompt_keys, decode, scale, window):
 def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch, family):
     """In the layers that attend to all tokens; of the others nothing is compressed."""
     calls, window, tokens, steps = recorded_calls(monkeypatch), 6, 40, 70
-    model, fast = compiled_once(
-        family, layers=2, backend="eager", policy="cake", budget=26, tau1=1.6, tau2=0.4, window=window, parity="code"
-    )
+    options = {"tau1": 1.6, "tau2": 0.4, "window": window, "parity": "code"}
+    model, fast = two_layers(family, policy="cake", budget=26, **options)
     ids = random_ids(1, tokens, seed=1)
     cache = fast(ids).past_key_values
     full = list(cache.layer_ids)
@@ -158,8 +154,7 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
     assert_close("logits", torch.cat(logits, 1), text.logits()[:, tokens:], atol=1e-4)
     q, k, v = (torch.stack([call[i] for call in prompt]) for i in range(3))
     scale = model.model.layers[0].self_attn.scaling
-    options = {"tau1": 1.6, "tau2": 0.4, "window": window, "parity": "code", "scale": scale}
-    scores = plan("cake", q, k, v, budget=26, **options).scores
+    scores = plan("cake", q, k, v, budget=26, scale=scale, **options).scores
     for i, layer in enumerate(full):
         decode = [torch.stack([call[part][0, :, 0] for call in calls[i :: len(full)]]) for part in range(2)]
         expected, closest = released_cake(scores[i, 0], lengths[i], k[i, 0], decode, scale, window)
@@ -169,11 +164,7 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("policy", "window"),
-    [
-        ("h2o", 6),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("kvzip_plus", 0), ("criticalkv", 6))),
-    ],
+    ("policy", "window"), quick_rows([("h2o", 6), ("kvzip_plus", 0), ("criticalkv", 6)], [("h2o", 6)])
 )
 def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
     caches = []
@@ -248,11 +239,10 @@ def test_several_tokens_at_once_evict_as_one_after_another(policy):
 def test_inductor_evicts_as_eager_does(name):
     """Rows of a padded batch, whose buffers are full at different steps; one graph for all of them."""
     model, found = tiny_model("llama", layers=3), []
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21, 3)])
+    ids, mask = padded(40, 21, 3)
     for backend in ("inductor", "eager"):
         fast = kvpass.compile(model, backend=backend, budget=BUDGET, **EVICTING[name])
-        given = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
-        found.append(fast.generate(ids, return_dict_in_generate=True, **given))
+        found.append(greedy(fast, ids, 25, attention_mask=mask, return_dict_in_generate=True))
         assert [record.phase for record in fast.report().compiled] == ["prefill", "decode"]
     assert torch.equal(found[0].sequences, found[1].sequences)
     assert torch.equal(found[0].past_key_values.positions, found[1].past_key_values.positions)
@@ -305,9 +295,8 @@ def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            made.append(result)
-            return result
+            made.append(func(*args, **(kwargs or {})))
+            return made[-1]
 
     original = store.first_slots
 

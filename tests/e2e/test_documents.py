@@ -1,7 +1,5 @@
 """``kvpass compress`` and ``kvpass ask``: today's answers tomorrow, in another process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,56 +1,33 @@
 """Assisted generation: drafts are checked against the compressed cache, and taken back where they are not accepted."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig
 
+import compiled_models
 import kvpass
-from kvpass.compiler.capture import CaptureCache
+from compiled_models import two_layers
 from kvpass.transformers_compat import CACHE
-from tiny_models import compiled_once, random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
+from versions import STATES
 
 NEW, DRAFTS = 24, 8
-STATES = pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="hybrids need 5.22")
 OPTIONS = {"budget": 24, "window": 8}
 REPEATING = random_ids(1, 13, seed=5).repeat(1, 5)
 
 
-def greedy(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
-    return model.generate(ids, **settings)
+greedy = functools.partial(compiled_models.greedy, new=NEW, return_dict_in_generate=True)
 
 
 def drafts(model: Any, kind: str) -> dict[str, Any]:
     """By a good model, by a bad one, or by looking for repetitions in the text."""
-    match kind:
-        case "itself":
-            return {"assistant_model": model}
-        case "another":
-            return {"assistant_model": tiny_model("llama", layers=1, seed=7)}
-        case "lookup":
-            return {"prompt_lookup_num_tokens": DRAFTS}
-    raise AssertionError(kind)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each call of a kvpass model."""
-    counted: list[int] = []
-    run = CaptureCache.run
-
-    def counting(self: Any, call: Any, forward: Any, ids: torch.Tensor, *rest: Any) -> Any:
-        counted.append(ids.shape[1])
-        return run(self, call, forward, ids, *rest)
-
-    monkeypatch.setattr(CaptureCache, "run", counting)
-    return counted
+    if kind == "lookup":
+        return {"prompt_lookup_num_tokens": DRAFTS}
+    return {"assistant_model": model if kind == "itself" else tiny_model("llama", layers=1, seed=7)}
 
 
 def check_drafts(model, fast, kind, calls):
@@ -79,7 +56,7 @@ def check_drafts(model, fast, kind, calls):
     ],
 )
 def test_tokens_and_cache_are_those_without_drafts(family, kind, policy, calls):
-    check_drafts(*compiled_once(family, layers=2, policy=policy, backend="eager", **OPTIONS), kind, calls)
+    check_drafts(*two_layers(family, policy=policy, budget=24), kind, calls)
 
 
 @pytest.mark.exhaustive
@@ -95,7 +72,7 @@ def test_one_compiled_graph_checks_any_number_of_drafts(family, calls):
 
 
 def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
-    model, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    model, fast = two_layers(budget=24)
     torch.manual_seed(0)
     found = greedy(fast, REPEATING, assistant_model=model, do_sample=True, temperature=2.0)
     cache, text = found[CACHE], found.sequences
@@ -111,12 +88,7 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
 @pytest.mark.parametrize(
     ("family", "options", "asked", "message"),
     [
-        (
-            "llama",
-            {"policy": "h2o"},
-            LOOKUP,
-            "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for",
-        ),
+        ("llama", {"policy": "h2o"}, LOOKUP, "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for"),
         ("llama", {"recompress": "every_turn"}, LOOKUP, "is not supported with recompress='every_turn'"),
         ("gemma3", {}, LOOKUP, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
         pytest.param("lfm2", {}, LOOKUP, "is not supported with recurrent layers: they hold", marks=STATES),
@@ -125,16 +97,14 @@ LOOKUP = {"prompt_lookup_num_tokens": 4}
     ids=["evicts", "recompress", "sliding", "recurrent", "early exit"],
 )
 def test_refused_with_the_reason(family, options, asked, message, calls):
-    _, fast = compiled_once(
-        family, layers=2, **{"policy": "lava", "budget": 24, "window": 8, "backend": "eager", **options}
-    )
+    _, fast = two_layers(family, **{"budget": 24, **options})
     with pytest.raises(ValueError, match=message):
         greedy(fast, REPEATING, **asked)
     assert not calls or family == "gemma3", "the prompt was read first"
 
 
 def test_what_the_model_is_configured_with_counts_beside_a_given_configuration(monkeypatch):
-    _, fast = compiled_once("llama", layers=2, policy="h2o", budget=24, window=8, backend="eager")
+    _, fast = two_layers(policy="h2o", budget=24)
     given = GenerationConfig(max_new_tokens=4)
     monkeypatch.setattr(fast.generation_config, "prompt_lookup_num_tokens", 4)
     with pytest.raises(ValueError, match="'prompt_lookup_num_tokens' is not supported with policy 'h2o'"):
@@ -144,7 +114,7 @@ def test_what_the_model_is_configured_with_counts_beside_a_given_configuration(m
 
 @pytest.mark.parametrize("question", [1, 6])
 def test_drafts_continue_a_filled_cache(question, calls):
-    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    _, fast = two_layers(budget=24)
     document, ids = fast.compress(REPEATING), REPEATING[:, :question]
     expected = greedy(fast, ids, past_key_values=document).sequences
     calls.clear()
@@ -154,7 +124,7 @@ def test_drafts_continue_a_filled_cache(question, calls):
 
 
 def test_only_what_was_appended_can_be_taken_back():
-    _, fast = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    _, fast = two_layers(budget=24)
     cache = fast.compress(REPEATING, reusable=False)
     fast(REPEATING[:, :5], past_key_values=cache)
     with pytest.raises(ValueError, match="6 tokens cannot be taken back: 5 were appended after the prompt"):

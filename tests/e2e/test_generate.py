@@ -1,22 +1,20 @@
 """What a user does with the model: generate in every way, pipelines, plain calls, and mistakes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import GenerationConfig, pipeline
 
 import kvpass
+from compiled_models import compiled_anew, greedy, padded, prompts_of, two_layers
 from kvpass import builtin
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import VOCABULARY, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import VOCABULARY, compiled_once, random_ids, tiny_model
+from versions import needs_transformers
 
 NEW = 10
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
@@ -49,14 +47,11 @@ def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
     ids=str,
 )
 def test_generate_gives_what_the_original_gives(policy, options):
-    model, fast = compiled_once("gemma3", layers=2, policy=policy, budget=100, window=8, backend="eager")
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 20)])
+    ids, mask = padded(33, 20)
     results = []
-    for subject in (model, fast):
+    for subject in two_layers("gemma3", policy=policy, budget=100):
         torch.manual_seed(0)
-        results.append(
-            subject.generate(ids, attention_mask=mask, max_new_tokens=NEW, **{"do_sample": False, **options})
-        )
+        results.append(greedy(subject, ids, NEW, attention_mask=mask, **options))
     if "return_dict_in_generate" in options:
         assert isinstance(results[1].past_key_values, kvpass.CompressedCache)
         assert_close("scores", torch.stack(results[1].scores), torch.stack(results[0].scores), atol=1e-4)
@@ -67,42 +62,41 @@ def test_generate_gives_what_the_original_gives(policy, options):
 @pytest.mark.parametrize("way", ["configured", "dynamic", "none"])
 def test_a_cache_that_the_checkpoint_configures_gives_way_to_ours(model, fast, way, monkeypatch):
     """For a static cache transformers makes the mask itself, and none for an attention it does not know."""
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (33, 9)])
-    call = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
-    expected = model.generate(ids, **call)
+    ids, mask = padded(33, 9)
+    expected = greedy(model, ids, NEW, attention_mask=mask)
     if way == "configured":
         monkeypatch.setattr(fast.generation_config, "cache_implementation", "static")
-    options = {
-        "dynamic": {"cache_implementation": "dynamic"},
-        "none": {"use_cache": False},
-    }.get(way, {})
-    assert torch.equal(fast.generate(ids, **call, **options), expected)
+    options = {"dynamic": {"cache_implementation": "dynamic"}, "none": {"use_cache": False}}.get(way, {})
+    assert torch.equal(greedy(fast, ids, NEW, attention_mask=mask, **options), expected)
     grown = NEW - 1 if way == "none" else 0  # without a cache every token is a prompt of its own
     assert fast.report().prompt_lengths.tolist() == [33 + grown, 9 + grown]
 
 
 def test_generation_without_a_cache_by_configuration_must_be_meant(model, monkeypatch):
     """Checkpoints say so after training; each new token would be a prompt of its own, and nothing forgotten."""
-    _, fast = compiled_once("llama", layers=2, policy="snapkv", budget=12, window=8, backend="eager")
+    _, fast = two_layers(policy="snapkv", budget=12)
     monkeypatch.setattr(fast, "generation_config", copy.deepcopy(fast.generation_config))
-    ids, call = random_ids(1, 40), {"max_new_tokens": NEW, "do_sample": False}
-    compressed = fast.generate(ids, **call)
-    for configured in ({}, {"generation_config": GenerationConfig(max_new_tokens=NEW, use_cache=False)}):
-        fast.generation_config.use_cache = bool(configured)
+    ids = random_ids(1, 40)
+    compressed = greedy(fast, ids, NEW)
+
+    def given(**options):
+        return GenerationConfig(max_new_tokens=NEW, **options)
+
+    for of_model, call in (
+        (False, lambda: greedy(fast, ids, NEW)),
+        (True, lambda: greedy(fast, ids, NEW, generation_config=given(use_cache=False))),
+        (False, lambda: greedy(fast, ids, NEW, use_cache=None)),
+        (False, lambda: fast.generate(ids, given())),
+    ):
+        fast.generation_config.use_cache = of_model
         with pytest.raises(ValueError, match="configured with use_cache=False"):
-            fast.generate(ids, **call, **configured)
-    fast.generation_config.use_cache = False
-    with pytest.raises(ValueError, match="configured with use_cache=False"):
-        fast.generate(ids, **call, use_cache=None)
-    with pytest.raises(ValueError, match="configured with use_cache=False"):
-        fast.generate(ids, GenerationConfig(max_new_tokens=NEW))
-    assert torch.equal(fast.generate(ids, **call, use_cache=True), compressed)
-    assert torch.equal(fast.generate(ids, GenerationConfig(max_new_tokens=NEW, use_cache=True)), compressed)
-    given = GenerationConfig(max_new_tokens=NEW, do_sample=False, use_cache=True)
-    assert torch.equal(fast.generate(ids, generation_config=given), compressed)
-    assert torch.equal(fast.generate(ids, **call, use_cache=False), model.generate(ids, **call))
+            call()
+    assert torch.equal(greedy(fast, ids, NEW, use_cache=True), compressed)
+    assert torch.equal(fast.generate(ids, given(use_cache=True)), compressed)
+    assert torch.equal(fast.generate(ids, generation_config=given(do_sample=False, use_cache=True)), compressed)
+    assert torch.equal(greedy(fast, ids, NEW, use_cache=False), greedy(model, ids, NEW))
     fast.generation_config.use_cache = True
-    assert torch.equal(fast.generate(ids, **call, use_cache=None), compressed)
+    assert torch.equal(greedy(fast, ids, NEW, use_cache=None), compressed)
 
 
 @pytest.mark.parametrize("given", ["filled", "empty", "chunks"])
@@ -150,11 +144,8 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
     assert_close("logits", torch.cat([out.logits, *steps], 1).float(), expected.float(), atol=0.1)
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="older ones branch on the longest row, which is no graph",
-)
-@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=pytest.mark.exhaustive)])
+@needs_transformers("5.23", "older ones branch on the longest row, which is no graph")
+@pytest.mark.parametrize("kind", quick(["longrope", "dynamic"], ["longrope"]))
 def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
     """With dynamic frequencies the second row begins its answer on one side of the limit and ends it on the other."""
     given = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
@@ -165,26 +156,24 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
     family = "phi3" if kind == "longrope" else "llama"
     original = tiny_model(family, layers=1, rope_parameters=given, **sizes)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
-    prompts = [random_ids(1, length, seed=length)[0] for length in (60, 38 if kind == "longrope" else 44, 20)]
-    ids, mask = left_pad(prompts)
-    answers = fast.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)[:, -NEW:]
+    lengths = (60, 38 if kind == "longrope" else 44, 20)
+    ids, mask = padded(*lengths)
+    answers = greedy(fast, ids, NEW, attention_mask=mask)[:, -NEW:]
     logits = fast(ids, attention_mask=mask).logits
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts_of(*lengths)):
         alone = copy.deepcopy(original)  # transformers keeps the frequencies of the longest text
-        with torch.no_grad():
-            assert_close("logits", logits[row, -len(prompt) :], alone(prompt[None]).logits[0], atol=1e-4)
-        expected = copy.deepcopy(original).generate(prompt[None], max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(answers[row], expected[0, -NEW:])
+        assert_close("logits", logits[row, -len(prompt) :], alone(prompt[None]).logits[0], atol=1e-4)
+        assert torch.equal(answers[row], greedy(copy.deepcopy(original), prompt[None], NEW)[0, -NEW:])
     if kind == "longrope":
-        ids, mask = left_pad([prompts[1], prompts[2]])
+        ids, mask = padded(*lengths[1:])
         with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
-            fast.generate(ids, attention_mask=mask, max_new_tokens=NEW + 2, do_sample=False)
+            greedy(fast, ids, NEW + 2, attention_mask=mask)
         cache = fast(ids, attention_mask=mask).past_key_values
         with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
             fast(random_ids(2, 11), past_key_values=cache)
-        alone = random_ids(1, 44)  # transformers reads the text again at the limit
-        expected = original.generate(alone, max_new_tokens=NEW, do_sample=False)
-        assert torch.equal(fast.generate(alone, max_new_tokens=NEW, do_sample=False), expected)
+        ids = random_ids(1, 44)  # transformers reads the text again at the limit
+        expected = greedy(original, ids, NEW)
+        assert torch.equal(greedy(fast, ids, NEW), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -197,14 +186,10 @@ def test_generate_gives_several_answers_from_one_document(model, fast, options, 
     document, questions = random_ids(1, 40), random_ids(rows, 5, seed=8)
     whole = torch.cat([document.expand(rows, -1), questions], 1)
     for context in {1, rows}:  # rows of the cache
-        answers = []
-        for subject, ids, cache in (
-            (model, whole, None),
-            (fast, questions, fast.compress(document.expand(context, -1))),
-        ):
+        cache, answers = fast.compress(document.expand(context, -1)), []
+        for subject, ids, given in ((model, whole, {}), (fast, questions, {"past_key_values": cache})):
             torch.manual_seed(0)
-            out = subject.generate(ids, past_key_values=cache, max_new_tokens=NEW, **options)
-            answers.append(out[:, -NEW:])
+            answers.append(subject.generate(ids, max_new_tokens=NEW, **given, **options)[:, -NEW:])
         assert torch.equal(*answers)
         assert (cache.batch_size, cache.columns, cache.reusable) == (context, 40, True)
 
@@ -222,21 +207,13 @@ def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
         fast.generate(questions, past_key_values=two, max_new_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"backend": "inductor"},
-        *(pytest.param({"entries": name}, marks=pytest.mark.exhaustive) for name in ("rot4", "fp8")),
-    ],
-    ids=lambda x: next(iter(x.values())),
-)
-def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
-    if "entries" in options:
-        fast = kvpass.compile(
-            tiny_model("llama", layers=1, head_dim=32), budget=0.9, window=8, backend="eager", **options
-        )
+@pytest.mark.parametrize("entries", quick(["model", "rot4", "fp8"], ["model"]))
+def test_rows_of_one_document_hold_its_entries_once(entries, tmp_path):
+    """Entries of the model's dtype in compiled code, others by the eager operators."""
+    if entries == "model":
+        _, fast = compiled_once("llama", layers=1, budget=0.9, window=8)
     else:
-        _, fast = compiled_once("llama", layers=1, budget=0.9, window=8, **options)
+        fast = compiled_anew(tiny_model("llama", layers=1, head_dim=32), budget=0.9, entries=entries)
     document, other, asked = random_ids(1, 900), random_ids(3, 60, seed=3), random_ids(4, 5, seed=8)
     held = fast.compress(document)
     cache = fast(asked, past_key_values=held).past_key_values
@@ -252,35 +229,12 @@ def test_rows_of_one_document_hold_its_entries_once(options, tmp_path):
         assert_close("logits", logits[row : row + 1], fast(token[row : row + 1], past_key_values=own).logits, atol=1e-5)
     assert_close("loaded", fast(token, past_key_values=loaded).logits, logits, atol=1e-5)
     apart = fast.compress(other, reusable=False)  # by the same code
-    assert_close(
-        "another",
-        fast(token, past_key_values=apart).logits[:1],
-        fast(token[:1], past_key_values=fast.compress(other[:1])).logits,
-        atol=1e-5,
-    )
+    own = fast(token[:1], past_key_values=fast.compress(other[:1])).logits
+    assert_close("another", fast(token, past_key_values=apart).logits[:1], own, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["lava", "h2o"])
-def test_a_cache_can_be_cloned_reordered_and_reset(policy):
-    _, fast = compiled_once("llama", layers=2, backend="eager", budget=16, policy=policy, window=6)
-    ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
-    cache = fast(ids).past_key_values
-    twin, swapped = cache.clone(), cache.clone()
-    swapped.reorder_cache(torch.tensor([1, 0]))
-    fast(random_ids(2, 1, seed=4), past_key_values=cache.clone())  # goes on apart
-    expected = fast(token, past_key_values=cache).logits
-    assert_close("clone", fast(token, past_key_values=twin).logits, expected, atol=0)
-    assert_close("reordered", fast(token.flip(0), past_key_values=swapped).logits, expected.flip(0), atol=1e-5)
-    assert torch.equal(twin.positions, cache.positions)
-    cache.reset()
-    assert cache.get_seq_length() == 0 and cache.nbytes == 0
-    assert fast(ids, past_key_values=cache).past_key_values is cache
-    assert_close("refilled", fast(token, past_key_values=cache).logits, expected, atol=0)
-
-
-def test_generate_asks_for_the_logits_of_the_last_position_only(fast):
-    seen = []
-    original = type(fast).forward
+def test_generate_asks_for_the_logits_of_the_last_position_only(fast, monkeypatch):
+    seen, original = [], type(fast).forward
 
     @functools.wraps(original)
     def spy(self, *args, **kwargs):
@@ -288,11 +242,8 @@ def test_generate_asks_for_the_logits_of_the_last_position_only(fast):
         seen.append(tuple(out.logits.shape))
         return out
 
-    type(fast).forward = spy
-    try:
-        fast.generate(random_ids(2, 30), max_new_tokens=3, do_sample=False)
-    finally:
-        type(fast).forward = original
+    monkeypatch.setattr(type(fast), "forward", spy)
+    greedy(fast, random_ids(2, 30), new=3)
     assert seen == [(2, 1, VOCABULARY)] * 3
 
 

@@ -1,45 +1,25 @@
 """``kvpass.generate`` on modules without a ``generate``: against recomputing the whole sequence for every token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
+from compiled_models import padded, prompts_of
 from kvpass.frontends import generation
-from tiny_models import left_pad, random_ids, raw, tiny_model
+from small_decoders import OneLayer
+from tiny_models import random_ids, raw, tiny_model
 
-NEW, LONGEST = 7, 96
-
-
-class Decoder(nn.Module):
-    """One attention layer on token and position embeddings; positions are given or counted."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(128, width), nn.Embedding(LONGEST, width)
-        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, 128)
-
-    def forward(self, ids, positions=None):
-        places = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-        x = self.tokens(ids) + self.places(places)
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.head(x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+NEW = 7
 
 
 @pytest.fixture
 def decoder():
-    module = Decoder().eval()
-    for parameter in module.parameters():
-        parameter.data.mul_(2)
-    return module
+    return OneLayer(wide=2)
 
 
 def compiled(decoder, budget=1000):
-    options = {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"}
-    return raw(decoder, options)
+    return raw(decoder, {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"})
 
 
 @torch.no_grad()
@@ -57,10 +37,9 @@ def test_the_tokens_are_those_of_recomputing_everything(decoder, positions):
 
 
 def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
-    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 23)]
-    ids, mask = left_pad(prompts)
+    ids, mask = padded(40, 23)
     out = kvpass.generate(compiled(decoder, 12), ids, max_new_tokens=NEW, positions=True, attention_mask=mask)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts_of(40, 23)):
         alone = kvpass.generate(compiled(decoder, 12), prompt[None], max_new_tokens=NEW, positions=True)
         assert torch.equal(out[row, ids.shape[1] :], alone[0, prompt.numel() :]), f"row {row}"
 
@@ -106,17 +85,18 @@ def test_logits_may_be_the_first_item_of_a_tuple(decoder):
 
 
 def test_bad_arguments_are_refused(decoder):
-    with pytest.raises(ValueError, match="max_new_tokens=0"):
-        kvpass.generate(compiled(decoder), random_ids(1, 20), max_new_tokens=0)
-    with pytest.raises(ValueError, match="must be a tensor of token ids, such as tokenizer"):
-        kvpass.generate(compiled(decoder), "how are you?", max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"ids of shape \[20\]"):
-        kvpass.generate(compiled(decoder), random_ids(1, 20)[0], max_new_tokens=2)
+    ids, fast = random_ids(1, 20), compiled(decoder)
     model = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100)
-    with pytest.raises(ValueError, match="use its own generate method"):
-        kvpass.generate(model, random_ids(1, 20), max_new_tokens=2)
+    for module, given, new, message in (
+        (fast, ids, 0, "max_new_tokens=0"),
+        (fast, "how are you?", 2, "must be a tensor of token ids, such as tokenizer"),
+        (fast, ids[0], 2, r"ids of shape \[20\]"),
+        (model, ids, 2, "use its own generate method"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvpass.generate(module, given, max_new_tokens=new)
     answers = compiled(lambda ids, positions: {"logits": decoder(ids, positions)})
     with pytest.raises(ValueError, match="module returned a dict"):
-        kvpass.generate(answers, random_ids(1, 20), max_new_tokens=2, positions=True)
+        kvpass.generate(answers, ids, max_new_tokens=2, positions=True)
     with pytest.raises(RuntimeError, match="nothing was compressed"):
-        kvpass.generate(decoder, random_ids(1, 20), max_new_tokens=2)
+        kvpass.generate(decoder, ids, max_new_tokens=2)

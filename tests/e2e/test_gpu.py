@@ -1,7 +1,5 @@
 """The same contracts on a CUDA device, and those that only a device has; skipped without one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
+from compiled_models import compiled_anew, greedy, padded, prompts_of
 from kvpass.operands import (
     BITS,
     LEVELS,
@@ -30,7 +29,7 @@ from kvpass.policies import POLICIES, resolve
 from kvpass.rotation import is_rotated, rotated_back
 from masked_oracle import kept_columns
 from numeric_checks import assert_best, assert_close, logits_before, observe, prefill_buffers
-from tiny_models import POLICY_OPTIONS, left_pad, random_ids, tiny_model
+from tiny_models import POLICY_OPTIONS, random_ids, tiny_model
 
 if torch.cuda.is_available():  # elsewhere tests/kernels loads the kernels, when they are to be interpreted
     from kvpass.ops import cuda as device
@@ -47,19 +46,10 @@ MARGIN = 1e-4
 """Of fp32 logits that are as good as equal."""
 HUGE = 1e30
 """Above all numbers but the scores by which a policy puts the first tokens before others."""
-SITES = pytest.mark.parametrize(
-    ("dim", "value_dim", "softcap", "with_sinks"),
-    [
-        (64, 64, None, False),
-        (80, 80, 20.0, True),
-        (128, 128, None, False),
-        (128, 128, 5.0, True),
-        (192, 128, None, True),
-        (256, 256, None, False),
-        (576, 512, None, False),
-        (576, 512, 5.0, True),
-    ],
-)
+SITES = [(dim, dim, None, False) for dim in (64, 128, 256)]
+SITES += [(80, 80, 20.0, True), (128, 128, 5.0, True), (192, 128, None, True), (576, 512, None, False)]
+SITES += [(576, 512, 5.0, True)]
+"""Key and value dims, soft cap, and whether there are sinks."""
 
 
 @contextmanager
@@ -192,7 +182,7 @@ def ragged_cache(dtype: torch.dtype, dim: int, value_dim: int) -> AppendBuffers:
 
 
 @HALVES
-@SITES
+@pytest.mark.parametrize(("dim", "value_dim", "softcap", "with_sinks"), SITES)
 @pytest.mark.parametrize("tokens", [1, 8, 17])
 def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens):
     held = ragged_cache(dtype, dim, value_dim)
@@ -350,34 +340,27 @@ def test_contract_1_identity_on_cuda(backend, policy):
     budget = {} if policy == "full" else {"budget": 10**6}
     fast = kvpass.compile(model, policy=policy, window=8, backend=backend, **budget)
     ids = random_ids(2, 61).cuda()
-    with torch.no_grad():
-        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
-    said = fast.generate(ids, max_new_tokens=12, do_sample=False)[:, 61:]
+    assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+    said = greedy(fast, ids, 12)[:, 61:]
     assert_best("answer", said, logits_before(model, ids, said), margin=MARGIN)
 
 
 @pytest.mark.parametrize("policy", ["lava", "cake", "h2o", "streaming_llm"])
 def test_cuda_keeps_and_says_what_the_cpu_does(policy):
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (61, 37)])
-    kept: list[Tensor] = []
-    said: Tensor | None = None
-    for place in ("cuda", "cpu"):
-        model = tiny_model("llama").to(place)
-        fast = kvpass.compile(
-            model, policy=policy, budget=16, window=8, backend="eager", **POLICY_OPTIONS.get(policy, {})
-        )
-        given = {"attention_mask": mask.to(place)}
-        kept.append(kept_columns(fast(ids.to(place), **given).past_key_values, ids.shape[1]).cpu())
-        if said is None:
-            said = fast.generate(ids.to(place), max_new_tokens=12, do_sample=False, **given)[:, ids.shape[1] :].cpu()
-    assert torch.equal(*kept)
-    assert_best("answer", said, logits_before(fast, ids, said, attention_mask=mask), margin=MARGIN)
+    ids, mask = padded(61, 37)
+    options = {"policy": policy, "budget": 16, **POLICY_OPTIONS.get(policy, {})}
+    on_device, on_cpu = (compiled_anew(tiny_model("llama").to(place), **options) for place in ("cuda", "cpu"))
+    cache = on_device(ids.cuda(), attention_mask=mask.cuda()).past_key_values
+    expected = on_cpu(ids, attention_mask=mask).past_key_values
+    assert torch.equal(kept_columns(cache, 61).cpu(), kept_columns(expected, 61))
+    said = greedy(on_device, ids.cuda(), 12, attention_mask=mask.cuda())[:, 61:].cpu()
+    assert_best("answer", said, logits_before(on_cpu, ids, said, attention_mask=mask), margin=MARGIN)
 
 
 @pytest.mark.parametrize("entries", ["int8", "fp8", "rot4", "rot3", "rot2"])
 def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_path):
     """The same codes on both: prompts that differ by rounding could have others."""
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (100, 37)])
+    ids, mask = padded(100, 37)
     model, new = tiny_model("llama", head_dim=32), random_ids(2, 12, seed=3).split([1, 1, 1, 9], 1)
 
     def fast(place: str):
@@ -386,11 +369,10 @@ def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_
     on_device = fast(PLACE)
     cache = on_device(ids.to(PLACE), attention_mask=mask.to(PLACE)).past_key_values
     cache.save(tmp_path / "codes.kv")
-    with torch.no_grad():
-        found = [on_device(part.to(PLACE), past_key_values=cache).logits.cpu() for part in new]
-        on_cpu = fast("cpu")
-        read = kvpass.load_cache(tmp_path / "codes.kv", on_cpu)
-        expected = [on_cpu(part, past_key_values=read).logits for part in new]
+    found = [on_device(part.to(PLACE), past_key_values=cache).logits.cpu() for part in new]
+    on_cpu = fast("cpu")
+    read = kvpass.load_cache(tmp_path / "codes.kv", on_cpu)
+    expected = [on_cpu(part, past_key_values=read).logits for part in new]
     assert_close("logits", torch.cat(found, 1), torch.cat(expected, 1), atol=1e-4)
 
 
@@ -398,12 +380,10 @@ def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_
 def test_a_padded_row_answers_as_it_does_alone(policy):
     model = tiny_model("llama").cuda()
     fast = kvpass.compile(model, policy=policy, budget=16, window=8)
-    prompts = [random_ids(1, n, seed=n)[0] for n in (70, 23, 9)]
-    ids, mask = left_pad(prompts)
-    ids, mask = ids.cuda(), mask.cuda()
+    ids, mask = (x.cuda() for x in padded(70, 23, 9))
     kept = kept_columns(fast(ids, attention_mask=mask).past_key_values, ids.shape[1]).cpu()
-    said = fast.generate(ids, attention_mask=mask, max_new_tokens=80, do_sample=False)[:, ids.shape[1] :]
-    for row, prompt in enumerate(prompts):
+    said = greedy(fast, ids, 80, attention_mask=mask)[:, ids.shape[1] :]
+    for row, prompt in enumerate(prompts_of(70, 23, 9)):
         alone = prompt[None].cuda()
         own = kept_columns(fast(alone).past_key_values, alone.shape[1]).cpu()
         assert torch.equal(kept[row, ..., ids.shape[1] - prompt.numel() :], own[0]), f"row {row} keeps other entries"

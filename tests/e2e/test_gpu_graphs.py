@@ -1,7 +1,5 @@
 """CUDA graphs of decode steps on a device: what is replayed is what would be launched; skipped without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from compiled_models import greedy
 from kvpass.compiler.cuda_graphs import CudaRecorder
 from numeric_checks import assert_best, assert_close, logits_before
 from tiny_models import random_ids, tiny_model
@@ -107,7 +106,7 @@ def test_caches_that_take_turns_do_not_mix(recorded):
 def test_generate_replays(recorded):
     fast, plain = pair()
     ids = random_ids(2, 61).cuda()
-    said = fast.generate(ids, max_new_tokens=40, do_sample=False)[:, 61:]
+    said = greedy(fast, ids, 40)[:, 61:]
     assert recorded() == 1
     assert_best("answer", said, logits_before(plain, ids, said), margin=1e-4)
 
@@ -116,5 +115,5 @@ def test_a_second_prompt_of_the_same_shape_is_not_captured_again(recorded):
     """tests/e2e/test_stable_addresses.py has more of it, on the CPU."""
     fast = kvpass.compile(tiny_model("llama").cuda(), policy="snapkv", budget=16, window=8)
     for seed in range(3):
-        fast.generate(random_ids(2, 61, seed=seed).cuda(), max_new_tokens=100, do_sample=False)
+        greedy(fast, random_ids(2, 61, seed=seed).cuda(), 100)
     assert recorded() == 1

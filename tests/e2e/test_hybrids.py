@@ -1,7 +1,5 @@
 """Decoders with recurrent layers beside attention: their states are part of the cache."""
 
-from __future__ import annotations
-
 import os
 from itertools import cycle, product
 from pathlib import Path
@@ -9,40 +7,30 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
-import transformers
-from packaging.version import Version
 from transformers import Cache, DynamicCache
 
 import kvpass
+from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, two_layers
 from kvpass.compiler import backend as backends
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from support_table import listed, supported_row
-from tiny_models import HYBRIDS, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import HYBRIDS, in_blocks, left_pad, random_ids, tiny_model
+from versions import STATES
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.22"), reason="the states of recurrent layers have no methods"
-)
+pytestmark = STATES
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-UNLIMITED, NEW = 10**6, 6
+NEW = 6
 FAMILY = [pytest.param(name, marks=[] if name == "lfm2" else pytest.mark.exhaustive) for name in HYBRIDS]
 POLICIES = dict(zip(HYBRIDS, cycle(["lava", "pyramidkv", "cake", "ada_snapkv", "tova", "keydiff"]), strict=False))
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0, "evict_during_decode": False}, "tova": {"evict_during_decode": False}}
-GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-
-
-def resident_bytes():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def pair(family="lfm2", budget=UNLIMITED, backend="eager"):
-    return compiled_once(family, layers=2, backend=backend, policy="lava", budget=budget, window=8)
-
-
-def whole(family, backend):
-    return compiled_once(family, backend=backend, policy="lava", budget=UNLIMITED, window=8)
+    """A model of all layers, or of two: of lfm2 on the eager backend, which is tried in every run."""
+    layers = 2 if (family, backend) == ("lfm2", "eager") else None
+    return two_layers(family, layers=layers, budget=budget, backend=backend)
 
 
 def states_of(cache):
@@ -51,25 +39,24 @@ def states_of(cache):
 
 def check_two_turns(model, fast):
     ids = random_ids(1, 61)
-    with torch.no_grad():
-        torch.testing.assert_close(fast(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
-    first = fast.generate(ids, return_dict_in_generate=True, **GREEDY)
-    assert torch.equal(first.sequences, model.generate(ids, **GREEDY))
+    torch.testing.assert_close(fast(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+    first = greedy(fast, ids, return_dict_in_generate=True)
+    assert torch.equal(first.sequences, greedy(model, ids))
     longer = torch.cat([first.sequences, random_ids(1, 13, seed=3)], 1)
-    given = GREEDY | {"attention_mask": torch.ones_like(longer)}  # the answer may hold the id of padding
-    expected = model.generate(longer, **given)
-    assert torch.equal(fast.generate(longer, past_key_values=first.past_key_values, **given), expected)
+    given = {"attention_mask": torch.ones_like(longer)}  # the answer may hold the id of padding
+    expected = greedy(model, longer, **given)
+    assert torch.equal(greedy(fast, longer, past_key_values=first.past_key_values, **given), expected)
 
 
 def check_padding(fast):
-    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (50, 31, 64)]
+    prompts = prompts_of(50, 31, 64)
     ids, mask = left_pad(prompts, pad=5)  # the embedding of the padding token is zero, which hides what it leaves
-    width, given = ids.shape[1], GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    width, given = ids.shape[1], {"return_dict_in_generate": True, "output_logits": True}
     fast.set_budget(24)
-    together = fast.generate(ids, attention_mask=mask, **given)
+    together = greedy(fast, ids, NEW, attention_mask=mask, **given)
     kept, logits = kept_columns(together.past_key_values, width + NEW - 1), torch.stack(together.logits, 1)
     for row, prompt in enumerate(prompts):
-        alone, n = fast.generate(prompt[None], **given), prompt.numel()
+        alone, n = greedy(fast, prompt[None], NEW, **given), prompt.numel()
         assert torch.equal(together.sequences[row, -NEW:], alone.sequences[0, -NEW:])
         assert_close(f"row {row}", logits[row], torch.cat(alone.logits), atol=1e-4)
         expected = kept_columns(alone.past_key_values, n + NEW - 1)[0]
@@ -85,7 +72,7 @@ COMPILED = ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "o
     quick_rows([*product(HYBRIDS, ["eager"]), *product(COMPILED, ["inductor"])], [("lfm2", "eager")] * bool(HYBRIDS)),
 )
 def test_contracts_1_4_6_two_turns_and_a_padded_batch(family, backend):
-    model, fast = pair(family) if (family, backend) == ("lfm2", "eager") else whole(family, backend)
+    model, fast = pair(family, backend=backend)
     check_two_turns(model, fast)
     check_padding(fast)
     fast(random_ids(1, 20))
@@ -94,7 +81,7 @@ def test_contracts_1_4_6_two_turns_and_a_padded_batch(family, backend):
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_states_are_those_of_transformers(family):
-    model, fast = pair(family)
+    model, fast = two_layers(family, budget=UNLIMITED)
     ids = random_ids(1, 40)
     cache = fast.compress(ids[:, :25], reusable=False)
     for part in ids[:, 25:39], ids[:, 39:]:
@@ -110,8 +97,7 @@ def test_states_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_attention_layers_decode_like_the_masked_model(family):
-    model, fast = pair(family) if family == "lfm2" else whole(family, "eager")
-    policy = POLICIES[family]
+    (model, fast), policy = pair(family), POLICIES[family]
     fast.set_policy(policy, 20, window=8, **OPTIONS.get(policy, {}))
     assert_decodes_like_the_masked_model(model, fast, [61, 37], [*[1] * 9, 21])
     heads = fast.report().lengths
@@ -120,17 +106,14 @@ def test_attention_layers_decode_like_the_masked_model(family):
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_blocks_of_a_prompt_change_neither_entries_nor_states(family):
-    _, fast = pair(family, 24) if family == "lfm2" else whole(family, "eager")
-    fast.set_policy("lava", 24, window=8)
-    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (100, 61, 7)])
-    given, real = {"attention_mask": mask, "logits_to_keep": 0}, mask.bool()
+    _, fast = pair(family, 24)
+    ids, mask = padded(100, 61, 7)
     found = []
     for block in (10**6, 17, 40):
-        fast.prefill_block = block
-        out = fast(ids, **given)
-        last = fast(ids, attention_mask=mask, logits_to_keep=2).logits
-        found.append((out.logits[real], last, out.past_key_values))
-    fast.prefill_block = "auto"
+        with in_blocks(fast, block):
+            out = fast(ids, attention_mask=mask, logits_to_keep=0)
+            last = fast(ids, attention_mask=mask, logits_to_keep=2).logits
+        found.append((out.logits[mask.bool()], last, out.past_key_values))
     assert fast.report().compiled[0].not_in_blocks == ""
     for logits, last, cache in found[1:]:
         assert_close("logits", logits, found[0][0], atol=1e-4)
@@ -142,7 +125,7 @@ def test_blocks_of_a_prompt_change_neither_entries_nor_states(family):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["bamba", "qwen3_5", "jamba", "kimi_linear"])
 def test_no_length_compiles_again(family):
-    fast = kvpass.compile(tiny_model(family), policy="lava", budget=UNLIMITED, window=8, backend="eager")
+    fast = compiled_anew(tiny_model(family), budget=UNLIMITED)
     fast(random_ids(1, 100), logits_to_keep=1)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (150, 300, 5000):
@@ -152,16 +135,16 @@ def test_no_length_compiles_again(family):
 
 @pytest.mark.exhaustive
 def test_thousands_of_steps_take_no_more_memory():
-    _, fast = compiled_once("lfm2", layers=2, backend="eager", policy="tova", budget=24)
+    _, fast = two_layers("lfm2", policy="tova", budget=24, window=0)
     cache = fast(random_ids(1, 60)).past_key_values
     sizes, token, resident = set(), random_ids(1, 1), []
     for step in range(3000):
         token = fast(token, past_key_values=cache).logits.argmax(-1)
-        sizes.add(
-            (cache.nbytes - cache.ids.nbytes, sum(state.nbytes for state in cache.states), int(cache.lengths.max()))
-        )
+        states = sum(state.nbytes for state in cache.states)
+        sizes.add((cache.nbytes - cache.ids.nbytes, states, int(cache.lengths.max())))
         if step % 500 == 499:
-            resident.append(resident_bytes())
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
     assert len(sizes) == 1 and cache.columns == 3060
     assert max(resident) - resident[0] < 16 << 20, "2,500 steps hold memory"
 
@@ -219,14 +202,12 @@ def test_what_cannot_be_taken_back_is_not_cropped():
 
 @pytest.mark.exhaustive
 def test_recompression_leaves_the_states():
-    model = tiny_model("lfm2", layers=2)
-    fast = kvpass.compile(model, policy="lava", budget=24, window=8, backend="eager", recompress="every_turn")
-    never = pair(budget=24)[1]
     texts = random_ids(1, 60), random_ids(1, 20, seed=4)
     caches = []
-    for compiled in (fast, never):
-        caches.append(compiled.compress(texts[0], reusable=False))
-        compiled(texts[1], past_key_values=caches[-1])
+    for recompress in ("every_turn", "never"):
+        _, fast = two_layers("lfm2", budget=24, recompress=recompress)
+        caches.append(fast.compress(texts[0], reusable=False))
+        fast(texts[1], past_key_values=caches[-1])
     assert int(caches[0].lengths.sum()) < int(caches[1].lengths.sum())
     torch.testing.assert_close(states_of(caches[0]), states_of(caches[1]))
 
@@ -244,13 +225,13 @@ def test_a_transformers_without_states_is_named(family, named, monkeypatch):
 
 def test_a_layer_that_mixes_tokens_beside_its_state_is_refused():
     model = tiny_model("lfm2", layers=2)
-    forward = type(model.model.layers[0].feed_forward).forward
     kind = type(model.model.layers[0].feed_forward)
 
-    def shifted(self, x):
-        return forward(self, x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+    class Shifted(kind):
+        def forward(self, x):
+            return super().forward(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
 
-    model.model.layers[0].feed_forward.__class__ = type("Shifted", (kind,), {"forward": shifted})
+    model.model.layers[0].feed_forward.__class__ = Shifted
     with pytest.raises(kvpass.UnsupportedAttentionError, match="is not that for pieces"):
         kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 20))
 
@@ -265,7 +246,7 @@ def test_16_bits_are_as_near_to_float32_as_the_uncompiled_model_where_routing_is
     every = next((count for name in names if (count := getattr(config, name, None))), None)
     changes = {} if every is None else {"num_experts_per_tok": every}
     model, exact = tiny_model(family, dtype=dtype, **changes), tiny_model(family, dtype=dtype, **changes).float()
-    fast = kvpass.compile(model, policy="lava", budget=UNLIMITED, window=8, backend="eager")
+    fast = compiled_anew(model, budget=UNLIMITED)
     own, ours = [], []
     for seed in range(5):
         prompt, new = random_ids(2, 40, seed=seed), random_ids(2, 8, seed=100 + seed)
@@ -274,12 +255,8 @@ def test_16_bits_are_as_near_to_float32_as_the_uncompiled_model_where_routing_is
             out = each(prompt, position_ids=positions[:, :40], use_cache=True)
             logits = []
             for column, token in enumerate(new.split(1, 1), 40):
-                out = each(
-                    token.contiguous(),
-                    position_ids=positions[:, column : column + 1],
-                    past_key_values=out.past_key_values,
-                    use_cache=True,
-                )
+                given = {"position_ids": positions[:, column : column + 1], "past_key_values": out.past_key_values}
+                out = each(token.contiguous(), use_cache=True, **given)
                 logits.append(out.logits.float())
             found.append(torch.cat(logits, 1))
         for errors, logits in zip((own, ours), found[1:], strict=True):

@@ -1,20 +1,15 @@
 """A prompt as embeddings: what eager transformers makes of it, and what the same prompt as ids keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import kvpass
+from compiled_models import greedy, padded, two_layers
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
-
-
-def batch():
-    return left_pad([random_ids(1, n, seed=n)[0] for n in (41, 30)])
+IDS, MASK = padded(41, 30)
 
 
 def embedded(model, ids):
@@ -23,54 +18,46 @@ def embedded(model, ids):
 
 @pytest.mark.parametrize("family", quick(["llama", "qwen3", "gemma3", "gpt2", "qwen3_5", "lfm2"], ["llama"]))
 def test_contract_1_tokens_are_those_of_eager_transformers(family):
-    model, fast = compiled_once(family, layers=2, policy="full", budget=None, backend="eager")
-    ids, mask = batch()
+    model, fast = two_layers(family, policy="full", budget=None, window=None)
     embeds = torch.randn(2, 41, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(1))
-    given = {"inputs_embeds": embeds, "attention_mask": mask}
-    places = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"inputs_embeds": embeds, "attention_mask": MASK}
+    places = (MASK.cumsum(1) - 1).clamp(min=0)
     found, expected = (subject(**given, position_ids=places).logits for subject in (fast, model))
-    assert_close("logits", found[mask.bool()], expected[mask.bool()], atol=1e-4)
-    found, expected = (subject.generate(**given, **GREEDY) for subject in (fast, model))
-    assert found.shape == (2, 6) and torch.equal(found, expected)
-    found, expected = (subject.generate(input_ids=ids, **given, **GREEDY) for subject in (fast, model))
-    assert torch.equal(found, expected)
-    one = {"inputs_embeds": embeds[:1, -1:]}
-    assert torch.equal(fast.generate(**one, **GREEDY), model.generate(**one, **GREEDY))
+    assert_close("logits", found[MASK.bool()], expected[MASK.bool()], atol=1e-4)
+    assert greedy(fast, **given).shape == (2, 6)
+    for call in (given, {"ids": IDS, **given}, {"inputs_embeds": embeds[:1, -1:]}):
+        assert torch.equal(greedy(fast, **call), greedy(model, **call))
 
 
 @pytest.mark.parametrize("case", quick(["lava-eager", "h2o-eager", "lava-inductor"], ["lava-eager"]))
 def test_what_is_kept_is_that_of_the_ids(case):
     policy, backend = case.split("-")
-    model, fast = compiled_once("llama", layers=2, policy=policy, budget=16, backend=backend, window=8)
-    ids, mask = batch()
-    embeds, question = embedded(model, ids), random_ids(2, 5, seed=3)
-    expected = fast.generate(ids, attention_mask=mask, **GREEDY)[:, 41:]
-    assert torch.equal(fast.generate(inputs_embeds=embeds, attention_mask=mask, **GREEDY), expected)
-    told, cache = fast.compress(ids, mask), fast.compress(inputs_embeds=embeds, attention_mask=mask)
+    model, fast = two_layers(policy=policy, budget=16, backend=backend)
+    given = {"inputs_embeds": embedded(model, IDS), "attention_mask": MASK}
+    assert torch.equal(greedy(fast, **given), greedy(fast, IDS, attention_mask=MASK)[:, 41:])
+    told, cache = fast.compress(IDS, MASK), fast.compress(**given)
     assert torch.equal(cache.lengths, told.lengths) and cache.ids is None
-    answers = [fast.generate(question, past_key_values=one, **GREEDY) for one in (told, cache)]
-    assert torch.equal(*answers)
+    assert torch.equal(*(greedy(fast, random_ids(2, 5, seed=3), past_key_values=one) for one in (told, cache)))
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids=["plain", "padded"])
 def test_a_question_longer_than_the_prompt_is_read_whole(rows):
     """The cache does not know its ids, so the mask alone says that those of the question are new."""
-    model, fast = compiled_once("llama", layers=2, policy="lava", budget=10**6, backend="eager", window=8)
-    ids, mask = (x[:rows] for x in batch())
+    model, fast = two_layers(budget=10**6)
+    ids, mask = IDS[:rows], MASK[:rows]
     longer = random_ids(rows, 60, seed=5)
     seen = torch.cat([mask, torch.ones_like(longer)], 1)
     cache = fast.compress(inputs_embeds=embedded(model, ids), attention_mask=mask)
-    expected = model.generate(torch.cat([ids, longer], 1), attention_mask=seen, **GREEDY)[:, 41:]
-    assert torch.equal(fast.generate(longer, attention_mask=seen, past_key_values=cache, **GREEDY), expected)
+    expected = greedy(model, torch.cat([ids, longer], 1), attention_mask=seen)[:, 41:]
+    assert torch.equal(greedy(fast, longer, attention_mask=seen, past_key_values=cache), expected)
 
 
 def test_beams_and_prefill_chunks_read_embeddings():
-    model, fast = compiled_once("llama", layers=2, policy="lava", budget=16, backend="eager", window=8)
-    ids, mask = batch()
+    model, fast = two_layers(budget=16)
     for more in ({"num_beams": 3}, {"prefill_chunk_size": 8}):
-        expected = fast.generate(ids, attention_mask=mask, **more, **GREEDY)[:, 41:]
-        found = fast.generate(inputs_embeds=embedded(model, ids), attention_mask=mask, **more, **GREEDY)
-        assert torch.equal(found, expected)
+        given = {"attention_mask": MASK, **more}
+        found = greedy(fast, inputs_embeds=embedded(model, IDS), **given)
+        assert torch.equal(found, greedy(fast, IDS, **given)[:, 41:])
 
 
 def test_prompt_tuning_of_peft_on_a_compiled_model():
@@ -82,12 +69,13 @@ def test_prompt_tuning_of_peft_on_a_compiled_model():
     for subject in (model, fast):
         torch.manual_seed(0)
         tuned = peft.get_peft_model(subject, config).eval()
-        results.append(tuned.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY))
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        results.append(tuned.generate(**given, max_new_tokens=6, do_sample=False))
     assert torch.equal(*results)
 
 
 def test_contract_10_what_embeddings_cannot_be_used_for():
-    model, fast = compiled_once("llama", layers=2, policy="kvzip", budget=16, backend="eager")
+    model, fast = two_layers(policy="kvzip", budget=16, window=0)
     embeds = embedded(model, random_ids(1, 40))
     for call in (fast, fast.generate, fast.compress):
         with pytest.raises(ValueError, match=r"inputs_embeds with policy 'kvzip' .* replays the ids of the prompt"):
@@ -97,7 +85,6 @@ def test_contract_10_what_embeddings_cannot_be_used_for():
     for call in (fast, fast.generate):
         with pytest.raises(ValueError, match=r"inputs_embeds with a filled cache .* pass the new tokens as input_ids"):
             call(inputs_embeds=embeds, past_key_values=cache)
-    with pytest.warns(
-        UserWarning, match=r"repetition_penalty: only the ids of this call .* its prompt was inputs_embeds"
-    ):
-        fast.generate(random_ids(1, 5), past_key_values=cache, repetition_penalty=1.5, **GREEDY)
+    told = r"repetition_penalty: only the ids of this call .* its prompt was inputs_embeds"
+    with pytest.warns(UserWarning, match=told):
+        greedy(fast, random_ids(1, 5), past_key_values=cache, repetition_penalty=1.5)

@@ -1,23 +1,16 @@
 """Calls that do not end: interrupts, and memory that runs out, on the way. Nothing is mixed up by it."""
 
-from __future__ import annotations
-
-from functools import partial
-
 import pytest
 import torch
 
 import kvpass
+from compiled_models import compiled_anew, failing, greedy, two_layers
 from kvpass.cache import cache as cache_module
 from kvpass.cache import layers
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.ops import reference, sliding, slots
-from recorded_calls import interrupt
-from tiny_models import compiled_once, random_ids, tiny_model
-
-OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
-compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compiled copy, shared with other tests
+from tiny_models import random_ids
 
 
 @pytest.mark.parametrize(
@@ -31,33 +24,28 @@ compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compil
         ("lava", (cache_module, "PromptRecord"), 1),
     ],
 )
-def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(monkeypatch, policy, where, count):
-    _, fast = compiled(policy=policy)
+def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, where, count):
+    _, fast = two_layers(policy=policy)
     ids, other, token = random_ids(1, 50), random_ids(1, 44, seed=2), random_ids(1, 1, seed=3)
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
     live = fast(other).past_key_values
     reused = fast(other).past_key_values
     reused.reset()
     expected_live = fast(token, past_key_values=live.clone()).logits
-    with monkeypatch.context() as patch:
-        interrupt(patch, *where, count)
-        with pytest.raises(KeyboardInterrupt):
-            fast(ids, past_key_values=reused)
+    with failing(*where, count):
+        fast(ids, past_key_values=reused)
     assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.full_layers == []
     assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
-    fast(ids, past_key_values=reused)
+    assert fast(ids, past_key_values=reused).past_key_values is reused
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
 
 
-def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), **OPTIONS)
-    ids = random_ids(1, 50)
-    with monkeypatch.context() as patch:
-        interrupt(patch, PhaseCompiler, "compile")
-        with pytest.raises(KeyboardInterrupt):
-            fast(ids)
-    answers = [one.generate(ids, max_new_tokens=6, do_sample=False) for one in (fast, compiled()[1])]
-    assert torch.equal(*answers)
+def test_an_interrupt_while_compiling_leaves_the_model_usable():
+    (model, other), ids = two_layers(), random_ids(1, 50)
+    fast = compiled_anew(model)
+    with failing(PhaseCompiler, "compile"):
+        fast(ids)
+    assert torch.equal(greedy(fast, ids), greedy(other, ids))
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -69,24 +57,22 @@ def test_an_interrupt_while_compiling_leaves_the_model_usable(monkeypatch):
         ("never", 64, (torch.Tensor, "new_empty"), torch.OutOfMemoryError),  # the tail is full and grows
     ],
 )
-def test_a_failed_step_on_an_appending_cache_did_not_happen(monkeypatch, tokens, recompress, earlier, where, error):
-    _, fast = compiled(recompress=recompress)
+def test_a_failed_step_on_an_appending_cache_did_not_happen(tokens, recompress, earlier, where, error):
+    _, fast = two_layers(recompress=recompress)
     cache = fast(random_ids(1, 50)).past_key_values
     fast(random_ids(1, earlier, seed=2), past_key_values=cache)
     new = random_ids(1, tokens, seed=1)
     expected = fast(new, past_key_values=cache.clone()).logits
-    with monkeypatch.context() as patch:
-        interrupt(patch, *where, 2, error)
-        with pytest.raises(error):
-            fast(new, past_key_values=cache)
+    with failing(*where, 2, error):
+        fast(new, past_key_values=cache)
     assert cache.columns == 50 + earlier
     assert torch.equal(fast(new, past_key_values=cache).logits, expected)
 
 
 @pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
-def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monkeypatch, family, policy, change):
-    _, fast = compiled(family, policy=policy)
+def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(family, policy, change):
+    _, fast = two_layers(family, policy=policy)
     cache = fast(random_ids(2, 50)).past_key_values
     picks = {
         "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
@@ -96,18 +82,16 @@ def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(monk
     token = random_ids(2, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
     for call in (2, 6):
-        with monkeypatch.context() as patch:
-            interrupt(patch, torch.Tensor, "index_select", call, torch.OutOfMemoryError)
-            with pytest.raises(torch.OutOfMemoryError):
-                picks[change]()
+        with failing(torch.Tensor, "index_select", call, torch.OutOfMemoryError):
+            picks[change]()
         assert cache.batch_size == 2
         assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
     picks[change]()
     assert cache.batch_size == {"reorder": 2, "repeat": 4, "select": 1}[change]
 
 
-def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatch):
-    _, fast = compiled(recompress="every_turn")
+def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind():
+    _, fast = two_layers(recompress="every_turn")
     cache = fast(random_ids(1, 50)).past_key_values
     token = random_ids(1, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
@@ -117,24 +101,21 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind(monkeypatc
         original(*args)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(type(cache), "begin_recompression", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fast(random_ids(1, 12), past_key_values=cache)
+        fast(random_ids(1, 12), past_key_values=cache)
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
 
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
-def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_path, family, policy):
-    _, fast = compiled(family, policy=policy)
+def test_a_half_overwritten_cache_is_refused_until_it_is_reset(tmp_path, family, policy):
+    _, fast = two_layers(family, policy=policy)
     ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
     target = (sliding, "keep_newest") if family == "gemma3" else (slots, "keep_mask")
-    with monkeypatch.context() as patch:
-        interrupt(patch, *target)
-        with pytest.raises(KeyboardInterrupt):
-            fast(token, past_key_values=cache)
+    with failing(*target):
+        fast(token, past_key_values=cache)
     for broken in (cache, cache.clone()):
         with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
             fast(token, past_key_values=broken)
@@ -147,11 +128,9 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(monkeypatch, tmp_
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
 
 
-def test_no_memory_for_the_first_cache_is_said_as_such(monkeypatch):
+def test_no_memory_for_the_first_cache_is_said_as_such():
     """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
-    fast, ids = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS), random_ids(1, 40)
-    with monkeypatch.context() as patch:
-        interrupt(patch, FullAttentionLayers, "begin_prefill", error=torch.OutOfMemoryError)
-        with pytest.raises(torch.OutOfMemoryError):
-            fast(ids)
+    fast, ids = compiled_anew(), random_ids(1, 40)
+    with failing(FullAttentionLayers, "begin_prefill", error=torch.OutOfMemoryError):
+        fast(ids)
     assert fast(ids).past_key_values.columns == 40

@@ -1,30 +1,22 @@
 """Latent attention: the cache holds one latent row of each kept token, and attention of all heads reads it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache
 
 import kvpass
+from compiled_models import padded, prompts_of, reloaded, two_layers
 from kvpass.ops import latents, reference
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
+from versions import needs_transformers
 
-pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.16"), reason="transformers before 5.16 caches expanded heads"
-)
+pytestmark = needs_transformers("5.16", "transformers before 5.16 caches expanded heads")
 FAMILY, PROMPT, WINDOW, BUDGET = "deepseek_v3", 61, 8, 20
 ROW = 16 + 8
 """kv_lora_rank and qk_rope_head_dim of the tiny models."""
-
-
-def shared(**options):
-    return compiled_once(FAMILY, layers=2, backend="eager", window=WINDOW, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -48,7 +40,7 @@ def test_a_kept_entry_is_one_row_for_all_heads(dtype):
 
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_kept_entries_have_the_most_attention_of_the_window_over_all_heads(group):
-    _, fast = shared(policy="snapkv", budget=BUDGET, kernel_size=1, group=group)
+    _, fast = two_layers(FAMILY, policy="snapkv", kernel_size=1, group=group)
     ids = random_ids(1, PROMPT, seed=3)
     kept = kept_columns(fast(ids).past_key_values, PROMPT)[0, :, 0]
     eager = tiny_model(FAMILY, layers=2)
@@ -62,13 +54,9 @@ def test_kept_entries_have_the_most_attention_of_the_window_over_all_heads(group
 
 @pytest.mark.parametrize("policy", ["lava", pytest.param("tova", marks=pytest.mark.exhaustive)])
 def test_several_turns_padding_and_files_equal_the_masked_model(policy, tmp_path):
-    model, fast = shared(policy=policy, budget=BUDGET, **({"evict_during_decode": False} if policy == "tova" else {}))
-
-    def reloaded(cache):
-        cache.save(tmp_path / "cache.kv")
-        return kvpass.load_cache(tmp_path / "cache.kv", fast)
-
-    assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], [1, 1, 9, 59, 1, 19], reloaded)
+    model, fast = two_layers(FAMILY, policy=policy, **({"evict_during_decode": False} if policy == "tova" else {}))
+    pieces = [1, 1, 9, 59, 1, 19]
+    assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], pieces, lambda held: reloaded(held, fast, tmp_path))
 
 
 def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch):
@@ -78,13 +66,11 @@ def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 3 * 2 * 48 * (28 + 24) * 4)  # of 3 heads: 2 rows of 48 tokens, fp32
     model = tiny_model(FAMILY, layers=1, kv_lora_rank=64)
     options = {"policy": "h2o", "budget": BUDGET, "window": WINDOW, "backend": "eager"}
-    prompts = [random_ids(1, n, seed=n) for n in (PROMPT, 37)]
-    ids, mask = left_pad([prompt[0] for prompt in prompts])
+    ids, mask = padded(PROMPT, 37)
     out = kvpass.compile(model, prefill_block=24, **options)(ids, attention_mask=mask)
     assert [tuple(call.k.shape[1:]) for call in calls] == [(4, 24, 24), (3, 48, 24), (1, 48, 24), (1, PROMPT, 72)]
-    for row, prompt in enumerate(prompts):
-        logits = out.logits[row, -prompt.shape[1] :]
-        assert_close("logits", logits, model(prompt).logits[0], atol=1e-4)
+    for row, prompt in enumerate(prompts_of(PROMPT, 37)):
+        assert_close("logits", out.logits[row, -len(prompt) :], model(prompt[None]).logits[0], atol=1e-4)
     whole = kvpass.compile(model, **options)(ids, attention_mask=mask)
     assert torch.equal(out.past_key_values.positions, whole.past_key_values.positions)
 
@@ -95,20 +81,17 @@ def test_compiled_and_uncompiled_graphs_keep_and_compute_the_same(policy):
     ids, new = random_ids(1, PROMPT), random_ids(1, 12, seed=5)
     found = []
     for backend in ("eager", "inductor"):
-        _, fast = compiled_once(FAMILY, layers=2, backend=backend, policy=policy, budget=BUDGET, window=WINDOW)
-        cache, logits = fast(ids).past_key_values, []
-        for token in new.split(1, 1):
-            logits.append(fast(token, past_key_values=cache).logits)
-        found.append((cache.positions, torch.cat(logits, 1)))
+        _, fast = two_layers(FAMILY, backend=backend, policy=policy)
+        cache = fast(ids).past_key_values
+        logits = torch.cat([fast(token, past_key_values=cache).logits for token in new.split(1, 1)], 1)
+        found.append((cache.positions, logits))
     assert torch.equal(found[0][0], found[1][0])
     assert_close("logits", found[1][1], found[0][1], atol=1e-4)
 
 
 @pytest.mark.exhaustive
 def test_recompression_keeps_the_budget():
-    _, fast = compiled_once(
-        FAMILY, layers=2, backend="eager", recompress="every_turn", policy="snapkv", budget=BUDGET, window=WINDOW
-    )
+    _, fast = two_layers(FAMILY, recompress="every_turn", policy="snapkv")
     cache = fast(random_ids(1, PROMPT)).past_key_values
     fast(random_ids(1, 30, seed=1), past_key_values=cache)
     assert cache.lengths.tolist() == [[[BUDGET], [BUDGET]]]

@@ -1,49 +1,46 @@
 """What a raw module makes of its length goes on as in one text, or is refused, on both sides of every number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import one_hot, scaled_dot_product_attention
+from torch.nn.functional import one_hot
 
 import kvpass
 from numeric_checks import assert_close
 from pairwise import each_value
+from small_decoders import WIDTH, OneLayer
 from tiny_models import in_session, random_ids, raw
 
-WIDTH, HEADS, VOCABULARY, LONGEST = 32, 4, 128, 128
 PROMPTS = (20, 40)  # before and behind the numbers of the modules below
 TEXT = 60
 
 
-class Decoder(nn.Module):
-    """Embedding, whatever a test does to it, one block of attention and a head.
+class Decoder(OneLayer):
+    """Embeddings, whatever a test does to them, one layer of attention and a head.
 
     Args:
-        change: from the module, embeddings ``[B, T, WIDTH]`` and positions ``[B, T]`` to what enters the block.
+        change: from the module, embeddings ``[B, T, WIDTH]`` and positions ``[B, T]`` to what enters the layer.
     """
 
     def __init__(self, change) -> None:
-        super().__init__()
+        super().__init__(longest=128)
         self.change = change
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.learned = nn.Embedding(LONGEST, WIDTH)
         self.register_buffer("frequencies", torch.rand(WIDTH))
         self.register_buffer("limit", torch.tensor(26.0))
-        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, ids, positions):
-        x = self.change(self, self.embed(ids), positions)
-        b, t, _ = x.shape
-        q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.head(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
+    def embedded(self, ids, positions):
+        return self.change(self, self.embed(ids), positions)
 
 
-def capturing(module):
-    return raw(module, {"policy": "full", "compiler": "eager"})
+def compiled(change):
+    """A module, and what is captured of it."""
+    module = Decoder(change)
+    return module, raw(module, {"policy": "full", "compiler": "eager"})
+
+
+def capturing(change):
+    return compiled(change)[1]
 
 
 def in_pieces(fast, ids, pieces):
@@ -51,9 +48,12 @@ def in_pieces(fast, ids, pieces):
     return in_session(fast, pieces, ids, torch.arange(ids.shape[1]).expand_as(ids))
 
 
-def build(change):
-    torch.manual_seed(0)
-    return Decoder(change).eval()
+@torch.no_grad()
+def assert_as_whole(module, fast, ids, pieces):
+    """A text given in pieces has the logits of the whole text; returns the cache of their session."""
+    found, cache = in_pieces(fast, ids, pieces)
+    assert_close("logits", found, module(ids, torch.arange(ids.shape[1]).expand_as(ids)), atol=1e-4)
+    return cache
 
 
 def order(x):
@@ -61,8 +61,8 @@ def order(x):
 
 
 GOES_ON = {
-    "segments": lambda m, x, p: x + m.learned(order(x) // 32),
-    "segments that are given": lambda m, x, p: x + m.learned(p // 32),
+    "segments": lambda m, x, p: x + m.places(order(x) // 32),
+    "segments that are given": lambda m, x, p: x + m.places(p // 32),
     "scaling from a number on": lambda m, x, p: x * ((order(x) + 1).log() / math.log(26)).clamp(min=1)[:, None],
     "scaling that is given": lambda m, x, p: x * ((p + 1).log() / math.log(26)).clamp(min=1)[..., None],
     "another vector from a number on": lambda m, x, p: torch.where((order(x) >= 30)[:, None], 2 * x, x),
@@ -72,19 +72,19 @@ GOES_ON = {
     "one hot": lambda m, x, p: x + one_hot((order(x) // 16).clamp(max=3), WIDTH),
     "a filled row": lambda m, x, p: x + torch.full((x.shape[1], WIDTH), 3.0),
     "the first few": lambda m, x, p: x * (1 + (order(x) < 3)[:, None]),
-    "counted ones": lambda m, x, p: x + m.learned(torch.ones_like(p).cumsum(1)),
-    "all rows at once": lambda m, x, p: x + m.learned(p.reshape(-1) // 32).view_as(x),
+    "counted ones": lambda m, x, p: x + m.places(torch.ones_like(p).cumsum(1)),
+    "all rows at once": lambda m, x, p: x + m.places(p.reshape(-1) // 32).view_as(x),
     "frequencies made in place": lambda m, x, p: x * (p[..., None] * 50 ** -(torch.arange(WIDTH) / WIDTH)).cos(),
-    "a part of a table": lambda m, x, p: x + m.learned.weight[: x.shape[1]] * 200 / 200,
+    "a part of a table": lambda m, x, p: x + m.places.weight[: x.shape[1]] * 200 / 200,
     "one token otherwise": lambda m, x, p: x if x.shape[1] > 1 else 2 * x,
-    "counted from those given": lambda m, x, p: x + m.learned(p // 2 + order(x) // 2),
+    "counted from those given": lambda m, x, p: x + m.places(p // 2 + order(x) // 2),
 }
 
 REFUSED = {
     "frequencies by the length": lambda m, x, p: x * (p[..., None] * m.frequencies * max(x.shape[1], 26) / 26).cos(),
     "positions squeezed": lambda m, x, p: x + order(x)[:, None] * min(1, 26 / x.shape[1]),
-    "up to the last": lambda m, x, p: x + m.learned(p.clamp(max=x.shape[1] - 1)),
-    "turned round by the length": lambda m, x, p: x + m.learned(p % x.shape[1]),
+    "up to the last": lambda m, x, p: x + m.places(p.clamp(max=x.shape[1] - 1)),
+    "turned round by the length": lambda m, x, p: x + m.places(p % x.shape[1]),
     "the first half": lambda m, x, p: torch.where((p < x.shape[1] // 2)[..., None], x, 2 * x),
     "multiplied by the length": lambda m, x, p: torch.multiply(x, x.shape[1]),
     "filled in with the length": lambda m, x, p: x.masked_fill((p > 3)[..., None], x.shape[1]),
@@ -118,24 +118,19 @@ BEHIND = ("scaling from a number on", "up to the stored limit", "a filled row", 
     ],
 )
 def test_contract_1_what_a_module_counts_goes_on_behind_every_number(name, prompt, rows):
-    module = build(GOES_ON[name])
-    ids = random_ids(rows, TEXT)
     pieces = [prompt, 1, 1, 7, *[1] * (TEXT - prompt - 9)]
-    found, _ = in_pieces(capturing(module), ids, pieces)
-    with torch.no_grad():
-        assert_close("logits", found, module(ids, torch.arange(TEXT).expand_as(ids)), atol=1e-4)
+    assert_as_whole(*compiled(GOES_ON[name]), random_ids(rows, TEXT), pieces)
 
 
 @each_value(name=[*REFUSED], prompt=PROMPTS)
 def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, prompt):
-    fast = capturing(build(REFUSED[name]))
     with pytest.raises(Exception, match=r"from the length of the input|relates tokens"):
-        in_pieces(fast, random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
+        in_pieces(capturing(REFUSED[name]), random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])
 
 
 @pytest.mark.parametrize("prompts", [(20, 40), (20,)], ids=["seen with another length", "marked"])
 def test_contract_7_a_length_of_its_own_that_dynamo_gives_each_input_hides_nothing(prompts):
-    fast = capturing(build(REFUSED["by the last given position"]))
+    fast = capturing(REFUSED["by the last given position"])
     for prompt in prompts:
         given = (random_ids(1, prompt), torch.arange(prompt)[None])
         if len(prompts) == 1:
@@ -148,30 +143,26 @@ def test_contract_7_a_length_of_its_own_that_dynamo_gives_each_input_hides_nothi
 @pytest.mark.parametrize("other", ["constant", "dtype"])
 def test_two_instances_of_a_class_are_told_apart(other):
     first, second = ({"constant": 2.0}, {"constant": 3.0}) if other == "constant" else ({"constant": 2.0},) * 2
-    modules = [
-        build(lambda m, x, p, given=given: x + given["constant"] * m.learned(order(x) + int(given["constant"])))
+    pairs = [
+        compiled(lambda m, x, p, given=given: x + given["constant"] * m.places(order(x) + int(given["constant"])))
         for given in (first, second)
     ]
     if other == "dtype":
-        modules[1].to(torch.float64)
-    ids = random_ids(1, 30)
-    fast = [capturing(module) for module in modules]
-    with torch.no_grad():
-        for module, compiled in [*zip(modules, fast, strict=True), (modules[0], fast[0])]:
-            found, _ = in_pieces(compiled, ids, [20, 1, 1, 8])
-            assert_close("logits", found, module(ids, torch.arange(30)[None]), atol=1e-4)
+        pairs[1][0].to(torch.float64)
+    for pair in (*pairs, pairs[0]):
+        assert_as_whole(*pair, random_ids(1, 30), [20, 1, 1, 8])
 
 
 def changing(m, x, p):
-    return x * m.factor + m.learned(order(x) + m.first)
+    return x * m.factor + m.places(order(x) + m.first)
 
 
 @pytest.mark.parametrize("attribute", ["first", "factor"])
 @pytest.mark.parametrize("new", [1, 7])
 def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_refused(attribute, new):
-    module = build(changing)
+    module, fast = compiled(changing)
     module.first, module.factor = 0, 1.5
-    fast, ids = capturing(module), random_ids(2, 20 + new)
+    ids = random_ids(2, 20 + new)
     positions = torch.arange(20 + new).expand_as(ids)
     with torch.no_grad(), kvpass.session() as session:
         fast(ids[:, :20].clone(), positions[:, :20].clone())
@@ -180,26 +171,24 @@ def test_contract_7_a_module_that_an_attribute_has_changed_since_the_prompt_is_r
             fast(ids[:, 20:].clone(), positions[:, 20:].clone())
         assert session.cache.columns == 20
     module.first = 0
-    found, _ = in_pieces(fast, ids, [20, new])
-    with torch.no_grad():
-        assert_close("logits", found, module(ids, positions), atol=1e-4)
+    assert_as_whole(module, fast, ids, [20, new])
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_contract_7_a_first_position_that_is_a_tensor_is_refused(shape):
-    fast = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
+    fast = capturing(lambda m, x, p: x + m.places(order(x) + p))
     with pytest.raises(Exception, match="a number that is given for all tokens"), torch.no_grad(), kvpass.session():
         fast(random_ids(1, 20), torch.zeros(shape, dtype=torch.int64))
 
 
 def test_contract_7_an_argument_that_is_an_int_is_a_number_like_any_other():
     ids = random_ids(1, 22)
-    counting = capturing(build(lambda m, x, p: x + m.learned(order(x) + p)))
+    counting = capturing(lambda m, x, p: x + m.places(order(x) + p))
     with torch.no_grad(), kvpass.session():
         counting(ids[:, :20].clone(), 0)
         with pytest.raises(kvpass.CacheMismatchError, match="or an argument that is a number"):
             counting(ids[:, 20:].clone(), 20)
-    mixing = capturing(build(lambda m, x, p: torch.where((order(x) >= p)[:, None], x.mean(1, keepdim=True), x)))
+    mixing = capturing(lambda m, x, p: torch.where((order(x) >= p)[:, None], x.mean(1, keepdim=True), x))
     with pytest.raises(Exception, match="relates tokens"), torch.no_grad(), kvpass.session():
         mixing(ids, 30)
 
@@ -207,8 +196,7 @@ def test_contract_7_an_argument_that_is_an_int_is_a_number_like_any_other():
 @pytest.mark.parametrize("name", ["segments", "segments that are given", "scaling that is given"])
 def test_a_prompt_in_parts_of_a_longer_tensor_is_gone_on_with_by_tensors_of_their_own(name):
     """Dynamo captures again, since parts have strides."""
-    module = build(GOES_ON[name])
-    fast, ids = capturing(module), random_ids(2, 30)
+    (module, fast), ids = compiled(GOES_ON[name]), random_ids(2, 30)
     positions = torch.arange(30).repeat(2, 1)
     with torch.no_grad(), kvpass.session():
         found = [fast(ids[:, :20], positions[:, :20])]
@@ -217,14 +205,11 @@ def test_a_prompt_in_parts_of_a_longer_tensor_is_gone_on_with_by_tensors_of_thei
 
 
 def test_contract_7_a_module_that_is_first_called_with_one_token_is_refused_and_works_after_several():
-    module = build(GOES_ON["segments that are given"])
-    fast, ids = capturing(module), random_ids(1, 30)
+    (module, fast), ids = compiled(GOES_ON["segments that are given"]), random_ids(1, 30)
     with pytest.raises(kvpass.CacheMismatchError, match="captured for one token alone: prefill a prompt of several"):
         in_pieces(fast, ids[:, :2], [1, 1])
     for pieces in ([20, *[1] * 10], [*[1] * 5, 25]):
-        found, _ = in_pieces(fast, ids, pieces)
-        with torch.no_grad():
-            assert_close("logits", found, module(ids, torch.arange(30)[None]), atol=1e-4)
+        assert_as_whole(module, fast, ids, pieces)
 
 
 END = 24
@@ -253,12 +238,8 @@ BRANCHES = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_contract_7_a_session_ends_where_the_capture_does(name):
-    module = build(ENDS[name])
-    fast, ids = capturing(module), random_ids(1, 30)
-    with torch.no_grad():
-        expected = module(ids[:, :END], torch.arange(END)[None])
-    found, cache = in_pieces(fast, ids[:, :END], [20, 1, 2, 1])
-    assert_close("logits", found, expected, atol=1e-4)
+    (module, fast), ids = compiled(ENDS[name]), random_ids(1, 30)
+    cache = assert_as_whole(module, fast, ids[:, :END], [20, 1, 2, 1])
     for new in (1, 3):
         refusal = pytest.raises(ValueError, match=f"{new} tokens after 24: .* not take more than 24")
         with refusal, torch.no_grad(), kvpass.session() as session:
@@ -270,25 +251,22 @@ def test_contract_7_a_session_ends_where_the_capture_does(name):
 @pytest.mark.parametrize("name", BRANCHES)
 def test_contract_7_a_module_that_branches_on_its_length_is_refused(name):
     with pytest.raises(Exception, match="branches on the length of its input"):
-        in_pieces(capturing(build(BRANCHES[name])), random_ids(2, 40), [40])
+        in_pieces(capturing(BRANCHES[name]), random_ids(2, 40), [40])
 
 
 def test_as_many_rows_as_tokens_in_a_first_call_are_told_apart_or_refused():
-    module = build(GOES_ON["segments"])
     ids = random_ids(13, 20)
     with pytest.raises(Exception, match="as many rows as tokens"):
-        in_pieces(capturing(module), ids, [13, *[1] * 7])
-    fast = capturing(module)
+        in_pieces(capturing(GOES_ON["segments"]), ids, [13, *[1] * 7])
+    module, fast = compiled(GOES_ON["segments"])
     in_pieces(fast, ids, [20])
-    found, _ = in_pieces(fast, ids, [13, *[1] * 7])
-    with torch.no_grad():
-        assert_close("logits", found, module(ids, torch.arange(20)[None]), atol=1e-4)
+    assert_as_whole(module, fast, ids, [13, *[1] * 7])
 
 
 def test_a_length_that_the_module_makes_a_constant_is_refused():
-    fast = capturing(build(lambda m, x, p: x * math.log(x.shape[1])))
-    with pytest.raises(Exception, match=r"captured for 20 tokens and no other length.*makes a constant"):
-        in_pieces(fast, random_ids(1, 20), [20])
-    fast = capturing(build(lambda m, x, p: x[:, [x.shape[1] - 1]] + 0 * x))
-    with pytest.raises(Exception, match=r"captured for 20 tokens|relates tokens"):
-        in_pieces(fast, random_ids(1, 20), [20])
+    for change, message in (
+        (lambda m, x, p: x * math.log(x.shape[1]), r"captured for 20 tokens and no other length.*makes a constant"),
+        (lambda m, x, p: x[:, [x.shape[1] - 1]] + 0 * x, r"captured for 20 tokens|relates tokens"),
+    ):
+        with pytest.raises(Exception, match=message):
+            in_pieces(capturing(change), random_ids(1, 20), [20])

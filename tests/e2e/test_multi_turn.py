@@ -1,18 +1,16 @@
 """Caches that live on: several turns on one cache, and compressing it again after a turn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-import kvpass
+from compiled_models import compiled_anew, greedy, padded, prompts_of, reloaded, two_layers
 from kvpass.cache.layers import FullAttentionLayers
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
-WINDOW, BUDGET = 8, 20
+WINDOW, BUDGET = 8, 20  # of two_layers
 LIKE_A_PROMPT = {
     "lava": {},
     "lava_nohead": {},
@@ -34,14 +32,8 @@ DIVIDE_OTHERS = {"lava_nohead", "lava_pyramid", "lava_uniform", "ada_pyramidkv"}
 """Those that divide a budget by the layers as one of the others does, and by the heads as another."""
 
 
-def compiled(family="llama", policy="lava", **options):
-    """A model and its compiled copy, shared with other tests: two layers, one with a ring in gemma3 and gpt_oss."""
-    given = {"budget": BUDGET, "window": WINDOW, "backend": "eager", **options}
-    return compiled_once(family, layers=2, policy=policy, **given)
-
-
-def shapes(model):
-    return model.config.num_hidden_layers, model.config.num_key_value_heads
+def transcript_of(model, ids, mask):
+    return Transcript(MaskedOracle(model), ids, mask, 2, model.config.num_key_value_heads)
 
 
 # -- appending --------------------------------------------------------------------------------------------------------
@@ -50,9 +42,9 @@ def shapes(model):
 @pytest.mark.parametrize("whole", [False, True], ids=["new ids only", "whole sequence"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
-    model, fast = compiled(family)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 33)])
-    transcript = Transcript(MaskedOracle(model), ids, mask, *shapes(model))
+    model, fast = two_layers(family)
+    ids, mask = padded(50, 33)
+    transcript = transcript_of(model, ids, mask)
     cache = fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values
     sequence, seen_mask = ids, mask
     for turn in range(2):
@@ -60,11 +52,11 @@ def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
         sequence = torch.cat([sequence, question], 1)
         seen_mask = torch.cat([seen_mask, torch.ones_like(question)], 1)
         transcript.append(question, kept_columns(cache, cache.columns))
-        options = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+        options = {"past_key_values": cache, "return_dict_in_generate": True}
         if whole:
-            out = fast.generate(sequence, attention_mask=seen_mask, **options)
+            out = greedy(fast, sequence, 4, attention_mask=seen_mask, **options)
         else:
-            out = fast.generate(question, **options)
+            out = greedy(fast, question, 4, **options)
         assert out.past_key_values is cache
         answer = out.sequences[:, -4:]
         for step in range(4):
@@ -90,9 +82,9 @@ def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
 def test_a_turn_is_judged_like_a_prompt_when_nothing_was_lost_before(policy):
     """A first prompt below the budget is kept whole, so that turn and prompt together are just one prompt."""
     options = LIKE_A_PROMPT[policy]
-    _, again = compiled(policy=policy, recompress="every_turn", budget=30, **options)
-    _, once = compiled(policy=policy, budget=30, **options)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 47)])
+    _, again = two_layers(policy=policy, recompress="every_turn", budget=30, **options)
+    _, once = two_layers(policy=policy, budget=30, **options)
+    ids, mask = padded(50, 47)
     cache = again(ids[:, :28], attention_mask=mask[:, :28]).past_key_values
     again(ids[:, 28:], past_key_values=cache)
     expected = once(ids, attention_mask=mask).past_key_values
@@ -114,12 +106,11 @@ GPT_OSS = pytest.param("gpt_oss", "pyramidkv", marks=pytest.mark.exhaustive)
     [("llama", "lava"), ("llama", "ada_snapkv"), ("llama", "cake"), ("gemma3", "lava"), GPT_OSS],
 )
 def test_over_many_turns_the_budget_is_exact_and_the_logits_are_those_of_the_masked_model(family, policy):
-    model, fast = compiled(family, policy, recompress="every_turn", **LIKE_A_PROMPT[policy])
-    layers, kv_heads = shapes(model)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (50, 33)])
+    model, fast = two_layers(family, policy=policy, recompress="every_turn", **LIKE_A_PROMPT[policy])
+    ids, mask = padded(50, 33)
     cache = fast(ids, attention_mask=mask).past_key_values
     pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.full_layers)
-    transcript = Transcript(MaskedOracle(model), ids, mask, layers, kv_heads)
+    transcript = transcript_of(model, ids, mask)
     sizes, logits = [], []
     for turn, tokens in enumerate((12, 3, 2, 30, 9)):
         for piece in (random_ids(2, tokens, seed=turn), *random_ids(2, 5, seed=50 + turn).split(1, 1)):
@@ -139,11 +130,10 @@ def test_over_many_turns_the_budget_is_exact_and_the_logits_are_those_of_the_mas
 
 
 def test_rows_are_compressed_as_they_would_be_alone_each_when_it_is_full():
-    _, fast = compiled(recompress="when_full")
-    prompts = [random_ids(1, n, seed=n)[0] for n in (60, 9, 33)]
-    ids, mask = left_pad(prompts)
+    _, fast = two_layers(recompress="when_full")
+    ids, mask = padded(60, 9, 33)
     batch = fast(ids, attention_mask=mask).past_key_values
-    alone = [fast(prompt[None]).past_key_values for prompt in prompts]
+    alone = [fast(prompt[None]).past_key_values for prompt in prompts_of(60, 9, 33)]
     lengths = []
     for turn in range(8):
         piece = random_ids(3, 6, seed=turn)
@@ -164,12 +154,11 @@ def test_rows_are_compressed_as_they_would_be_alone_each_when_it_is_full():
 
 
 def test_a_question_longer_than_the_window_is_not_needed_and_a_reusable_cache_stays():
-    _, fast = compiled(recompress="every_turn")
+    _, fast = two_layers(recompress="every_turn")
     cache = fast.compress(random_ids(1, 60))
     before = cache.positions
     questions = [random_ids(1, n, seed=n) for n in (2, 5, 40)]
-    answers = [fast.generate(q, past_key_values=cache, max_new_tokens=4, do_sample=False) for q in questions]
-    again = [fast.generate(q, past_key_values=cache, max_new_tokens=4, do_sample=False) for q in questions]
+    answers, again = ([greedy(fast, q, 4, past_key_values=cache) for q in questions] for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(answers, again, strict=True))
     assert torch.equal(cache.positions, before) and cache.columns == 60
     follow = fast(questions[2], past_key_values=cache).past_key_values
@@ -178,12 +167,12 @@ def test_a_question_longer_than_the_window_is_not_needed_and_a_reusable_cache_st
 
 @pytest.mark.parametrize("reusable", [True, False])
 def test_turns_continue_the_cache_of_compress_only_where_it_is_not_reusable(reusable, recwarn):
-    _, fast = compiled()
-    cache = fast.compress(*left_pad([random_ids(1, n, seed=n)[0] for n in (50, 33)]), reusable=reusable)
+    _, fast = two_layers()
+    cache = fast.compress(*padded(50, 33), reusable=reusable)
     assert f"reusable={reusable})" in repr(cache)
     turn, columns = random_ids(2, 5), []
     for _ in range(3):
-        answer = fast.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        answer = greedy(fast, turn, 4, past_key_values=cache)
         columns.append(cache.columns)
         turn = torch.cat([answer[:, -1:], random_ids(2, 3, seed=9)], 1)
     assert columns == ([50, 50, 50] if reusable else [58, 65, 72])
@@ -192,19 +181,19 @@ def test_turns_continue_the_cache_of_compress_only_where_it_is_not_reusable(reus
 
 
 def test_independent_questions_and_whole_sequences_on_a_reusable_cache_are_not_warned_about(recwarn):
-    _, fast = compiled()
+    _, fast = two_layers()
     context = random_ids(1, 50)
     cache = fast.compress(context)
     sequence = torch.cat([context, random_ids(1, 5)], 1)
     for seed in range(3):
-        fast.generate(random_ids(1, 5, seed=seed), past_key_values=cache, max_new_tokens=4, do_sample=False)
-        answered = fast.generate(sequence, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        greedy(fast, random_ids(1, 5, seed=seed), 4, past_key_values=cache)
+        answered = greedy(fast, sequence, 4, past_key_values=cache)
         sequence = torch.cat([answered, random_ids(1, 2, seed=seed)], 1)
     assert not [warning for warning in recwarn if "last token of the answer" in str(warning.message)]
 
 
 def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_held():
-    _, fast = compiled(recompress="every_turn")
+    _, fast = two_layers(recompress="every_turn")
     cache = fast(random_ids(1, 3)).past_key_values
     for tokens, expected in ((5, 8), (12, 20), (2, 20), (50, 20)):
         fast(random_ids(1, tokens, seed=tokens), past_key_values=cache)
@@ -216,19 +205,17 @@ def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_hel
 
 
 def test_rows_take_their_own_budget_along():
-    _, fast = compiled(recompress="every_turn", budget=0.5)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 40, 50)])
-    cache = fast(ids, attention_mask=mask).past_key_values
+    _, fast = two_layers(recompress="every_turn", budget=0.5)
+    cache = fast(*padded(60, 40, 50)).past_key_values
     cache.batch_select_indices(torch.tensor([2, 0, 0, 1]))
     fast(random_ids(4, 12), past_key_values=cache)
     assert cache.lengths.sum((1, 2)).tolist() == [4 * 25, 4 * 30, 4 * 30, 4 * 20]
 
 
 def test_inductor_compresses_again_like_the_eager_graph():
-    model = tiny_model("llama", layers=1)
-    caches, logits = [], []
+    model, caches, logits = tiny_model("llama", layers=1), [], []
     for backend in ("eager", "inductor"):
-        fast = kvpass.compile(model, budget=BUDGET, window=WINDOW, backend=backend, recompress="every_turn")
+        fast = compiled_anew(model, backend=backend, recompress="every_turn")
         cache = fast(random_ids(2, 50)).past_key_values
         outs = [fast(random_ids(2, n, seed=n), past_key_values=cache).logits for n in (12, 30)]
         caches.append(cache)
@@ -241,7 +228,7 @@ def test_inductor_compresses_again_like_the_eager_graph():
 def test_a_policy_that_evicts_while_decoding_needs_nothing():
     results = []
     for recompress in ("never", "every_turn"):
-        _, fast = compiled(policy="h2o", recompress=recompress)
+        _, fast = two_layers(policy="h2o", recompress=recompress)
         cache = fast(random_ids(1, 50)).past_key_values
         results += [fast(random_ids(1, 30, seed=1), past_key_values=cache).logits, cache.positions]
         assert int(cache.lengths.sum()) <= 4 * BUDGET
@@ -249,11 +236,9 @@ def test_a_policy_that_evicts_while_decoding_needs_nothing():
 
 
 def test_the_report_is_of_the_last_prompt_until_all_rows_are_compressed_again(tmp_path):
-    _, fast = compiled(recompress="every_turn", policy="snapkv")
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 6)])
-    older = fast(ids, attention_mask=mask).past_key_values
-    older.save(tmp_path / "cache.kv")
-    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    _, fast = two_layers(recompress="every_turn", policy="snapkv")
+    older = fast(*padded(60, 6)).past_key_values
+    loaded = reloaded(older, fast, tmp_path)
     fast(random_ids(1, 45, seed=2))
     for cache in (older, loaded):
         fast(random_ids(2, 5, seed=3), past_key_values=cache)
@@ -265,7 +250,7 @@ def test_the_report_is_of_the_last_prompt_until_all_rows_are_compressed_again(tm
 
 def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
     """They live on the device, and it would have to be waited for."""
-    _, fast = compiled()
+    _, fast = two_layers()
     cache = fast(random_ids(1, 50)).past_key_values
     monkeypatch.delattr(FullAttentionLayers, "lengths")
     fast(random_ids(1, 12), past_key_values=cache)

@@ -3,8 +3,6 @@
 Needs a package index. ``pytest -m exhaustive tests/e2e/test_newcomer.py`` takes about ten minutes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,26 +1,23 @@
 """Rows that continue a cache with different numbers of tokens: padded questions, answers that ended early."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 import kvpass
+from compiled_models import UNLIMITED, compiled_anew, greedy, reloaded, two_layers
 from numeric_checks import assert_close
-from tiny_models import compiled_once, random_ids, tiny_model
+from pairwise import quick
+from tiny_models import random_ids, tiny_model
 
-UNLIMITED, NEW = 10**6, 6
+NEW = 6
 LENGTHS = 7, 3, 7, 5
-GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 CASES = [
     ("llama", {"policy": "snapkv", "budget": UNLIMITED}),
     ("gemma3", {"policy": "lava", "budget": UNLIMITED}),
     ("lfm2", {"policy": "lava", "budget": UNLIMITED}),
-    ("llama", {"policy": "tova", "budget": 24}),
-    pytest.param(
-        "llama", {"policy": "lava", "budget": 24, "window": 8, "entries": "int8"}, marks=pytest.mark.exhaustive
-    ),
-    ("llama", {"policy": "lava", "budget": 24, "window": 8, "recompress": "every_turn"}),
+    ("llama", {"policy": "tova", "budget": 24, "window": 0}),
+    pytest.param("llama", {"policy": "lava", "budget": 24, "entries": "int8"}, marks=pytest.mark.exhaustive),
+    ("llama", {"policy": "lava", "budget": 24, "recompress": "every_turn"}),
 ]
 
 
@@ -37,30 +34,29 @@ def questions(seed):
     return [random_ids(1, n, seed=seed + i)[0] for i, n in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("side", quick(["left", "right"], ["left"]))
 @pytest.mark.parametrize(("family", "options"), CASES, ids=lambda x: x if isinstance(x, str) else list(x.values())[-1])
 def test_padded_questions_get_the_answers_of_each_question_alone(family, options, side):
     if "entries" in options:
-        model = tiny_model(family, layers=2)
-        fast = kvpass.compile(model, backend="eager", **options)
+        fast = compiled_anew(model := tiny_model(family, layers=2), **options)
     else:
-        model, fast = compiled_once(family, layers=2, backend="eager", **options)
+        model, fast = two_layers(family, **options)
     document, asked = random_ids(1, 40), questions(5)
     cache = fast.compress(document)
     ids, mask = padded(asked, side)
-    out = fast.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    out = greedy(fast, ids, NEW, attention_mask=mask, past_key_values=cache)
     for row, own in enumerate(asked):
         if options["budget"] == UNLIMITED:
-            expected = model.generate(torch.cat([document, own[None]], 1), **GREEDY)
+            expected = greedy(model, torch.cat([document, own[None]], 1), NEW)
         else:
-            expected = fast.generate(own[None], past_key_values=cache, **GREEDY)
+            expected = greedy(fast, own[None], NEW, past_key_values=cache)
         assert torch.equal(out[row, -NEW:], expected[0, -NEW:]), row
     assert (cache.batch_size, cache.columns) == (1, 40)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
-    model, fast = compiled_once(family, layers=2, backend="eager", policy="lava", budget=UNLIMITED)
+    model, fast = two_layers(family, budget=UNLIMITED)
     document = random_ids(1, 40)
     cache, seen, columns = fast.compress(document, reusable=False), [document[0]] * len(LENGTHS), torch.ones(4, 40)
     for turn, side in enumerate(("right", "left", "right")):
@@ -75,8 +71,7 @@ def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
             expected = model(seen[row][None]).logits[0, -len(own) :]
             assert_close("logits", out.logits[row][mask[row].bool()], expected, atol=1e-4)
         assert torch.equal(cache.attention_mask, columns)
-    cache.save(tmp_path / "rows.kv")
-    loaded = kvpass.load_cache(tmp_path / "rows.kv", fast)
+    loaded = reloaded(cache, fast, tmp_path)
     order, token = torch.tensor([3, 0]), random_ids(2, 1, seed=99)
     for held in (cache, loaded):
         held.batch_select_indices(order)
@@ -90,7 +85,7 @@ def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
 
 
 def test_rows_that_ended_early_go_on_in_the_next_turn():
-    model, fast = compiled_once("llama", layers=2, backend="eager", policy="lava", budget=UNLIMITED)
+    model, fast = two_layers(budget=UNLIMITED)
     prompt, answer = random_ids(3, 40), random_ids(3, 5, seed=1)
     mask = torch.ones(3, 52, dtype=torch.int64)
     mask[0, 42:45] = mask[1, 44:46] = 0  # the answers have 2, 4 and 5 tokens; one column of row 1 is among the new
@@ -112,7 +107,7 @@ def test_rows_that_ended_early_go_on_in_the_next_turn():
 
 @pytest.mark.parametrize(("family", "options"), CASES[1:4], ids=["ring", "state", "evicting"])
 def test_answers_that_were_overwritten_cannot_be_taken_back(family, options):
-    _, fast = compiled_once(family, layers=2, backend="eager", **options)
+    _, fast = two_layers(family, **options)
     cache = fast(random_ids(2, 40)).past_key_values
     fast(random_ids(2, 5, seed=1), past_key_values=cache)
     mask = torch.ones(2, 48, dtype=torch.int64)

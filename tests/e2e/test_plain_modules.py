@@ -7,8 +7,6 @@ The forms of published code (litgpt, gpt-fast, torchtune, lit-llama, x-transform
 our own each: exact, or refused by the line.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace
@@ -23,9 +21,10 @@ import kvpass
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
+from small_decoders import HEADS, VOCABULARY, WIDTH, OneLayer
 from tiny_models import in_session, left_pad, random_ids, raw
 
-VOCABULARY, LONGEST = 128, 96
+LONGEST = 96
 PROMPT, NEW = 37, 11
 
 
@@ -248,25 +247,22 @@ COUNTED = {
 }
 
 
-class Unasserted(LearnedPositions):
+class Unasserted(OneLayer):
     """Nothing but the table of positions ends."""
 
     def __init__(self, counted) -> None:
-        super().__init__(written_out=False)
+        super().__init__(longest=LONGEST)
         self.counted = counted
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe(self.counted(ids))
-        for i, attention in enumerate(self.attentions):
-            x = x + attention(self.norms[i](x), None)
-        return self.head(x)
+    def positions(self, ids: Tensor) -> Tensor:
+        return self.places(self.counted(ids))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", quick([*COUNTED], ["cumsum"]))
 def test_a_session_ends_where_the_table_of_positions_does(name):
     """Compiled code ends the process when it looks up a row beyond a table."""
-    model = Unasserted(COUNTED[name]).eval()
+    model = Unasserted(COUNTED[name])
     fast = compiled(model, 10**6)
     ids = random_ids(2, LONGEST + 1)
     with kvpass.session() as session:
@@ -299,40 +295,11 @@ def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_cou
 # -- forms of published code ------------------------------------------------------------------------------------------
 
 
-WIDTH, HEADS, TABLE = 32, 4, 64
+TABLE = 64
 BEGIN, PIECES = 29, (1, 1, 5, 1)
 
 
-class Published(nn.Module):
-    """A layer of causal attention on learned positions; what a test changes is a method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TABLE, WIDTH)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, 3 * WIDTH)])
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.eval()
-
-    def positions(self, ids: Tensor) -> Tensor:
-        return self.places(torch.arange(ids.shape[1]))
-
-    def begin(self, x: Tensor) -> Tensor:
-        return x
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        b, t = ids.shape
-        x = self.begin(self.embed(ids) + self.positions(ids))
-        for i, layer in enumerate(self.layers):
-            q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in layer(x).chunk(3, -1))
-            x = x + self.attend(q, k, v, i).transpose(1, 2).reshape(b, t, WIDTH)
-        return self.head(x)
-
-
-class ScaledByAttributes(Published):
+class ScaledByAttributes(OneLayer):
     """litgpt: a scale made of a float attribute, which Dynamo makes a symbol of."""
 
     def __init__(self) -> None:
@@ -344,7 +311,7 @@ class ScaledByAttributes(Published):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale * self.mscale * self.mscale)
 
 
-class PlainTables(Published):
+class PlainTables(OneLayer):
     """gpt-fast: a mask and a table of positions that are attributes, no buffers: Dynamo makes their sizes symbols."""
 
     def __init__(self) -> None:
@@ -375,7 +342,7 @@ class TablesOnFirstCall(PlainTables):
         return super().positions(ids)
 
 
-class BiasOfLongestCall(Published):
+class BiasOfLongestCall(OneLayer):
     """x-transformers: an ALiBi table that is kept for shorter texts; the longest text was before the compilation."""
 
     def __init__(self) -> None:
@@ -396,8 +363,8 @@ class BiasOfLongestCall(Published):
 WORKS = [ScaledByAttributes, PlainTables, TablesOnFirstCall, BiasOfLongestCall]
 
 
-def uncompressed(module: nn.Module, **options):
-    return raw(module, {"policy": "full", "compiler": "eager", **options})
+def uncompressed(module: nn.Module):
+    return raw(module, {"policy": "full", "compiler": "eager"})
 
 
 def in_pieces(fast, text: Tensor) -> Tensor:
@@ -444,7 +411,7 @@ def test_a_tensor_attribute_of_another_size_is_another_capture_with_an_end_of_it
             fast(ids[:, :1].clone())
 
 
-class WritesCache(Published):
+class WritesCache(OneLayer):
     """gpt-fast, litgpt, torchtune after setup_caches: rows are written into buffers that all calls share."""
 
     def __init__(self) -> None:
@@ -472,10 +439,10 @@ class CountsInBuffer(WritesCache):
         self.seen.add_(ids.shape[1])
         return found
 
-    attend = Published.attend
+    attend = OneLayer.attend
 
 
-class CountsInAttribute(Published):
+class CountsInAttribute(OneLayer):
     """LLMs-from-scratch with its cache: an int that counts tokens."""
 
     def __init__(self) -> None:
@@ -496,12 +463,12 @@ class TableOfThisLength(BiasOfLongestCall):
         self.bias = None
 
 
-class ScaledByLength(Published):
+class ScaledByLength(OneLayer):
     def attend(self, q, k, v, layer):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[2])
 
 
-class LoopsOverTokens(Published):
+class LoopsOverTokens(OneLayer):
     """litgpt with a sliding window: a Python loop makes a constant of the length."""
 
     def attend(self, q, k, v, layer):
@@ -511,8 +478,9 @@ class LoopsOverTokens(Published):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class BranchesOnLength(Published):
-    def begin(self, x):
+class BranchesOnLength(OneLayer):
+    def embedded(self, ids, positions=None):
+        x = super().embedded(ids, positions)
         return 2 * x if x.shape[1] > 8 else x
 
 
@@ -550,7 +518,7 @@ def test_contract_7_what_goes_on_by_itself_is_refused_by_the_line_that_does_it(m
     assert code is None or f"{__file__}:{line_that_reads(code)})" in str(refusal.value)
 
 
-class KeepsLast(Published):
+class KeepsLast(OneLayer):
     """A token shift that is carried in an attribute: without it, the graph of one token looks like any other."""
 
     def __init__(self, states: bool) -> None:
@@ -558,7 +526,8 @@ class KeepsLast(Published):
         self.last = None
         self.states = [None] if states else None
 
-    def begin(self, x):
+    def embedded(self, ids, positions=None):
+        x = super().embedded(ids, positions)
         held = self.last if self.states is None else self.states[0]
         if self.states is None:
             self.last = x[:, -1:]
@@ -580,12 +549,12 @@ def test_contract_7_state_in_an_attribute_is_refused_before_it_is_read(states):
         assert session.cache.columns == cache.columns
 
 
-class WithMask(Published):
+class WithMask(OneLayer):
     """torchtune, x-transformers: a mask that the caller may give; gpt-fast: one of blocks."""
 
     def forward(self, ids, mask=None):
         b, t = ids.shape
-        x = self.embed(ids) + self.positions(ids)
+        x = self.embedded(ids)
         for layer in self.layers:
             q, k, v = (part.view(b, t, HEADS, -1).transpose(1, 2) for part in layer(x).chunk(3, -1))
             if mask is None or isinstance(mask, Tensor):

@@ -1,7 +1,5 @@
 """Prompts in blocks of tokens: the same logits and kept entries for any block, and no activations of a whole prompt."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -12,13 +10,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
 import kvpass
+from compiled_models import UNLIMITED as WHOLE
+from compiled_models import compiled_anew, padded, two_layers
 from kvpass.compiler import backend
 from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from pairwise import each_value, quick
-from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, in_blocks, kvzap_file, left_pad, random_ids, tiny_model
+from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, in_blocks, kvzap_file, random_ids, tiny_model
 
-WHOLE = 10**6
 OPTIONS = POLICY_OPTIONS | {"full": {"budget": None}, "kvzap": {"weights": kvzap_file()}}
 UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3", "llama4"]
 """Sinks, experts and rings, ALiBi, latents, chunks."""
@@ -44,10 +43,9 @@ def assert_same(fast, block, ids, mask=None, **options):
 @pytest.mark.parametrize("family", quick(FAMILIES, UNUSUAL))
 def test_blocks_give_the_logits_of_the_uncompiled_model(family):
     model = tiny_model(family, layers=2)
-    fast = kvpass.compile(model, budget=WHOLE, window=8, backend="eager")
+    fast = compiled_anew(model, budget=WHOLE)
     ids = random_ids(2, 61)
-    with torch.no_grad():
-        expected = model(torch.cat([ids, random_ids(2, 3, seed=9)], 1)).logits
+    expected = model(torch.cat([ids, random_ids(2, 3, seed=9)], 1)).logits
     for block in (13, 60):
         logits, _, more = prefilled(fast, block, ids)
         assert_close("logits", torch.cat([logits, more], 1), expected, atol=1e-4)
@@ -56,10 +54,8 @@ def test_blocks_give_the_logits_of_the_uncompiled_model(family):
 
 @each_value(policy=sorted(POLICIES), block=(2, 13, 50))
 def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
-    options = {"budget": 24, "window": 8, **OPTIONS.get(policy, {})}
-    _, fast = compiled_once("llama", layers=3, policy=policy, backend="eager", **options)
-    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in (75, 41, 75)])
-    assert_same(fast, block, ids, mask)
+    _, fast = two_layers(layers=3, policy=policy, **{"budget": 24, **OPTIONS.get(policy, {})})
+    assert_same(fast, block, *padded(75, 41, 75))
 
 
 @settings(max_examples=12, deadline=None)
@@ -70,16 +66,14 @@ def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
     policy=st.sampled_from(["lava", "h2o"]),
 )
 def test_lengths_paddings_and_blocks(lengths, block, logits_to_keep, policy):
-    _, fast = compiled_once("gemma2", layers=2, policy=policy, budget=16, window=4, backend="eager")
-    ids, mask = left_pad([random_ids(1, tokens, seed=tokens)[0] for tokens in lengths])
-    assert_same(fast, block, ids, mask, logits_to_keep=logits_to_keep)
+    _, fast = two_layers("gemma2", policy=policy, budget=16, window=4)
+    assert_same(fast, block, *padded(*lengths), logits_to_keep=logits_to_keep)
 
 
 def test_compiled_blocks_of_a_long_prompt():
     model, fast = compiled_once("llama", layers=1, budget=WHOLE, window=8)
     ids = random_ids(1, 1300)
-    with torch.no_grad():
-        expected = model(ids).logits
+    expected = model(ids).logits
     assert_close("logits", prefilled(fast, 512, ids)[0], expected, atol=1e-4)
     compiled = len(fast.report().compiled)
     for block in (100, "auto"):
@@ -142,7 +136,7 @@ def test_a_prompt_takes_the_memory_of_the_stream_of_a_layer_s_entries_and_of_a_b
 
 
 def test_generate_takes_a_chunk_size_as_a_block(monkeypatch):
-    _, fast = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")
+    _, fast = two_layers(budget=24)
     ids = random_ids(2, 80)
     expected = fast.generate(ids, max_new_tokens=6)
     seen, run = [], fast._kvpass.captures.run
@@ -162,6 +156,6 @@ def test_a_block_that_is_no_number_of_tokens_is_refused(block):
     with pytest.raises(ValueError, match=f"prefill_block={block!r}: {message}"):
         kvpass.compile(tiny_model("llama", layers=2), budget=40, prefill_block=block)
     if block is not None:
-        _, fast = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")
+        _, fast = two_layers(budget=24)
         with pytest.raises(ValueError, match=f"prefill_chunk_size={block!r}: {message}"):
             fast.generate(random_ids(1, 30), prefill_chunk_size=block)

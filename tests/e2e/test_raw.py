@@ -1,20 +1,18 @@
 """The raw backend on a decoder of our own, and both frontends on the same Llama."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
+from compiled_models import failing, padded, prompts_of, two_layers
 from kvpass.compiler import backend
 from kvpass.ops import reference, slots
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from recorded_calls import interrupt
-from tiny_models import compiled_once, in_session, left_pad, random_ids, raw
+from tiny_models import in_session, random_ids, raw
 
 NEW = 8
 
@@ -65,13 +63,23 @@ class SelfNumbering(Decoder):
         return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
 
-def build(repeat, layers):
+def build(repeat, layers, kind=Decoder):
     """A decoder with grouped heads, or with keys and values repeated to all heads."""
     torch.manual_seed(0)
-    module = Decoder(repeat, layers=layers).eval()
+    module = kind(repeat, layers=layers).eval()
     for parameter in module.parameters():
         parameter.data.mul_(2)
     return module
+
+
+def compiled(module, *, dynamic=True, **options):
+    given = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager", **options}
+    return raw(module, given, dynamic=dynamic)
+
+
+def counted(ids):
+    """Positions of a text from its beginning."""
+    return torch.arange(ids.shape[1]).repeat(len(ids), 1)
 
 
 @pytest.fixture
@@ -82,21 +90,18 @@ def decoder(request):
 
 @pytest.mark.parametrize(("block", "numbered"), quick_rows([(2, False), (13, True), (89, False)], [(13, True)]))
 def test_blocks_of_a_prompt_change_nothing(block, numbered):
-    torch.manual_seed(0)
-    module = (SelfNumbering if numbered else Decoder)(False, layers=2).eval()
-    ids, positions = random_ids(2, 93), torch.arange(93).expand(2, -1)
+    module = build(False, layers=2, kind=SelfNumbering if numbered else Decoder)
+    ids = random_ids(2, 93)
+    text = (ids,) if numbered else (ids, counted(ids))
     found = []
     for given in (10**6, block):
-        options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", "prefill_block": given}
-        fast = raw(module, options)
+        fast = compiled(module, policy="lava", budget=24, prefill_block=given)
         with torch.no_grad(), kvpass.session() as session:
-            calls = [(part, fast(ids[:, part], *(() if numbered else (positions[:, part],)))) for part in PARTS]
-            found.append((torch.cat([logits for _, logits in calls], 1), session.cache.positions))
+            logits = [fast(*(x[:, part] for x in text)) for part in PARTS]
+            found.append((torch.cat(logits, 1), session.cache.positions))
     assert torch.equal(found[0][1], found[1][1])
     assert_close("logits", found[1][0], found[0][0], atol=2e-5)
-    with torch.no_grad():
-        whole = module(ids) if numbered else module(ids, positions)
-    assert_close("logits of the prompt", found[1][0][:, :90], whole[:, :90], atol=2e-5)
+    assert_close("logits of the prompt", found[1][0][:, :90], module(*text)[:, :90], atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -111,37 +116,30 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
     ids=["repeated-eager", "repeated-inductor", "grouped-inductor"],
 )
 def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
-    options = {"policy": "lava", "budget": 10**6, "window": 8, "compiler": compiler}
-    fast = raw(decoder, options)
-    with torch.no_grad():
-        for tokens in (30, 41):
-            ids = random_ids(2, tokens + NEW, seed=tokens)
-            positions = torch.arange(tokens + NEW).expand(2, -1)
-            expected = decoder(ids, positions)
-            logits, cache = in_session(fast, [tokens, 1, 1, 1, 1, NEW - 4], ids, positions)
-            assert_close("logits", logits, expected, atol=1e-4)
-            assert cache.get_seq_length() == tokens + NEW
-            assert cache.lengths.shape[2] == 2, "the repeat was not stripped"
+    fast = compiled(decoder, policy="lava", budget=10**6, compiler=compiler)
+    for tokens in (30, 41):
+        ids = random_ids(2, tokens + NEW, seed=tokens)
+        logits, cache = in_session(fast, [tokens, 1, 1, 1, 1, NEW - 4], ids, counted(ids))
+        assert_close("logits", logits, decoder(ids, counted(ids)), atol=1e-4)
+        assert cache.get_seq_length() == tokens + NEW
+        assert cache.lengths.shape[2] == 2, "the repeat was not stripped"
 
 
 @pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
 def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(repeat):
-    decoder = build(repeat, layers=2)
-    options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
-    fast = raw(decoder, options)
-    prompts = [random_ids(1, n, seed=n)[0] for n in (40, 25, 12)]
-    ids, mask = left_pad(prompts)
+    fast = compiled(build(repeat, layers=2))
+    ids, mask = padded(40, 25, 12)
     _, cache = in_session(fast, [40], ids, (mask.cumsum(1) - 1).clamp(min=0), attention_mask=mask)
     assert cache.lengths.sum((1, 2)).tolist() == [16 * 4, 16 * 4, 12 * 4]
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts_of(40, 25, 12)):
         n = prompt.numel()
-        _, alone = in_session(fast, [n], prompt[None], torch.arange(n)[None])
+        _, alone = in_session(fast, [n], prompt[None], counted(prompt[None]))
         assert torch.equal(kept_columns(cache, ids.shape[1])[row, :, :, -n:], kept_columns(alone, n)[0])
 
 
 def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
     ids, new = random_ids(1, 60), random_ids(1, 3, seed=1)
-    model, through_interface = compiled_once("llama", layers=2, budget=20, window=8, backend="eager")
+    model, through_interface = two_layers()
     out = through_interface(ids)
     cache, expected = out.past_key_values, [out.logits]
     for piece in new.split(1, 1):
@@ -151,31 +149,25 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
         return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 
     assert model.config._attn_implementation == "sdpa"
-    options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "eager"}
-    through_sdpa = raw(logits, options)
-    found, other = in_session(through_sdpa, [60, 1, 1, 1], torch.cat([ids, new], 1), torch.arange(63)[None])
+    through_sdpa, text = compiled(logits, policy="lava", budget=20), torch.cat([ids, new], 1)
+    found, other = in_session(through_sdpa, [60, 1, 1, 1], text, counted(text))
     assert torch.equal(other.positions, cache.positions) and other.layout == cache.layout
     assert_close("logits", found, torch.cat(expected, 1), atol=1e-5)
 
 
 def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
-    fast = raw(SelfNumbering(False, layers=1).eval(), {"budget": 64, "compiler": "eager"})
-    ids, mask = left_pad([random_ids(1, n)[0] for n in (40, 31)])
+    fast = compiled(SelfNumbering(False, layers=1).eval())
+    ids, mask = padded(40, 31)
     with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
         fast(ids)
 
 
 def test_a_raw_module_needs_a_session_and_no_grad(decoder):
-    fast = raw(decoder, {"budget": 64, "compiler": "eager"})
-    arguments = (random_ids(1, 40), torch.arange(40)[None])
+    fast, ids = compiled(decoder), random_ids(1, 40)
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"runs inside `with kvpass.session\(\):`"):
-        fast(*arguments)
+        fast(ids, counted(ids))
     with pytest.raises(RuntimeError, match="no_grad"), kvpass.session():
-        fast(*arguments)
-
-
-def options_of(**options):
-    return {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager", **options}
+        fast(ids, counted(ids))
 
 
 def by_hand(fast, cache, ids):
@@ -188,14 +180,13 @@ def by_hand(fast, cache, ids):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
-def test_an_interrupted_step_is_refused_or_did_not_happen(policy, monkeypatch):
-    fast = raw(build(False, layers=2), options_of(policy=policy))
+def test_an_interrupted_step_is_refused_or_did_not_happen(policy):
+    fast = compiled(build(False, layers=2), policy=policy)
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
-    _, cache = in_session(fast, [40], ids, torch.arange(40)[None])
+    _, cache = in_session(fast, [40], ids, counted(ids))
     expected, _ = by_hand(fast, cache.clone(), token)
     module, name = (slots, "keep_mask") if policy == "h2o" else (reference, "attend_cache")
-    interrupt(monkeypatch, module, name, 2)
-    with pytest.raises(KeyboardInterrupt):
+    with failing(module, name, 2):
         by_hand(fast, cache, token)
     if policy == "h2o":
         with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
@@ -205,7 +196,7 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(policy, monkeypatch):
 
 
 def test_a_reusable_cache_stays_as_it_is(decoder):
-    fast = raw(decoder, options_of())
+    fast = compiled(decoder)
     _, cache = in_session(fast, [40], random_ids(1, 40), torch.arange(40)[None])
     question = random_ids(1, 5, seed=1)
     cache.reusable = True
@@ -215,11 +206,8 @@ def test_a_reusable_cache_stays_as_it_is(decoder):
 
 
 @pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
-def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
-    torch.manual_seed(0)
-    decoder = Decoder(False, layers=1).eval()
-    fast = raw(decoder, options_of(compiler=compiler))
-    logits = []
+def test_a_prompt_in_inference_mode_is_continued_outside(decoder, compiler):
+    fast, logits = compiled(decoder, compiler=compiler), []
     for mode in (torch.inference_mode, torch.no_grad):
         with kvpass.session():
             with mode():
@@ -233,16 +221,12 @@ def test_a_prompt_in_inference_mode_is_continued_outside(compiler):
     ("compiler", "pieces"),
     [("eager", [20, 1, 3]), pytest.param("inductor", [20, 1], marks=pytest.mark.exhaustive)],
 )
-def test_every_batch_size_is_compiled_for_itself(compiler, pieces):
-    torch.manual_seed(0)
-    decoder = Decoder(False, layers=1).eval()
-    unlimited = options_of(budget=10**6, compiler=compiler)
-    fast = raw(decoder, unlimited)
+def test_every_batch_size_is_compiled_for_itself(decoder, compiler, pieces):
+    fast = compiled(decoder, budget=10**6, compiler=compiler)
     for rows in (2, 3, 2):
         ids = random_ids(rows, sum(pieces), seed=rows)
-        positions = torch.arange(sum(pieces)).expand(rows, -1)
-        found, _ = in_session(fast, pieces, ids, positions)
-        assert_close("logits", found, decoder(ids, positions), atol=1e-4)
+        found, _ = in_session(fast, pieces, ids, counted(ids))
+        assert_close("logits", found, decoder(ids, counted(ids)), atol=1e-4)
 
 
 class Broken(Decoder):
@@ -258,7 +242,8 @@ class Broken(Decoder):
 
 
 def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
-    fast = torch.compile(Broken(False, layers=2).eval(), backend="kvpass", dynamic=True, options=options_of())
+    options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
+    fast = torch.compile(Broken(False, layers=2).eval(), backend="kvpass", dynamic=True, options=options)
     with torch.no_grad(), kvpass.session() as session:
         with pytest.raises(kvpass.CacheMismatchError, match="fullgraph=True"):
             fast(random_ids(1, 30), torch.arange(30)[None])
@@ -272,7 +257,7 @@ def test_a_session_refuses_another_module_and_another_batch(decoder, difference)
     layers = 2 if difference == "layers" else 1
     other = Decoder(False, layers=layers).eval() if difference in ("weights", "layers") else decoder
     changed = {"policy": {"policy": "tova"}, "budget": {"budget": 20}}.get(difference, {})
-    first, second = (raw(module, options_of(**options)) for module, options in ((decoder, {}), (other, changed)))
+    first, second = compiled(decoder), compiled(other, **changed)
     token, position = random_ids(2, 1, seed=1), torch.full((2, 1), 40)
     with torch.no_grad(), kvpass.session() as session:
         first(random_ids(2, 40), torch.arange(40).repeat(2, 1))
@@ -297,7 +282,7 @@ def test_what_a_forward_reads_is_the_modules_own_between_sessions_and_cannot_cha
             return self.drop(logits) * (0.5 if self.dropped else 1.0)
 
     decoder.__class__ = Flagged
-    fast = raw(decoder.eval(), options_of(budget=1 << 20))
+    fast = compiled(decoder.eval(), budget=1 << 20)
     ids, positions, token = random_ids(1, 40), torch.arange(40)[None], random_ids(1, 1, seed=1)
     changes = (
         lambda: decoder.head.weight.mul_(-0.5),
@@ -317,15 +302,21 @@ def test_what_a_forward_reads_is_the_modules_own_between_sessions_and_cannot_cha
             with pytest.raises(kvpass.CacheMismatchError, match="an attribute may have changed"):
                 fast(token, torch.tensor([[40]]))
     with pytest.raises(Exception, match="dropout in training mode: call eval"), torch.no_grad(), kvpass.session():
-        raw(decoder.train(), options_of(budget=1 << 20))(ids, positions)
+        compiled(decoder.train(), budget=1 << 20)(ids, positions)
 
 
-def test_contract_7_a_graph_of_one_length_is_refused(decoder):
-    """It would be that of one token while decoding."""
-    static = raw(decoder, options_of(), dynamic=False)
-    fixed = pytest.raises(Exception, match=r"for 40 tokens and no other length.*dynamic=True")
-    with torch.no_grad(), fixed, kvpass.session():
-        static(random_ids(1, 40), torch.arange(40)[None])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        # it would be that of one token while decoding
+        ({"dynamic": False}, r"for 40 tokens and no other length.*dynamic=True"),
+        ({"compiler": "none"}, "compiler='none': must be one of inductor, eager"),
+    ],
+    ids=["contract 7, a graph of one length", "an unknown compiler"],
+)
+def test_how_a_module_cannot_be_compiled(decoder, given, message):
+    with pytest.raises(Exception, match=message), torch.no_grad(), kvpass.session():
+        compiled(decoder, **given)(random_ids(1, 40), torch.arange(40)[None])
 
 
 class WithLoss(Decoder):
@@ -338,20 +329,13 @@ class WithLoss(Decoder):
 def test_outputs_without_a_token_axis_are_let_alone(decoder):
     module = WithLoss(False, layers=1).eval()
     ids, positions = random_ids(1, 40), torch.arange(41)[None]
-    fast = raw(module, {"budget": 100, "compiler": "eager"})
+    fast = compiled(module, budget=100)
     with torch.no_grad(), kvpass.session():
         fast(ids, positions[:, :40].contiguous())
         token = random_ids(1, 1, seed=1)
         logits, mean, bias = fast(token, positions[:, 40:].contiguous())
         assert_close("logits", logits, module(torch.cat([ids, token], 1), positions)[0][:, -1:], atol=1e-4)
         assert mean == module.head.bias.mean() and torch.equal(bias, module.head.bias)
-
-
-def test_an_unknown_compiler_is_refused(decoder):
-    fast = raw(decoder, {"budget": 64, "compiler": "none"})
-    refused = pytest.raises(Exception, match="compiler='none': must be one of inductor, eager")
-    with refused, torch.no_grad(), kvpass.session():
-        fast(random_ids(1, 40), torch.arange(40)[None])
 
 
 def test_lengths_that_a_phase_was_not_compiled_for_are_refused(decoder, monkeypatch):
@@ -364,12 +348,11 @@ def test_lengths_that_a_phase_was_not_compiled_for_are_refused(decoder, monkeypa
         return gm.forward
 
     monkeypatch.setattr(backend, "compile_fx", short_or_long)
-    options = {"policy": "lava", "budget": 20, "window": 8, "compiler": "inductor"}
-    fast = raw(decoder, options)
+    fast = compiled(decoder, compiler="inductor")
 
     def run(ids):
         with torch.no_grad(), kvpass.session() as session:
-            return fast(ids, torch.arange(ids.shape[1])[None].contiguous()), session.cache.lengths
+            return fast(ids, counted(ids)), session.cache.lengths
 
     short = run(random_ids(1, 40))
     with pytest.raises(ValueError, match=r"sizes of this call .* < 50"):

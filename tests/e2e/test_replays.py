@@ -1,7 +1,5 @@
 """Policies that replay a prompt: kept sets against transformers' own attention, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,19 +7,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import kvpass
+from compiled_models import padded, prompts_of, two_layers
 from pairwise import quick
 from recorded_calls import inputs_and_outputs
-from tiny_models import (
-    FAMILIES,
-    HYBRIDS,
-    LATENT,
-    added_in_place,
-    compiled_once,
-    kvzap_file,
-    left_pad,
-    random_ids,
-    tiny_model,
-)
+from tiny_models import FAMILIES, HYBRIDS, LATENT, added_in_place, kvzap_file, left_pad, random_ids, tiny_model
 
 ASKED = {"sinks": 3, "chunk": 12, "overlap": 5, "prompt_ids": (5, 6, 7), "again_ids": (9, 8), "suffix_ids": (11,)}
 BUDGET = 9
@@ -100,11 +89,10 @@ def positions_of(cache: kvpass.CompressedCache, row: int = 0) -> list[list[list[
 @pytest.mark.parametrize("tried", quick(TRIED, [(UNEVEN, "kvzip_plus")]), ids="-".join)
 def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(tried):
     family, policy = tried
-    _, fast = compiled_once(family, layers=2, policy=policy, budget=BUDGET, backend="eager", **ASKED)
+    _, fast = two_layers(family, policy=policy, budget=BUDGET, window=None, **ASKED)
     eager = tiny_model(family, layers=2, attn_implementation="eager")
-    prompts = [random_ids(1, tokens, seed=tokens)[0] for tokens in (41, 19)]
-    cache = fast.compress(*left_pad(prompts))
-    for row, prompt in enumerate(prompts):
+    cache = fast.compress(*padded(41, 19))
+    for row, prompt in enumerate(prompts_of(41, 19)):
         worth = attended_most(eager, prompt[None], cache.lengths.shape[2], weighed=policy == "kvzip_plus")
         assert positions_of(cache, row) == kept_by(worth[list(cache.layer_ids)])
 
@@ -133,7 +121,7 @@ def test_a_prompt_that_leaves_no_positions_for_its_replays_is_refused_and_a_shor
 
 
 def test_a_request_of_ids_that_the_model_does_not_know_is_refused():
-    _, fast = compiled_once(SHARED, layers=2, policy="kvzip", budget=BUDGET, backend="eager", prompt_ids=(3, 999))
+    _, fast = two_layers(SHARED, policy="kvzip", budget=BUDGET, window=None, prompt_ids=(3, 999))
     with pytest.raises(ValueError, match="'kvzip' replays tokens, of which input_ids has the value 999"):
         fast(*left_pad([random_ids(1, 30)[0]] * 2))
 
@@ -154,7 +142,7 @@ def test_a_decoder_that_is_not_split_into_layers_is_refused():
     ],
 )
 def test_a_decoder_without_what_weighs_is_refused(family, given, what):
-    _, fast = compiled_once(family, layers=2, budget=BUDGET, backend="eager", **given)
+    _, fast = two_layers(family, **{"budget": BUDGET, "window": None, **given})
     with pytest.raises(kvpass.UnsupportedAttentionError, match=f"needs .*{what}"):
         fast(random_ids(1, 30))
     fast.set_policy("kvzip", BUDGET)

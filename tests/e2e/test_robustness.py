@@ -1,30 +1,14 @@
 """What users do to a model: odd sizes, dtypes, modes, and every kind of generation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
 
-import kvpass
+from compiled_models import compiled_anew, greedy, two_layers
 from pairwise import each_value, quick
-from tiny_models import compiled_once, random_ids, tiny_model
-
-NEW = 6
-OPTIONS = {"budget": 20, "window": 8, "backend": "eager"}
-compiled = partial(compiled_once, layers=2, **OPTIONS)  # a model and its compiled copy, shared with other tests
-
-
-def compile_anew(model=None, **options):
-    return kvpass.compile(model or tiny_model("llama", layers=1), **OPTIONS | options)
-
-
-def greedy(model, ids, **options):
-    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
-
+from tiny_models import random_ids, tiny_model
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
@@ -32,14 +16,14 @@ def greedy(model, ids, **options):
 @pytest.mark.parametrize("policy", ["lava", "tova", "h2o"])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 30])
 def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
-    model, fast = compiled(policy=policy, budget=64)
+    model, fast = two_layers(policy=policy, budget=64)
     ids = random_ids(2, tokens, seed=tokens)
     assert torch.equal(greedy(fast, ids), greedy(model, ids))
 
 
 def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
     """Each length of it is captured anew as a CUDA graph."""
-    _, fast = compiled()
+    _, fast = two_layers()
     store = fast(random_ids(1, 20)).past_key_values.full_layers[0]
     lengths = [store.tail_k.shape[3]]
     for used in range(store.used, 8000):
@@ -58,7 +42,7 @@ def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
 def test_the_default_dtype_of_the_process_changes_nothing(policy):
     found = []
     for default in (torch.float32, torch.bfloat16):
-        fast = compile_anew(policy=policy)
+        fast = compiled_anew(policy=policy)
         torch.set_default_dtype(default)
         try:
             cache = fast(random_ids(1, 50)).past_key_values
@@ -72,7 +56,7 @@ def test_the_default_dtype_of_the_process_changes_nothing(policy):
 
 @each_value(mode=[torch.no_grad, torch.inference_mode, torch.enable_grad], policy=["lava", "h2o"])
 def test_any_grad_mode_and_changes_between_them(mode, policy):
-    _, fast = compiled("gemma3", policy=policy)
+    _, fast = two_layers("gemma3", policy=policy)
     ids, token = random_ids(2, 40), random_ids(2, 1, seed=1)
     expected = greedy(fast, ids)
     beams = greedy(fast, ids, num_beams=2)
@@ -92,23 +76,20 @@ def test_any_grad_mode_and_changes_between_them(mode, policy):
 
 def test_a_state_dict_can_be_loaded_and_taken_back():
     model, other = (tiny_model("llama", seed=seed, layers=1) for seed in range(2))
-    fast = compile_anew(model)
+    fast = compiled_anew(model)
     ids = random_ids(1, 40)
     before = greedy(fast, ids)
     assert fast.state_dict().keys() == model.state_dict().keys()
     saved = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
     fast.load_state_dict(other.state_dict())
     changed = greedy(fast, ids)
-    assert torch.equal(changed, greedy(compile_anew(other), ids)) and not torch.equal(changed, before)
+    assert torch.equal(changed, greedy(compiled_anew(other), ids)) and not torch.equal(changed, before)
     fast.load_state_dict(saved)
     assert torch.equal(greedy(fast, ids), before)
 
 
-# -- every kind of generation -----------------------------------------------------------------------------------------
-
-
 def test_a_compiled_model_that_nobody_holds_is_freed():
-    fast = compile_anew(tiny_model("llama", layers=1))
+    fast = compiled_anew()
     cache = fast(random_ids(1, 30)).past_key_values
     fast(random_ids(1, 1), past_key_values=cache)
     known = weakref.ref(fast), weakref.ref(cache)

@@ -1,7 +1,5 @@
 """Another budget, and another policy, on a model that is already compiled."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,18 +7,27 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvpass
+from compiled_models import compiled_anew, reloaded, two_layers
 from kvpass.policies import resolve
-from tiny_models import compiled_once, random_ids, tiny_model
+from tiny_models import random_ids, tiny_model
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama", layers=2)
+@pytest.fixture
+def ids():
+    return random_ids(1, 60)
 
 
-def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model):
-    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
-    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+@pytest.fixture
+def token():
+    return random_ids(1, 1, seed=1)
+
+
+@pytest.fixture
+def fast():
+    return compiled_anew(tiny_model("llama", layers=2), budget=16)
+
+
+def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(fast, ids, token):
     before = fast(ids).past_key_values
     fast(token, past_key_values=before)
     assert fast.policy == resolve("lava", window=8) and fast.budget == kvpass.Budget.parse(16)
@@ -29,7 +36,7 @@ def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model
     with pytest.raises(ValueError, match="no prompt yet with its policy and budget"):
         fast.report()
     after = fast(ids).past_key_values
-    expected = compiled_once("llama", layers=2, budget=24, window=8, backend="eager")[1](ids).past_key_values
+    expected = two_layers(budget=24)[1](ids).past_key_values
     assert torch.equal(after.positions, expected.positions) and after.lengths.sum() == 24 * 4
     assert fast.report().budget == fast.budget and len(fast.report().compiled) == 2
     with pytest.raises(kvpass.CacheMismatchError):
@@ -41,9 +48,7 @@ def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(model
     assert fast(token, past_key_values=before).past_key_values is before and before.lengths.sum() == 18 * 4
 
 
-def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model):
-    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
-    ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
+def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(fast, ids, token):
     before = fast(ids).past_key_values
     fast(token, past_key_values=before)
     counters.clear()
@@ -56,7 +61,7 @@ def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model
         cache = fast(ids).past_key_values
         logits = fast(token, past_key_values=cache).logits
         assert not counters["stats"]["unique_graphs"], "captured again"
-        _, alone = compiled_once("llama", layers=2, policy=policy, budget=budget, backend="eager", **options)
+        _, alone = two_layers(policy=policy, budget=budget, **{"window": None, **options})
         expected = alone(ids).past_key_values
         assert torch.equal(logits, alone(token, past_key_values=expected).logits), policy
         assert torch.equal(cache.positions, expected.positions)
@@ -78,7 +83,7 @@ def test_another_policy_holds_for_the_prompts_to_come_and_captures_nothing(model
     ],
 )
 def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(policy, budget, options, message):
-    fast = compiled_once(layers=2, budget=16, window=8, backend="eager", recompress="every_turn")[1]
+    fast = two_layers(budget=16, recompress="every_turn")[1]
     cache = fast(random_ids(1, 60)).past_key_values
     with pytest.raises(ValueError, match=message):
         fast.set_policy(policy, budget, **options)
@@ -86,23 +91,20 @@ def test_contract_10_a_policy_that_cannot_be_set_changes_nothing(policy, budget,
     fast(random_ids(1, 1), past_key_values=cache)
 
 
-def test_budget_of_a_call_is_that_of_a_model_compiled_with_it(model, tmp_path):
-    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
+def test_budget_of_a_call_is_that_of_a_model_compiled_with_it(fast, tmp_path):
     ids, token = random_ids(2, 60), random_ids(2, 1, seed=1)
-    _, other = compiled_once("llama", layers=2, policy="lava", budget=24, window=8, backend="eager")
+    _, other = two_layers(budget=24)
     expected = other.generate(ids, max_new_tokens=6, return_dict_in_generate=True)
     found = fast.generate(ids, max_new_tokens=6, return_dict_in_generate=True, budget=24)
     assert torch.equal(found.sequences, expected.sequences)
     assert torch.equal(found.past_key_values.positions, expected.past_key_values.positions)
     assert fast.report().budget == kvpass.Budget.parse(24) != fast.budget
     cache = fast.compress(ids, budget=24)
-    assert torch.equal(
-        fast(token, past_key_values=cache).logits, other(token, past_key_values=other.compress(ids)).logits
-    )
+    found, expected = (one(token, past_key_values=held) for one, held in ((fast, cache), (other, other.compress(ids))))
+    assert torch.equal(found.logits, expected.logits)
     assert fast.report(cache).budget == kvpass.Budget.parse(24)
     fast.set_budget(20)
-    cache.save(tmp_path / "cache.kv")
-    loaded = kvpass.load_cache(tmp_path / "cache.kv", fast)
+    loaded = reloaded(cache, fast, tmp_path)
     call = {"max_new_tokens": 4, "attention_mask": torch.ones_like(token)}
     answer = fast.generate(token, past_key_values=cache, **call)
     assert torch.equal(fast.generate(token, past_key_values=loaded, budget=24, **call), answer)
@@ -117,9 +119,8 @@ def test_budget_of_a_call_is_that_of_a_model_compiled_with_it(model, tmp_path):
         fast(token, past_key_values=plain)
 
 
-def test_rules_set_during_a_call_do_not_change_it():
-    _, fast = compiled_once("llama", layers=2, budget=16, window=8, backend="eager")
-    ids = random_ids(1, 60)
+def test_rules_set_during_a_call_do_not_change_it(ids):
+    _, fast = two_layers(budget=16)
     expected = fast.generate(ids, max_new_tokens=6)
     settings = iter([lambda: fast.set_budget(24), lambda: fast.set_policy("snapkv", 20, window=6)] * 3)
 

@@ -1,50 +1,32 @@
 """The transformers frontend: a window in the mask alone is refused, one among the arguments is kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
+from compiled_models import greedy, padded
 from kvpass.cache.serialization import read_cache_file
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import LLAMA_LIKE, left_pad, random_ids, tiny_model
+from tiny_models import LLAMA_LIKE, random_ids, tiny_model
+from versions import needs_transformers
 
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+TWO_EXPERTS = {**EXPERTS, "num_experts_per_tok": 2}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
+WINDOW, NO_WINDOW = ({"use_sliding_window": used, "sliding_window": 8} for used in (True, False))
+SECOND_SLIDES = {"max_window_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
 IN_MASK_ONLY = {
-    "phimoe": ({**EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8}, "layers.0", "sliding window of 8"),
-    "qwen2_moe": (
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 16,
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "max_window_layers": 2,
-            "layer_types": ["full_attention", "sliding_attention"],
-        },
-        "layers.1",
-        "sliding window of 8",
-    ),
+    "phimoe": ({**TWO_EXPERTS, "sliding_window": 8}, "layers.0", "sliding window of 8"),
+    "qwen2_moe": ({**SHARED_EXPERT, **WINDOW, **SECOND_SLIDES}, "layers.1", "sliding window of 8"),
 }
 EXACT = {
-    "qwen2_moe without window": (
-        "qwen2_moe",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": 16,
-            "use_sliding_window": False,
-            "sliding_window": 8,
-            "num_hidden_layers": 1,
-        },
-    ),
-    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "qwen2 without window": ("qwen2", {"use_sliding_window": False, "sliding_window": 8}),
-    "qwen3 without window": ("qwen3", {"use_sliding_window": False, "sliding_window": 8}),
-    "phimoe without window": ("phimoe", {**EXPERTS, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe without window": ("qwen2_moe", {**SHARED_EXPERT, **NO_WINDOW, "num_hidden_layers": 1}),
+    "qwen2": ("qwen2", {**WINDOW, "max_window_layers": 1}),
+    "qwen2 without window": ("qwen2", NO_WINDOW),
+    "qwen3 without window": ("qwen3", NO_WINDOW),
+    "phimoe without window": ("phimoe", {**TWO_EXPERTS, "sliding_window": None}),
     "mistral": ("mistral", {"sliding_window": 8}),
 }
 FEW = {"gpt_neo": 2}  # a local layer and a global one
@@ -53,6 +35,16 @@ FEW = {"gpt_neo": 2}  # a local layer and a global one
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+def in_pieces(fast, ids, sizes):
+    """Logits of a text that is given in pieces of so many tokens, and its cache."""
+    logits, cache = [], None
+    for piece in ids.split(sizes, 1):
+        out = fast(piece.contiguous(), past_key_values=cache)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1), cache
 
 
 def tiny(model_type, options):
@@ -71,7 +63,7 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     assert layer in refusal.value.module_path
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="before, it keeps all queries")
+@needs_transformers("5.23", "before, it keeps all queries")
 def test_a_layer_without_a_query_of_each_token_is_refused():
     shared = {
         "head_dim": 16,
@@ -93,7 +85,7 @@ def test_a_layer_without_a_query_of_each_token_is_refused():
 
 ENDS = {
     **dict.fromkeys(("gpt_neo", "xglm", "mpt"), (256, {})),
-    **{"gpt2": (64, {"n_positions": 64}), "gptj": (64, {"n_positions": 64})},
+    **dict.fromkeys(("gpt2", "gptj"), (64, {"n_positions": 64})),
     "opt": (64, {"max_position_embeddings": 64}),
 }
 """Where tables of positions end, and options that say so."""
@@ -110,19 +102,14 @@ def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(fa
     model = tiny_model(family, layers=FEW.get(family, 1), **changes)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(2, end + 6)
-    first = fast(ids[:, : end - 6])
-    pieces = [first.logits]
-    for start, stop in ((end - 6, end - 4), (end - 4, end - 3), (end - 3, end - 2), (end - 2, end)):
-        pieces.append(fast(ids[:, start:stop].contiguous(), past_key_values=first.past_key_values).logits)
-    assert_close("logits", torch.cat(pieces, 1), model(ids[:, :end]).logits, atol=1e-4)
-    for tokens in (1, 6):
-        with pytest.raises(ValueError, match=f"{tokens} tokens after {end}: the decoder does not take more than {end}"):
-            fast(ids[:, end : end + tokens], past_key_values=first.past_key_values)
-    with pytest.raises(ValueError, match=f"{end + 6} tokens after 0: the decoder does not take more than {end}"):
-        fast(ids)
-    with pytest.raises(ValueError, match=f"7 tokens after {end - 6}: the decoder does not take more"):
-        fast(ids[:, end - 6 : end + 1], past_key_values=fast(ids[:, : end - 6]).past_key_values)
-    assert first.past_key_values.columns == end
+    logits, cache = in_pieces(fast, ids[:, :end], [end - 6, 2, 1, 1, 2])
+    assert_close("logits", logits, model(ids[:, :end]).logits, atol=1e-4)
+    short = fast(ids[:, : end - 6]).past_key_values
+    for held, seen, tokens in ((cache, end, 1), (cache, end, 6), (None, 0, end + 6), (short, end - 6, 7)):
+        refused = f"{tokens} tokens after {seen}: the decoder does not take more than {end}"
+        with pytest.raises(ValueError, match=refused):
+            fast(ids[:, seen : seen + tokens], past_key_values=held)
+    assert cache.columns == end
 
 
 @pytest.mark.parametrize(
@@ -131,9 +118,8 @@ def test_a_decoder_whose_table_ends_is_exact_up_to_its_end_and_says_so_beyond(fa
 def test_a_refused_call_on_a_loaded_cache_spoils_nothing(family, tokens, tmp_path):
     """Rings are written over; a model that has captured nothing learns of the end in the call."""
     ids, changes = random_ids(1, 256), {"n_positions": 256} if family == "gpt2" else {}
-    fast, later = (
-        kvpass.compile(tiny_model(family, layers=2, **changes), policy="full", backend="eager") for _ in range(2)
-    )
+    model = tiny_model(family, layers=2, **changes)
+    fast, later = (kvpass.compile(model, policy="full", backend="eager") for _ in range(2))
     cache = fast(ids[:, :250]).past_key_values
     fast(ids[:, 250:], past_key_values=cache)
     cache.save(tmp_path / "cache.kv")
@@ -149,10 +135,8 @@ def test_a_refused_call_on_a_loaded_cache_spoils_nothing(family, tokens, tmp_pat
 def test_tables_of_positions_are_measured_by_positions_not_by_columns():
     model = tiny_model("gpt2", layers=1, n_positions=64)
     fast = kvpass.compile(model, policy="full", backend="eager")
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (20, 12)])
-    ids, mask = torch.nn.functional.pad(ids, (44, 0)), torch.nn.functional.pad(mask, (44, 0))
-    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    assert torch.equal(fast.generate(ids, **given), model.generate(ids, **given))
+    ids, mask = (torch.nn.functional.pad(x, (44, 0)) for x in padded(20, 12))
+    assert torch.equal(greedy(fast, ids, attention_mask=mask), greedy(model, ids, attention_mask=mask))
     with pytest.raises(ValueError, match="its table of positions ends there and one would be at 69"):
         fast(ids[:, :20], position_ids=torch.arange(50, 70)[None])
 
@@ -170,9 +154,7 @@ def test_a_first_prompt_may_be_of_one_token_or_at_other_positions(family):
     model = tiny_model(family, layers=FEW.get(family, 1))
     ids, later = random_ids(2, 4), torch.arange(5, 25)[None]
     fast = kvpass.compile(model, policy="full", backend="eager")
-    first = fast(ids[:, :1])
-    rest = [fast(piece.contiguous(), past_key_values=first.past_key_values).logits for piece in ids[:, 1:].split(1, 1)]
-    assert_close("logits", torch.cat([first.logits, *rest], 1), model(ids).logits, atol=1e-4)
+    assert_close("logits", in_pieces(fast, ids, [1] * 4)[0], model(ids).logits, atol=1e-4)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(1, 20)
     assert_close("at 5", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
@@ -198,14 +180,13 @@ def test_a_first_prompt_as_long_as_a_table_or_longer_is_refused_and_a_shorter_on
 def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(name):
     model = tiny(*EXACT[name])
     fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(2, 24)
-    first = fast(ids[:, :20])
-    second = fast(ids[:, 20:21].contiguous(), past_key_values=first.past_key_values)
-    assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :21]).logits, atol=1e-4)
+    ids = random_ids(2, 21)
+    assert_close("logits", in_pieces(fast, ids, [20, 1])[0], model(ids).logits, atol=1e-4)
 
 
-def branching():
-    """A llama that computes otherwise in calls of more than 24 tokens."""
+@torch.no_grad()
+def test_contract_7_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_refused_beyond():
+    """In calls of more than 24 tokens it computes otherwise."""
     model = tiny_model("llama", layers=1)
     attention = model.model.layers[0].self_attn
 
@@ -215,18 +196,11 @@ def branching():
             return super().forward(hidden_states * factor, *args, **kwargs)
 
     attention.__class__ = Branching
-    return model
-
-
-@torch.no_grad()
-def test_contract_7_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_refused_beyond():
-    model = branching()
     with pytest.raises(ValueError, match="branches on the length"):
         kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 40))
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(1, 25)
-    first = fast(ids[:, :23])
-    second = fast(ids[:, 23:24].contiguous(), past_key_values=first.past_key_values)
-    assert_close("logits", torch.cat([first.logits, second.logits], 1), model(ids[:, :24]).logits, atol=1e-4)
+    logits, cache = in_pieces(fast, ids[:, :24], [23, 1])
+    assert_close("logits", logits, model(ids[:, :24]).logits, atol=1e-4)
     with pytest.raises(ValueError, match="1 tokens after 24: the decoder does not take more than 24"):
-        fast(ids[:, 24:], past_key_values=second.past_key_values)
+        fast(ids[:, 24:], past_key_values=cache)

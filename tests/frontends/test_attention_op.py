@@ -1,7 +1,5 @@
 """kvpass.attention: equal to its formula, and compressed in a module of one's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from torch import nn
 
 import kvpass
+from numeric_checks import exact_attention
 from tiny_models import random_ids
 
 VOCABULARY, HEADS, KV_HEADS, DIM = 128, 4, 2, 8
@@ -28,16 +27,12 @@ class Layer(nn.Module):
 
 
 def attention(query, key, value, sliding_window=None, softcap=None, sinks=None):
-    """What ``kvpass.attention`` promises, written out."""
+    """What ``kvpass.attention`` promises, from the definition."""
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
-    logits = query @ key.mT / DIM**0.5
-    if softcap is not None:
-        logits = softcap * (logits / softcap).tanh()
     distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
-    logits = logits.masked_fill((distance < 0) | (distance >= (sliding_window or query.shape[2])), -torch.inf)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:3], 1)], -1)
-    return logits.softmax(-1)[..., : key.shape[2]] @ value
+    hidden = (distance < 0) | (distance >= (sliding_window or query.shape[2]))
+    given = {"hidden": hidden, "softcap": softcap, "sinks": None if sinks is None else sinks[:, None]}
+    return exact_attention(query, key, value, DIM**-0.5, **given).out.value.float()
 
 
 class Decoder(nn.Module):
@@ -74,19 +69,18 @@ def test_a_declared_attention_op_computes_and_decodes_what_it_promises(options):
     with kvpass.session() as session:
         logits = [compiled(ids[:, :20])] + [compiled(ids[:, i : i + 1]) for i in range(20, 30)]
     torch.testing.assert_close(torch.cat(logits, 1), plain(ids), atol=1e-4, rtol=1e-4)
-    assert session.cache is not None and [ring.group.sliding_window for ring in session.cache.sliding_layers] == (
-        [options["sliding_window"]] if "sliding_window" in options else []
-    )
+    windows = [ring.group.sliding_window for ring in session.cache.sliding_layers]
+    assert windows == [window for name, window in options.items() if name == "sliding_window"]
 
 
 @pytest.mark.parametrize(
-    ("shapes", "options", "message"),
+    ("query", "key", "options", "message"),
     [
-        (((1, 4, 5, 8), (1, 2, 6, 8), (1, 2, 6, 8)), {}, r"key \(1, 2, 6, 8\)"),
-        (((1, 3, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)), {}, "3 query heads: must be a multiple of the 2"),
-        (((1, 4, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8)), {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
+        ((1, 4, 5, 8), (1, 2, 6, 8), {}, r"key \(1, 2, 6, 8\)"),
+        ((1, 3, 5, 8), (1, 2, 5, 8), {}, "3 query heads: must be a multiple of the 2"),
+        ((1, 4, 5, 8), (1, 2, 5, 8), {"sliding_window": 0}, "sliding_window=0: must be at least 1"),
     ],
 )
-def test_operands_that_do_not_go_together_are_refused(shapes, options, message):
+def test_operands_that_do_not_go_together_are_refused(query, key, options, message):
     with pytest.raises(ValueError, match=message):
-        kvpass.attention(*(torch.zeros(shape) for shape in shapes), **options)
+        kvpass.attention(*map(torch.zeros, (query, key, key)), **options)

@@ -1,7 +1,5 @@
 """A model that changes while caches of it are alive: another checkpoint, other adapters, hooks on its modules."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -9,18 +7,22 @@ import torch
 from peft import LoraConfig
 
 import kvpass
+from compiled_models import compiled_anew
+from pairwise import quick
 from tiny_models import random_ids, raw_llama, tiny_model
 
-OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
+PROMPT = random_ids(1, 60)
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")  # two adapters are meant
 
 
-def small(family="llama", **changes):
-    return tiny_model(family, **({"layers": 1} | changes))
+def prompted(model=None):
+    """A compiled model, and its cache of a prompt."""
+    fast = compiled_anew(model)
+    return fast, fast(PROMPT).past_key_values
 
 
 def with_adapters():
-    model = small()
+    model = tiny_model("llama", layers=1)
     for name in ("one", "two"):
         model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"]), name)
     model.set_adapter("one")
@@ -41,22 +43,20 @@ def refused(fast, cache, message, lengths=(1, 4)):
 
 
 def test_weights_written_to_after_the_prefill_are_noticed():
-    fast = kvpass.compile(small(), **OPTIONS)
-    cache = fast(random_ids(1, 60)).past_key_values
+    fast, cache = prompted()
     before = steps(fast, cache)
     saved = copy.deepcopy(fast.state_dict())
     with torch.no_grad():
         fast.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     refused(fast, cache, "weights were written to or replaced")
-    later = fast(random_ids(1, 60)).past_key_values
+    later = fast(PROMPT).past_key_values
     assert not torch.equal(steps(fast, later)[0], before[0]), "a prompt that is prefilled again works"
     fast.load_state_dict(saved)
     refused(fast, later, "weights were written to or replaced")
 
 
 def test_a_cache_of_weights_that_are_gone_is_not_saved_as_one_of_the_weights_of_now(tmp_path):
-    fast = kvpass.compile(small(), **OPTIONS)
-    cache = fast(random_ids(1, 60)).past_key_values
+    fast, cache = prompted()
     cache.save(tmp_path / "cache.kv")
     before = (tmp_path / "cache.kv").read_bytes()
     with torch.no_grad():
@@ -69,32 +69,28 @@ def test_a_cache_of_weights_that_are_gone_is_not_saved_as_one_of_the_weights_of_
 
 
 def test_a_replaced_module_is_noticed_by_a_call_of_several_tokens():
-    fast = kvpass.compile(small(layers=2), **OPTIONS)
-    cache = fast(random_ids(1, 60)).past_key_values
+    fast, cache = prompted(tiny_model("llama", layers=2))
     steps(fast, cache)
     fast.model.layers[0].mlp = copy.deepcopy(fast.model.layers[1].mlp)
     refused(fast, cache, "weights were written to or replaced", lengths=[4, 1])
-    steps(fast, fast(random_ids(1, 60)).past_key_values)
+    steps(fast, fast(PROMPT).past_key_values)
 
 
 def test_a_cache_that_is_filled_again_belongs_to_the_model_of_now():
-    fast = kvpass.compile(small(), **OPTIONS)
-    cache = fast(random_ids(1, 60)).past_key_values
+    fast, cache = prompted()
     with torch.no_grad():
         fast.model.norm.weight.mul_(2)
     cache.reset()
-    fast(random_ids(1, 60), past_key_values=cache)
+    fast(PROMPT, past_key_values=cache)
     steps(fast, cache)
 
 
 def test_an_adapter_that_is_activated_after_the_prefill_is_noticed():
-    model = with_adapters()
-    fast = kvpass.compile(model, **OPTIONS)
-    cache = fast(random_ids(1, 60)).past_key_values
+    fast, cache = prompted(with_adapters())
     of_one = steps(fast, cache)
     fast.set_adapter("two")
     refused(fast, cache, "other adapters are active")
-    of_two = steps(fast, fast(random_ids(1, 60)).past_key_values)
+    of_two = steps(fast, fast(PROMPT).past_key_values)
     assert not torch.equal(of_one[0], of_two[0])
     fast.disable_adapters()
     refused(fast, cache, "other adapters are active")
@@ -108,9 +104,8 @@ def test_an_adapter_that_is_activated_after_the_prefill_is_noticed():
 
 def test_a_file_is_refused_where_adapters_or_persistent_buffers_differ(tmp_path):
     path = tmp_path / "cache.kv"
-    model = with_adapters()
-    fast = kvpass.compile(model, **OPTIONS)
-    fast(random_ids(1, 60)).past_key_values.save(path)
+    fast, cache = prompted(with_adapters())
+    cache.save(path)
     kvpass.load_cache(path, fast)
     fast.set_adapter("two")
     with pytest.raises(kvpass.CacheMismatchError, match="other active adapters"):
@@ -118,49 +113,42 @@ def test_a_file_is_refused_where_adapters_or_persistent_buffers_differ(tmp_path)
 
     changes = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     model = tiny_model("deepseek_v3", layers=2, **changes)
-    fast = kvpass.compile(model, **OPTIONS)
-    fast(random_ids(1, 60)).past_key_values.save(path)
+    prompted(model)[1].save(path)
     other = copy.deepcopy(model)
     bias = next(b for name, b in other.named_buffers() if name.endswith("e_score_correction_bias"))
     bias += torch.arange(4.0)
     with pytest.raises(kvpass.CacheMismatchError, match="other weights"):
-        kvpass.load_cache(path, kvpass.compile(other, **OPTIONS))
+        kvpass.load_cache(path, compiled_anew(other))
 
 
 def test_models_that_share_their_first_parameter_are_told_apart():
-    model, other = small(), small(seed=1)
+    model, other = (tiny_model("llama", layers=1, seed=seed) for seed in range(2))
     other.model.embed_tokens = model.model.embed_tokens
-    one, two = (kvpass.compile(given, **OPTIONS) for given in (model, other))
-    cache = one(random_ids(1, 60)).past_key_values
+    (one, cache), two = prompted(model), compiled_anew(other)
     assert two.model.embed_tokens.weight is one.model.embed_tokens.weight
     refused(two, cache, "weights were written to or replaced")
-    twin = kvpass.compile(model, **OPTIONS)
+    twin = compiled_anew(model)
     assert torch.equal(steps(twin, cache)[0], steps(one, cache)[0]), "another copy of the same model may have it"
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["register_forward_hook", pytest.param("register_forward_pre_hook", marks=pytest.mark.exhaustive)],
+    "kind", quick(["register_forward_hook", "register_forward_pre_hook"], ["register_forward_hook"])
 )
 def test_hooks_are_honoured_whenever_they_are_registered(kind):
     def doubled(module, args, output=None):
         return (args[0] * 2,) if output is None else output * 2
 
-    model = small()
-    early, late = (kvpass.compile(given, **OPTIONS) for given in (copy.deepcopy(model), model))
+    early, late = (compiled_anew(tiny_model("llama", layers=1)) for _ in range(2))
     getattr(early.model.layers[0].mlp, kind)(doubled)
-    expected = early(random_ids(1, 60))
-    plain = late(random_ids(1, 60))
+    expected, plain = early(PROMPT), late(PROMPT)
     after_plain = steps(late, plain.past_key_values)
     handle = getattr(late.model.layers[0].mlp, kind)(doubled)
-    hooked = late(random_ids(1, 60))
+    hooked = late(PROMPT)
     assert torch.equal(hooked.logits, expected.logits) and not torch.equal(hooked.logits, plain.logits)
-    for found, wanted in zip(steps(late, hooked.past_key_values), steps(early, expected.past_key_values), strict=True):
-        assert torch.equal(found, wanted)
+    assert all(map(torch.equal, steps(late, hooked.past_key_values), steps(early, expected.past_key_values)))
     handle.remove()
-    assert torch.equal(late(random_ids(1, 60)).logits, plain.logits)
-    for found, wanted in zip(steps(late, plain.past_key_values), after_plain, strict=True):
-        assert torch.equal(found, wanted)
+    assert torch.equal(late(PROMPT).logits, plain.logits)
+    assert all(map(torch.equal, steps(late, plain.past_key_values), after_plain))
 
 
 def test_a_raw_module_whose_weights_were_written_to_is_noticed():

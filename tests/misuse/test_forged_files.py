@@ -1,18 +1,15 @@
 """Files that somebody made up, with a right checksum: refused before they are used, and by ``kvpass ask``."""
 
-from __future__ import annotations
-
 import copy
 import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import kvpass
+from command_line import invoke
 from kvpass.cache.serialization import read_cache_file, write_cache_file
 from kvpass.cli import documents
-from kvpass.cli.main import app
 from tiny_models import left_pad, random_ids, tiny_model
 
 REFUSED = (kvpass.CacheFileError, kvpass.CacheMismatchError)
@@ -338,7 +335,7 @@ def ask(appending, tmp_path, monkeypatch):
     def run(*words, **metadata):
         path = tmp_path / "doc.kv"
         write_cache_file(path, appending.tensors, {**appending.metadata, **metadata})
-        result = CliRunner().invoke(app, ["ask", str(path), "why", *words])
+        result = invoke("ask", path, "why", *words)
         assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
         assert result.output.count("\n") == 1 and result.output.startswith("error: "), result.output
         assert all(char.isprintable() for char in result.output[:-1])
@@ -414,5 +411,5 @@ def test_a_forged_policy_or_note_is_refused_before_anything_is_loaded(ask, metad
 def test_a_forged_dtype_is_refused(appending, tmp_path):
     path = tmp_path / "doc.kv"
     write_cache_file(path, appending.tensors, {**appending.metadata, "notes": {"model": "builtin", "dtype": "float8"}})
-    result = CliRunner().invoke(app, ["ask", str(path), "why", "--backend", "eager"])
+    result = invoke("ask", path, "why", "--backend", "eager")
     assert result.exit_code == 2 and "dtype='float8': must be one of" in result.output

@@ -1,7 +1,5 @@
 """What is refused, and in what words: models, options, calls, arguments of generate; nothing is lost by it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os
@@ -9,40 +7,25 @@ import pickle
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BatchEncoding,
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
-    ContinuousMixin,
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    GenerationMixin,
-    MambaConfig,
-    OpenAIGPTConfig,
-    StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
-    TrOCRConfig,
-    TrOCRForCausalLM,
-    XLMConfig,
-    XLNetConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding, DynamicCache, GenerationConfig, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
+from compiled_models import greedy, padded
 from numeric_checks import assert_close
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from pairwise import quick_rows
+from small_decoders import OneLayer
+from support_table import REFUSED as FAIL_CLOSED
+from tiny_models import compiled_once, random_ids, raw, tiny_model
+from versions import before
 
 IDS = random_ids(1, 40)
 TOKEN = IDS[:, :1]
@@ -63,7 +46,7 @@ def model():
     return compiled_once(budget=16, **SMALL)[0]
 
 
-@pytest.mark.skipif(Version(transformers.__version__) >= Version("5.22"), reason="make test-versions has older ones")
+@pytest.mark.skipif(not before("5.22"), reason="make test-versions has older ones")
 @pytest.mark.parametrize(
     "family", ["lfm2", "lfm2_moe", "bamba", "falcon_h1", "zamba2", "qwen3_next", "qwen3_5", "jamba"]
 )
@@ -130,8 +113,8 @@ def test_contract_10_bad_options_name_value_and_range(model, options, message):
         kvpass.compile(model, **{"budget": 100, **options})
 
 
-def bert(kind=BertForMaskedLM):
-    return kind(BertConfig(**TINY, num_attention_heads=2, intermediate_size=16)).eval()
+def bert(kind=transformers.BertForMaskedLM):
+    return kind(transformers.BertConfig(**TINY, num_attention_heads=2, intermediate_size=16)).eval()
 
 
 def mamba():
@@ -139,13 +122,14 @@ def mamba():
 
 
 def t5():
-    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config).eval()
+    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config).eval()
 
 
 def trocr():
-    config = TrOCRConfig(vocab_size=50, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
-    return TrOCRForCausalLM(config).eval()
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    return transformers.TrOCRForCausalLM(transformers.TrOCRConfig(vocab_size=50, d_model=16, **sizes)).eval()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +164,7 @@ def test_contract_10_models_that_cannot_be_called_are_refused():
     with pytest.raises(ValueError, match="training mode"):
         kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100).train()(IDS)
     with pytest.raises(kvpass.UnsupportedAttentionError, match=r"is_decoder=False, .* needs is_decoder=True"):
-        kvpass.compile(bert(BertLMHeadModel), budget=100, backend="eager")(IDS)
+        kvpass.compile(bert(transformers.BertLMHeadModel), budget=100, backend="eager")(IDS)
 
 
 def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
@@ -196,7 +180,7 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ({"input_ids": ids, "attention_mask": torch.ones(2, 41)}, r"\[2, 40\]"),
         ({"input_ids": ids, "attention_mask": torch.zeros(2, 40)}, "no real token"),
         ({"input_ids": ids, "past_key_values": foreign}, "DynamicCache"),
-        ({"input_ids": ids, "past_key_values": EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
+        ({"input_ids": ids, "past_key_values": transformers.EncoderDecoderCache(foreign, DynamicCache())}, "Cache"),
         ({"input_ids": None}, "input_ids=None"),
         ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, r"\[1, 0\]: must be \[B, T\] with B, T >= 1$"),
         ({"input_ids": ids.bool()}, r"torch.bool: .* use input_ids.long\(\)"),
@@ -222,22 +206,15 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
     assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
 
 
+OPENAI_GPT = ("openai-gpt", "adds a bias")
+
+
 @pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (OpenAIGPTConfig(vocab_size=128, n_embd=32, n_layer=1, n_head=4), "adds a bias"),
-        pytest.param(
-            XLMConfig(vocab_size=128, emb_dim=32, n_layers=1, n_heads=4), "not causal", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            XLNetConfig(vocab_size=128, d_model=32, n_layer=1, n_head=4, d_inner=32),
-            "relates tokens to tokens",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=lambda given: getattr(given, "model_type", None),
+    ("family", "reason"),
+    quick_rows([OPENAI_GPT, ("xlm", "not causal"), ("xlnet", "relates tokens to tokens")], [OPENAI_GPT]),
 )
-def test_generate_refuses_a_family_for_the_same_reason_as_forward(config, reason):
+def test_generate_refuses_a_family_for_the_same_reason_as_forward(family, reason):
+    config = AutoConfig.for_model(family, **FAIL_CLOSED[family])
     fast = kvpass.compile(AutoModelForCausalLM.from_config(config).eval(), policy="full", backend="eager")
     for call in (fast, lambda ids: fast.generate(ids, max_new_tokens=2, do_sample=False)):
         with pytest.raises(kvpass.UnsupportedAttentionError, match=reason):
@@ -263,9 +240,8 @@ def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
     if not hasattr(model, "_cache_dependant_input_preparation"):  # there, transformers fails at fewer ids by itself
         calls.append(lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2))
     for call in calls:
-        with pytest.raises(
-            kvpass.CacheMismatchError, match=r"given to an uncompiled model: .* give the whole text and no"
-        ):
+        said = r"given to an uncompiled model: .* give the whole text and no"
+        with pytest.raises(kvpass.CacheMismatchError, match=said):
             call()
     assert cache.get_seq_length() == 40
     assert tight(ids[:, :1], past_key_values=cache).logits.isfinite().all()
@@ -281,11 +257,9 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
     }
     for message, value in refusals.items():
         for pickled in (value, {"held": value}):
-            with pytest.raises(pickle.PicklingError, match=message):
-                torch.save(pickled, tmp_path / "pickled.pt")
-            with pytest.raises(pickle.PicklingError, match=message):
-                pickle.dumps(pickled)
-
+            for write in (lambda x: torch.save(x, tmp_path / "pickled.pt"), pickle.dumps):
+                with pytest.raises(pickle.PicklingError, match=message):
+                    write(pickled)
     torch.save(tight.state_dict(), tmp_path / "weights.pt")
     expected = tight(token, past_key_values=copy.deepcopy(cache)).logits
     assert cache.get_seq_length() == 40
@@ -317,20 +291,16 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
     ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )
 def test_calls_of_forward_generate_and_compress(tight, call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tight(**call)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tight.generate(**call, max_new_tokens=2)
-    if set(call) <= {"input_ids", "attention_mask"}:
+    of_compress = [tight.compress] if set(call) <= {"input_ids", "attention_mask"} else []
+    for method in (tight, partial(tight.generate, max_new_tokens=2), *of_compress):
         with pytest.raises(ValueError, match=re.escape(message)):
-            tight.compress(**call)
+            method(**call)
 
 
 def test_the_cache_is_taken_by_both_of_its_names_but_not_by_two_at_once(tight):
     cache = tight.compress(IDS)
     assert torch.equal(tight(TOKEN, cache=cache).logits, tight(TOKEN, past_key_values=cache).logits)
-    answers = [tight.generate(TOKEN, max_new_tokens=3, do_sample=False, **{name: cache}) for name in NAMES_OF_THE_CACHE]
-    assert torch.equal(*answers)
+    assert torch.equal(*(greedy(tight, TOKEN, 3, **{name: cache}) for name in NAMES_OF_THE_CACHE))
     for call in (tight, tight.generate):
         with pytest.raises(ValueError, match="past_key_values and cache are two names of one argument"):
             call(TOKEN, **dict.fromkeys(NAMES_OF_THE_CACHE, cache))
@@ -341,7 +311,7 @@ def test_a_cache_of_another_policy_or_budget_is_not_said_to_be_of_another_model(
     refusals = []
 
     def refused(subject):
-        for call in (subject, lambda ids, **given: subject.generate(ids, max_new_tokens=2, **given)):
+        for call in (subject, partial(subject.generate, max_new_tokens=2)):
             with pytest.raises(kvpass.CacheMismatchError) as error:
                 call(TOKEN, past_key_values=cache)
             refusals.append(str(error.value))
@@ -373,11 +343,10 @@ def test_a_cache_of_transformers_is_refused_and_not_replaced(tight, model):
     """The empty one that generate makes by default is its own affair; one that the user holds would stay empty."""
     filled = DynamicCache(config=model.config)
     model(IDS, past_key_values=filled)
-    empty = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)]
-    for call in (tight, lambda ids, **given: tight.generate(ids, max_new_tokens=2, **given)):
-        with pytest.raises(
-            kvpass.CacheMismatchError, match=r"DynamicCache with 40 tokens; .* the whole text and no cache"
-        ):
+    empty = [DynamicCache(config=model.config), transformers.StaticCache(config=model.config, max_cache_len=64)]
+    for call in (tight, partial(tight.generate, max_new_tokens=2)):
+        said = r"DynamicCache with 40 tokens; .* the whole text and no cache"
+        with pytest.raises(kvpass.CacheMismatchError, match=said):
             call(TOKEN, past_key_values=filled)
         for cache in empty:
             with pytest.raises(ValueError, match=rf"an empty {type(cache).__name__}, and would stay .* leave it out"):
@@ -413,7 +382,7 @@ def test_ascending_positions_are_taken_from_any_start_and_padding_may_have_any()
     ids = random_ids(1, 40)
     later = torch.arange(7, 47)[None]
     assert_close("at 7", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 23)])
+    ids, mask = padded(40, 23)
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
     given = fast(ids, attention_mask=mask, position_ids=positions).logits
     assert torch.equal(given[mask.bool()], fast(ids, attention_mask=mask).logits[mask.bool()])
@@ -421,7 +390,7 @@ def test_ascending_positions_are_taken_from_any_start_and_padding_may_have_any()
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_mask_that_hides_columns_of_the_prompt_is_refused(tight, tokens):
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 23)])
+    ids, mask = padded(40, 23)
     cache = tight(ids, attention_mask=mask).past_key_values
     new = random_ids(2, tokens, seed=1)
     right = torch.cat([mask, torch.ones_like(new)], 1)
@@ -457,30 +426,26 @@ def test_ids_beyond_the_embedding_are_refused_and_the_cache_is_as_it_was(tight):
     assert torch.equal(tight(random_ids(1, 1), past_key_values=cache).logits, expected)
 
 
-class Learned(nn.Module):
-    """A decoder of one layer with a table of positions that the caller looks up in."""
+class Learned(OneLayer):
+    """With a table of positions in which an index may be negative."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.positions = nn.Embedding(50, 16), nn.Parameter(torch.randn(64, 16))
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 50)
+    def embedded(self, ids, where):
+        return self.embed(ids) + self.places.weight[where]
 
     def forward(self, ids, where):
-        x = self.tokens(ids) + self.positions[where]
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + out.transpose(1, 2).flatten(2))
+        return super().forward(ids, where)
 
 
 def test_a_raw_module_is_not_given_numbers_beyond_its_tables():
-    options = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"}
-    decoder = torch.compile(Learned(), backend="kvpass", options=options, fullgraph=True, dynamic=True)
-    ids = random_ids(1, 40) % 50
+    decoder = raw(Learned(longest=64), {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager"})
+    ids = random_ids(1, 40)
     with torch.no_grad(), kvpass.session() as session:
         decoder(ids, torch.arange(40)[None])
         token = torch.tensor([[3]])
-        for wrong, where, message in ((50, 40, "ids has the value 50"), (3, 64, "where has the value 64, .* 64 rows")):
+        for wrong, where, message in (
+            (128, 40, "ids has the value 128"),
+            (3, 64, "where has the value 64, .* 64 rows"),
+        ):
             with pytest.raises(ValueError, match=message):
                 decoder(token * 0 + wrong, torch.tensor([[where]]))
         decoder(token, torch.tensor([[40]]))
@@ -535,7 +500,7 @@ REFUSED = {
 
 
 def test_every_named_argument_is_known():
-    assert set(inspect.signature(GenerationMixin.generate).parameters) - WORK - REFUSED.keys() == set()
+    assert set(inspect.signature(transformers.GenerationMixin.generate).parameters) - WORK - REFUSED.keys() == set()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -547,7 +512,7 @@ def test_argument_is_refused_by_its_name(tight, name):
 
 def test_every_method_of_continuous_batching_names_vllm(tight):
     """They would run transformers' own attention over a full cache."""
-    for name, method in vars(ContinuousMixin).items():
+    for name, method in vars(transformers.ContinuousMixin).items():
         if callable(method) and not name.startswith("_"):
             with pytest.raises(AttributeError, match="serve the model with the vLLM plug-in"):
                 getattr(tight, name)([[1, 2, 3]], max_new_tokens=2)
@@ -562,10 +527,7 @@ def test_mask_of_another_length_is_refused(tight, tokens, columns):
 
 def test_ids_longer_than_the_cache_that_are_another_text_are_refused(tight):
     """They are taken for the whole text, of which only the end would be read."""
-    ids, new = random_ids(2, 20), random_ids(2, 30, seed=1)
-    mask = torch.ones_like(ids)
-    ids[1, :4], mask[1, :4] = 0, 0
-    new[new == 0] = 1
+    (ids, mask), new = padded(20, 16), random_ids(2, 30, seed=1)
     cache = tight.compress(ids, mask)
     with pytest.raises(kvpass.CacheMismatchError, match=r"ids of 30 tokens.* \[2, 50\], over both"):
         tight.generate(new, past_key_values=cache, max_new_tokens=2)
@@ -590,9 +552,7 @@ def test_pad_token_inside_a_prompt_is_named(tight):
 
 
 def test_report_after_guidance_is_of_the_prompt(tight):
-    tight.generate(
-        random_ids(1, 40), guidance_scale=1.5, negative_prompt_ids=random_ids(1, 12), max_new_tokens=2, do_sample=False
-    )
+    greedy(tight, IDS, 2, guidance_scale=1.5, negative_prompt_ids=random_ids(1, 12))
     assert tight.report().prompt_lengths.tolist() == [40]
 
 

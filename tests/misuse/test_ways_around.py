@@ -1,7 +1,5 @@
 """Ways in which torch or a library runs a model without the captured graph: an error, never an uncompressed answer."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 import types
@@ -9,12 +7,7 @@ import types
 import accelerate
 import pytest
 import torch
-from accelerate.hooks import (
-    ModelHook,
-    add_hook_to_module,
-    attach_align_device_hook,
-    remove_hook_from_submodules,
-)
+from accelerate.hooks import ModelHook, add_hook_to_module, attach_align_device_hook, remove_hook_from_submodules
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -78,12 +71,12 @@ def test_a_disabled_compiler_is_an_error():
         fast(random_ids(1, 60))
 
 
+WRAPPERS = ("model", "forward", "nn.Module.compile")
+
+
 @pytest.mark.parametrize(
     ("wrapper", "fullgraph"),
-    quick_rows(
-        [*itertools.product(["model", "forward", "nn.Module.compile"], [False, True])],
-        [("model", True), ("forward", False), ("nn.Module.compile", False)],
-    ),
+    quick_rows([*itertools.product(WRAPPERS, [False, True])], [*zip(WRAPPERS, [True, False, False], strict=True)]),
 )
 def test_torch_compile_around_a_compiled_model_changes_nothing(wrapper, fullgraph):
     model, plain = compiled_once("llama", layers=1, **OPTIONS)
@@ -130,16 +123,10 @@ def compiled_layer_forwards(model):
         layer.mlp.compile(backend="eager")
 
 
-@pytest.mark.parametrize(
-    "change",
-    quick(
-        [
-            *(compiled_forward, forward_compiled_twice, compiled_layer_forwards),
-            *(hooks_taken_off_again, hooks_that_move_nothing),
-        ],
-        [forward_compiled_twice, hooks_that_move_nothing, compiled_layer_forwards],
-    ),
-)
+OFTEN = [forward_compiled_twice, hooks_that_move_nothing, compiled_layer_forwards]
+
+
+@pytest.mark.parametrize("change", quick([*OFTEN, compiled_forward, hooks_taken_off_again], OFTEN))
 def test_a_replaced_forward_that_changes_nothing_is_left_out_of_the_copy(change):
     model = tiny_model("llama", layers=1)
     _, plain = compiled_once("llama", layers=1, **OPTIONS)
@@ -153,14 +140,6 @@ def test_a_replaced_forward_that_changes_nothing_is_left_out_of_the_copy(change)
     assert torch.equal(*logits)
     assert model.__dict__ == before, "the user's model keeps what was set on it"
     assert_close("original", model(ids, use_cache=False).logits, plain(ids, use_cache=False).logits, atol=1e-4)
-
-
-def without_weights(model):
-    model.to("meta")
-
-
-def partly_without_weights(model):
-    model.lm_head.to("meta")
 
 
 def offloaded_to_the_host(model):
@@ -193,7 +172,7 @@ def on_another_device(model):
                 module._buffers[name] = torch.empty(buffer.shape, device="mps")
 
 
-def own_hook(model):
+def with_a_hook(model):
     add_hook_to_module(model.model.layers[0], ModelHook())
 
 
@@ -209,23 +188,32 @@ def own_method(model):
     model.forward = types.MethodType(forward, model)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without_weights, "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
-        (partly_without_weights, r"are on cpu, meta: 1 of \d+ are not on cpu, the first is lm_head.weight on meta"),
-        (offloaded_to_the_host, "12 of 14 are not on cpu, .* offloaded by accelerate.*quantised .*tensor-parallel"),
-        (one_layer_offloaded, r"are on cpu, meta: 1 of \d+ are not on cpu, the first is lm_head.weight on meta"),
-        (offloaded_to_disk, "12 of 14 are not on cpu, the first is model.embed_tokens.weight on meta"),
-        (needed_on_two_devices, "are not on cpu, the first is model.embed_tokens.weight on meta"),
-        (on_another_device, "weights of LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices"),
-        (own_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
-        (own_forward, "forward of this LlamaForCausalLM was replaced on the instance"),
-        (own_method, "forward of this LlamaForCausalLM was replaced on the instance"),
-    ],
-)
-def test_a_replaced_forward_that_may_change_something_is_refused(change, message):
+HEAD_IS_AWAY = r"are on cpu, meta: 1 of \d+ are not on cpu, the first is lm_head.weight on meta"
+REPLACED = "forward of this LlamaForCausalLM was replaced on the instance"
+CHANGES = {
+    "no weights": (lambda m: m.to("meta"), "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
+    "a head without weights": (lambda m: m.lm_head.to("meta"), HEAD_IS_AWAY),
+    "offloaded": (
+        offloaded_to_the_host,
+        "12 of 14 are not on cpu, .* offloaded by accelerate.*quantised .*tensor-parallel",
+    ),
+    "one layer offloaded": (one_layer_offloaded, HEAD_IS_AWAY),
+    "on disk": (offloaded_to_disk, "12 of 14 are not on cpu, the first is model.embed_tokens.weight on meta"),
+    "two devices": (needed_on_two_devices, "are not on cpu, the first is model.embed_tokens.weight on meta"),
+    "another device": (
+        on_another_device,
+        "weights of LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices",
+    ),
+    "a hook": (with_a_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
+    "a forward": (own_forward, REPLACED),
+    "a method": (own_method, REPLACED),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_replaced_forward_that_may_change_something_is_refused(name):
     model = tiny_model("llama", layers=1)
+    change, message = CHANGES[name]
     change(model)
     with pytest.raises(ValueError, match=message):
         kvpass.compile(model, **OPTIONS)
@@ -239,9 +227,8 @@ def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_pat
         mesh = init_device_mesh("cpu", (1,))
         projection = model.model.layers[1].self_attn.q_proj
         projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(1)]))
-        with pytest.raises(
-            ValueError, match=r"model.layers.1.self_attn.q_proj is divided .* as 'colwise' .*'weight': 1"
-        ):
+        said = r"model.layers.1.self_attn.q_proj is divided .* as 'colwise' .*'weight': 1"
+        with pytest.raises(ValueError, match=said):
             kvpass.compile(model, **OPTIONS)
     finally:
         torch.distributed.destroy_process_group()
