@@ -143,16 +143,14 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_a_page_prints_what_is_shown(page: Path, quickly: None, shared: Shared, policies: None) -> None:
+def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies):
     printed = run(blocks_of(page), started(shared), page.name)
     if page.name == "README.md":  # another processor may round otherwise and keep a few other entries
         assert numbers_of_report(printed) == pytest.approx(numbers_of_report(page.read_text()), rel=0.05, abs=3)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_prints_what_its_docstring_shows(
-    example: Path, quickly: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_prints_what_its_docstring_shows(example, quickly, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(example)])
     code = example.read_text()
     shown = re.search(r'^Prints::\n\n(.*?)"""', code, re.MULTILINE | re.DOTALL)
@@ -160,25 +158,25 @@ def test_an_example_prints_what_its_docstring_shows(
     run([(code, shown[1])], {"__name__": "__main__"}, example.name)
 
 
-def test_the_notebook_prints_what_it_shows(quickly: None) -> None:
+def test_the_notebook_prints_what_it_shows(quickly):
     run(cells_of(NOTEBOOK), {"__name__": "__main__"}, NOTEBOOK.name)
 
 
-def test_blocks_that_print_something_else_are_seen() -> None:
+def test_blocks_that_print_something_else_are_seen():
     with pytest.raises(AssertionError, match="block 1"):
         run([("print(1)", "2\n")], {}, "page")
     with pytest.raises(AssertionError):
         run([("tokenizer = str\nprint(tokenizer(1))  # 2", None)], {}, "page")
 
 
-def test_every_language_block_of_the_docs_is_python_or_text() -> None:
+def test_every_language_block_of_the_docs_is_python_or_text():
     """A block in another spelling (``py``, ``python3``) would not be run."""
     for page in TEXTS:
         assert set(re.findall(r"^ *```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "text"}, page
 
 
 @pytest.mark.parametrize("page", [*TEXTS, *sorted(ROOT.glob("[CS]*.md"))], ids=lambda path: path.name)
-def test_links_to_files_lead_to_files(page: Path) -> None:
+def test_links_to_files_lead_to_files(page):
     """Pages that ``make docs`` writes are not there before; it checks links to them."""
     made = {"benchmarks.md", "changelog.md", "design.md", "each-policy.md", "reference.md"}
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
@@ -188,7 +186,7 @@ def test_links_to_files_lead_to_files(page: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs_as_a_program(example: Path, tmp_path: Path) -> None:
+def test_an_example_runs_as_a_program(example, tmp_path):
     """With Inductor, in a process of its own."""
     (tmp_path / "kvpass").symlink_to(ROOT / "kvpass")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
@@ -200,15 +198,13 @@ def test_an_example_runs_as_a_program(example: Path, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_a_page_runs_with_inductor(
-    page: Path, shared: Shared, policies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_a_page_runs_with_inductor(page, shared, policies, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(blocks_of(page), started(shared), page.name)
 
 
 @pytest.mark.exhaustive
-def test_a_decode_step_enters_the_files_that_design_names() -> None:
+def test_a_decode_step_enters_the_files_that_design_names():
     text = (ROOT / "DESIGN.md").read_text()
     text = text[text.index("One\ndecode step, top to bottom") : text.index("Two other paths")]
     named = {"kvpass." + name.replace("/", ".") for name in re.findall(r"`([\w/]+)\.py`", text)}

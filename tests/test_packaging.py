@@ -48,14 +48,14 @@ def kernels_without_us(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @in_a_checkout
 @pytest.mark.parametrize("name", ["graphs", "eval"])
-def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
+def test_a_bare_import_from_the_checkout_is_refused(name):
     result = run_python(f"import {name}", ROOT, safe_path=False)
     assert result.returncode == 1
     assert f"ImportError: this is kvpass.{name}, found as '{name}'" in result.stderr
 
 
 @in_a_checkout
-def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
+def test_no_kernel_can_be_imported_under_a_bare_name():
     assert (ROOT / "kernels" / "cpu.py").exists()
     statements = ("import kernels.cpu", "from kernels import cpu")
     tries = [f"try: {statement}\nexcept ImportError: print('refused')" for statement in statements]
@@ -65,7 +65,7 @@ def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="the checkout would shadow the real one")
 @pytest.mark.exhaustive
-def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_us: str) -> None:
+def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_us):
     ask = "from transformers import LlamaForCausalLM; import kvpass; kvpass.compile; " + ASK_FOR_KERNELS
     result = run_python(ask, ROOT, safe_path=False)
     assert result.returncode == 0, result.stderr
@@ -74,7 +74,7 @@ def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_
 
 @in_a_checkout
 @pytest.mark.parametrize("name", LINKED)
-def test_the_linked_folders_are_one_module_each(name: str) -> None:
+def test_the_linked_folders_are_one_module_each(name):
     module = sys.modules[f"kvpass.{name}"]
     assert getattr(kvpass, name) is module
     assert module.__file__ is not None
@@ -87,12 +87,12 @@ def test_the_linked_folders_are_one_module_each(name: str) -> None:
     assert copies == [f"kvpass.{name}"]
 
 
-def test_hugging_face_kernels_are_as_available_with_us_as_without_us(kernels_without_us: str) -> None:
+def test_hugging_face_kernels_are_as_available_with_us_as_without_us(kernels_without_us):
     """Asked here, where tests/conftest.py has imported kvpass without the checkout on the path."""
     assert f"{is_kernels_available()}\n" == kernels_without_us
 
 
-def test_the_test_run_itself_does_not_shadow_hugging_face_kernels() -> None:
+def test_the_test_run_itself_does_not_shadow_hugging_face_kernels():
     assert str(ROOT) not in [str(Path(entry).resolve()) for entry in sys.path]
 
 
@@ -140,7 +140,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.Z
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile, checkout: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel, checkout):
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {
         (Path(folder).relative_to(checkout) / file).as_posix()
@@ -152,7 +152,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfi
 
 
 @pytest.mark.slow
-def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_registers_the_command_and_the_backend(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
@@ -163,9 +163,7 @@ def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile)
 
 
 @pytest.mark.slow
-def test_the_wheel_works_without_checkout_and_triton_and_importing_it_imports_no_torch(
-    wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
+def test_the_wheel_works_without_checkout_and_triton_and_importing_it_imports_no_torch(wheel, tmp_path):
     """transformers imports Triton where it is installed, so its absence has to be made."""
     wheel.extractall(tmp_path)
     code = f"""
@@ -188,7 +186,7 @@ print(kvpass.builtin.__file__, model.num_parameters())
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist: Path, checkout: Path) -> None:
+def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist, checkout):
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     expected = files_in(checkout) if tracked.returncode else set(tracked.stdout.split())
     linked = {name for name in expected if name.split("/")[0] in LINKED}  # in kvpass/ only
@@ -198,9 +196,7 @@ def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist: Path
 
 
 @pytest.mark.slow
-def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(
-    sdist: Path, wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
+def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(sdist, wheel, tmp_path):
     result = run_python(f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})", sdist)
     assert result.returncode == 0, result.stdout + result.stderr
     (path,) = tmp_path.glob("kvpass-*.whl")
@@ -212,7 +208,7 @@ def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(
 
 
 @pytest.mark.exhaustive
-def test_the_tests_of_the_sdist_run(sdist: Path) -> None:
+def test_the_tests_of_the_sdist_run(sdist):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_pairwise.py"]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     result = subprocess.run(command, cwd=sdist, env=env, capture_output=True, text=True)

@@ -7,10 +7,8 @@ import itertools
 import math
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
-from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import BITS, CODES
 from numeric_checks import DecodeCase, assert_rounded, decode_case
@@ -57,7 +54,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [((36, 20), torch.float32), ((80, 64), torch.bfloat16)])
-def test_values_stored_in_keys(dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_values_stored_in_keys(dims, dtype):
     dim, value_dim = dims
     case = decode_case(
         [[37], [130]], group=8, dim=dim, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], in_keys=True
@@ -72,7 +69,7 @@ def test_values_stored_in_keys(dims: tuple[int, int], dtype: torch.dtype) -> Non
     dims=[(32, 32), (64, 128), (80, 64), (128, 80), (20, 7), (8, 50)],
     tokens=[1, 3],
 )
-def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int, int], tokens: int) -> None:
+def test_equals_exact_attention(dtype, group, dims, tokens):
     dim, value_dim = dims
     check(decode_case(RAGGED, group=group, dim=dim, value_dim=value_dim, tokens=tokens, dtype=dtype, start=[0, 3]))
 
@@ -85,14 +82,7 @@ def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int,
     tokens=[1, 3],
     softcap=[None, 1.5],
 )
-def test_codes(
-    entry_format: EntryFormat,
-    dtype: torch.dtype,
-    group: int,
-    dims: tuple[int, int],
-    tokens: int,
-    softcap: float | None,
-) -> None:
+def test_codes(entry_format, dtype, group, dims, tokens, softcap):
     case = decode_case(
         RAGGED, group=group, dim=dims[0], value_dim=dims[1], tokens=tokens, dtype=dtype, start=[0, 3], softcap=softcap
     )
@@ -101,7 +91,7 @@ def test_codes(
 
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("entry_format", ["rot4", "rot3", "rot2"])
-def test_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
+def test_codes_of_few_bits(entry_format, group):
     """Rows that are no multiple of a vector, codes that lie across bytes."""
     lengths = [[37, 0, 5], [64, 130, 31]]
     check(decode_case(lengths, group=group, dim=72, value_dim=96, tokens=2, start=[0, 3]).packed(entry_format))
@@ -110,7 +100,7 @@ def test_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
 @pytest.mark.parametrize(
     ("entry_format", "dtype"), [("model", torch.float32), ("fp8", torch.float16), ("rot2", torch.float32)]
 )
-def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat, dtype: torch.dtype) -> None:
+def test_a_pool_of_one_row_serves_all_rows(entry_format, dtype):
     case = decode_case([[37, 0, 5], [64, 130, 31]], group=2, dim=64, tokens=2, start=[0, 3], dtype=dtype)
     case = case.packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
@@ -119,7 +109,7 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat, dtype: tor
 
 @pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_codes_of_values_stored_in_keys(entry_format: EntryFormat, tokens: int) -> None:
+def test_codes_of_values_stored_in_keys(entry_format, tokens):
     """Of rotated keys the values are no part: whole keys are attended, and rotated back."""
     dims = {"group": 8, "dim": 72, "value_dim": 64, "tokens": tokens, "start": [0, 3]}
     case = decode_case([[37], [130]], **dims, in_keys=True).packed(entry_format)  # type: ignore[arg-type]
@@ -128,11 +118,11 @@ def test_codes_of_values_stored_in_keys(entry_format: EntryFormat, tokens: int) 
 
 
 @pytest.mark.usefixtures("threads")
-def test_codes_cut_between_threads() -> None:
+def test_codes_cut_between_threads():
     check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("rot4"))
 
 
-def test_scales_that_do_not_fit_are_refused() -> None:
+def test_scales_that_do_not_fit_are_refused():
     case = decode_case(RAGGED)
     with pytest.raises(ValueError, match="must be given together"):
         run(replace(case.packed("int8"), pool_v_scale=None))
@@ -151,13 +141,13 @@ def test_scales_that_do_not_fit_are_refused() -> None:
 
 
 @pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
-def test_softcap_and_sinks(group: int, softcap: float | None, sinks: bool, dtype: torch.dtype) -> None:
+def test_softcap_and_sinks(group, softcap, sinks, dtype):
     check(decode_case(RAGGED, group=group, tokens=2, softcap=softcap, sinks=sinks, dtype=dtype, scale=1.0))
 
 
 @pytest.mark.parametrize("lengths", [[[0, 0]], [[1, 0]], [[0, 1], [0, 0]], [[128, 129]], [[257, 1]]])
 @pytest.mark.parametrize(("used", "start"), [(0, 0), (5, 5), (5, 4), (9, 0)])
-def test_short_segments(lengths: list[list[int]], used: int, start: int) -> None:
+def test_short_segments(lengths, used, start):
     check(decode_case(lengths, used=used, start=[start] * len(lengths), group=2, tokens=3))
 
 
@@ -166,21 +156,21 @@ def test_short_segments(lengths: list[list[int]], used: int, start: int) -> None
 @pytest.mark.parametrize(
     "lengths", [[[9000]], [[3000, 10, 5000]], [[0, 4000], [4000, 0]], [[9, 3, 7000, 0]], [[1000] * 8] * 2]
 )
-def test_long_segments_cut_between_threads(dtype: torch.dtype, lengths: list[list[int]]) -> None:
+def test_long_segments_cut_between_threads(dtype, lengths):
     start = list(range(len(lengths)))
     check(decode_case(lengths, group=2, tokens=2, dim=64, dtype=dtype, start=start, sinks=True))
 
 
 @pytest.mark.usefixtures("threads")
-def test_tail_longer_than_pool_cut_between_threads() -> None:
+def test_tail_longer_than_pool_cut_between_threads():
     check(decode_case([[3, 0], [0, 7]], group=4, tokens=5, dim=64, slots=4000, used=3995, start=[1, 700]))
 
 
-def test_many_tokens() -> None:
+def test_many_tokens():
     check(decode_case(RAGGED, group=2, tokens=150, slots=160, used=3, start=[0, 2]))
 
 
-def test_any_strides() -> None:
+def test_any_strides():
     case = decode_case(RAGGED, group=2, tokens=2)
     case.q = case.q.contiguous()
     fused = torch.randn(2, 2, 3, 100)
@@ -190,12 +180,12 @@ def test_any_strides() -> None:
     check(case)
 
 
-def test_far_apart_scores() -> None:
+def test_far_apart_scores():
     check(decode_case(RAGGED, group=4, scale=100.0))
     check(decode_case(RAGGED, group=4, scale=100.0, sinks=True, softcap=50.0))
 
 
-def test_nan_query_is_not_hidden() -> None:
+def test_nan_query_is_not_hidden():
     case = decode_case([[40, 40]], group=1)
     case.q[0, 1, 0, 3] = math.nan
     out = run(case)
@@ -204,7 +194,7 @@ def test_nan_query_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_value_survives_and_means_round_to_even(dtype: torch.dtype) -> None:
+def test_every_value_survives_and_means_round_to_even(dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     case = decode_case([[0] * 8], group=1, value_dim=2**13, used=0, slots=1, dtype=dtype)
     case.v = every.view(1, 8, 1, -1)
@@ -252,7 +242,7 @@ def spoil_order(case: DecodeCase) -> None:
         ({"tail_k": torch.zeros(3, 2, 3, 32, 24).transpose(3, 4)}, r"tail_k has strides .*must be contiguous"),
     ],
 )
-def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_change_nothing(change, message):
     case = decode_case(RAGGED, group=2, tokens=2)
     before = [tensor.clone() for tensor in case.buffers]
     with pytest.raises(ValueError, match=message):
@@ -263,7 +253,7 @@ def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.parametrize("spoil", [spoil_offsets, spoil_order])
-def test_offsets_outside_the_pool_change_nothing(spoil: Callable[[DecodeCase], None]) -> None:
+def test_offsets_outside_the_pool_change_nothing(spoil):
     case = decode_case(RAGGED)
     spoil(case)
     before = [tensor.clone() for tensor in case.buffers]
@@ -273,12 +263,12 @@ def test_offsets_outside_the_pool_change_nothing(spoil: Callable[[DecodeCase], N
         assert torch.equal(bits(after), bits(original))
 
 
-def test_unknown_dtype() -> None:
+def test_unknown_dtype():
     with pytest.raises(ValueError, match=r"torch.float64"):
         run(decode_case(RAGGED, dtype=torch.float64))
 
 
-def test_empty_batch() -> None:
+def test_empty_batch():
     case = decode_case(RAGGED, group=2)
     for name in ("q", "k", "v", "pool_k", "pool_v", "offsets", "tail_start"):
         setattr(case, name, getattr(case, name)[:0])
@@ -286,7 +276,7 @@ def test_empty_batch() -> None:
     assert run(case).shape == (0, 6, 1, 32)
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(monkeypatch):
     monkeypatch.setattr(cpu, "attend_function", cpu.attend_function.__wrapped__)
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
@@ -313,9 +303,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_narrower_instruction_sets(
-    arch: str, dtype: torch.dtype, entry_format: EntryFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrower_instruction_sets(arch, dtype, entry_format, tmp_path, monkeypatch):
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"

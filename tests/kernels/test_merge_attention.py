@@ -16,9 +16,7 @@ from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_DEVICE = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter does not round to bf16, it cuts off")
 DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_DEVICE)],
-    ids=["fp32", "fp16", "bf16"],
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_DEVICE)], ids=["fp32", "fp16", "bf16"]
 )
 
 

@@ -227,7 +227,7 @@ THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 
 
 @pairwise(way=[*WAYS], group=[1, 3, 8], live=[0.0, 0.9, 1.0])
-def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
+def test_groups_and_empty_slots(way, group, live):
     check(slots_case(LENGTHS, group=group, live=live), WAYS[way])
 
 
@@ -235,18 +235,18 @@ def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256), (16, 48)]
 )
-def test_head_dims(way: Callable[..., Any], dim: int, value_dim: int) -> None:
+def test_head_dims(way, dim, value_dim):
     check(slots_case([[19, 40]], dim=dim, value_dim=value_dim), way)
 
 
 @both_ways
 @pytest.mark.parametrize(("group", "dim", "value_dim"), [(4, 72, 64), (20, 576, 512)])
-def test_values_stored_in_keys(way: Callable[..., Any], group: int, dim: int, value_dim: int) -> None:
+def test_values_stored_in_keys(way, group, dim, value_dim):
     check(slots_case([[19], [40]], group=group, dim=dim, value_dim=value_dim, in_keys=True), way)
 
 
 @pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], recorded=[True, False])
-def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, recorded: bool) -> None:
+def test_softcap_and_sinks(way, softcap, sinks, recorded):
     check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, recorded=recorded), WAYS[way])
 
 
@@ -256,24 +256,24 @@ def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, recorde
     dims=[(32, 32), (40, 24), (64, 96)],
     live=[0.5, 1.0],
 )
-def test_codes(way: str, entry_format: EntryFormat, dims: tuple[int, int], live: float) -> None:
+def test_codes(way, entry_format, dims, live):
     """A new entry takes the slot of an evicted one, in pool or tail."""
     case = slots_case(LENGTHS, group=3, dim=dims[0], value_dim=dims[1], live=live, sinks=True, softcap=20.0)
     check(case.packed(entry_format), WAYS[way])
 
 
 @both_ways
-def test_half_precision(way: Callable[..., Any]) -> None:
+def test_half_precision(way):
     check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.float16), way)
 
 
-def test_bfloat16_on_the_cpu() -> None:
+def test_bfloat16_on_the_cpu():
     check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.bfloat16), cpu.attend_slots)
 
 
 @both_ways
 @pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
-def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
+def test_lines_without_a_pool(way, capacity):
     """As those of a ring: the same positions for all heads, in one place in memory, and nothing written down."""
     case = slots_case([[0, 0]], capacity=capacity, pool=False, recorded=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
@@ -286,12 +286,12 @@ def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
 
 
 @both_ways
-def test_a_long_line(way: Callable[..., Any]) -> None:
+def test_a_long_line(way):
     check(slots_case([[1025, 5]], dim=16), way)
 
 
 @both_ways
-def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
+def test_strided_queries_keys_and_values(way):
     case = slots_case(THREE_HEADS)
     heads, kv_heads = case.q.shape[1], case.k.shape[1]
     fused = torch.randn(2, 1, heads + 2 * kv_heads, 32)
@@ -314,7 +314,7 @@ def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
         ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v (is|has)"),
     ],
 )
-def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_named(way, change, named):
     case = slots_case(THREE_HEADS)
     before = case.copy()
     with pytest.raises(ValueError, match=named):
@@ -324,7 +324,7 @@ def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any]
 
 
 @pytest.mark.parametrize("way", [slots.attend_slots, cpu.attend_slots], ids=["eager", "cpu"])
-def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
+def test_a_line_without_an_empty_slot(way):
     case = slots_case(THREE_HEADS)
     case.position[1, 2] = ABSENT
     before = case.tail_k.clone()
@@ -333,7 +333,7 @@ def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
     assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
-def test_a_segment_longer_than_its_part_of_a_line() -> None:
+def test_a_segment_longer_than_its_part_of_a_line():
     case = slots_case(THREE_HEADS)
     before = case.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
@@ -349,7 +349,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
     window=st.sampled_from([0, 1, 4, 500]),
     values=st.sampled_from([1, 3, 1000]),
 )
-def test_evict_losers_equals_the_eager_reference(way: str, seed: int, width: int, window: int, values: int) -> None:
+def test_evict_losers_equals_the_eager_reference(way, seed, width, window, values):
     """Few different values make ties, which go to the lower position; scores may be negative, infinite or -0."""
     generator = torch.Generator().manual_seed(seed)
     line = (2, 3, width)
@@ -375,7 +375,7 @@ def test_evict_losers_equals_the_eager_reference(way: str, seed: int, width: int
     pooling=[(None, 5), ("avg", 1), ("avg", 5), ("max", 7)],
     group=["mean", "max", "sum"],
 )
-def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | None, int], group: str) -> None:
+def test_neighbours_in_storage_order(way, width, pooling, group):
     pool, kernel_size = pooling
     generator = torch.Generator().manual_seed(width)
     line = (2, 3, width)
@@ -402,7 +402,7 @@ def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | 
         torch.testing.assert_close(POOLED[way](attention, *how), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch):
     _, fast = compiled_once("llama", layers=1, policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
     held = []
@@ -427,7 +427,7 @@ def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.
         ({"quota": torch.zeros(2, dtype=torch.int64)}, "quota (is|has)"),
     ],
 )
-def test_losers_of_another_line(way: Callable[..., Tensor], change: dict[str, Tensor], named: str) -> None:
+def test_losers_of_another_line(way, change, named):
     line = (2, 3, 5)
     given = {
         "worth": torch.zeros(line),

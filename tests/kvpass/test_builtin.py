@@ -41,18 +41,16 @@ def context_of(facts: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_it_finds_the_value_of_each_name(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], name: str) -> None:
+def test_it_finds_the_value_of_each_name(loaded, name):
     assert answer(loaded, context_of(FACTS), name) == f"{FACTS[name]} ."
 
 
-def test_it_answers_from_the_prompt_and_not_from_memory(
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-) -> None:
+def test_it_answers_from_the_prompt_and_not_from_memory(loaded):
     exchanged = dict(zip(FACTS, reversed(FACTS.values()), strict=True))
     assert answer(loaded, context_of(exchanged), "gosha zulum") == "703 ."
 
 
-def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_the_dtype_is_the_one_asked_for(loaded):
     assert {p.dtype for p in loaded[0].parameters()} == {torch.float32}
     assert not loaded[0].training
     bf16, _ = builtin.load(dtype=torch.bfloat16)
@@ -61,12 +59,12 @@ def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTraine
         assert torch.equal(stored.float(), widened), name
 
 
-def test_the_folder_holds_model_tokenizer_and_card() -> None:
+def test_the_folder_holds_model_tokenizer_and_card():
     names = {file.name for file in builtin.path().iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"} <= names
 
 
-def test_it_answers_about_names_it_has_never_seen(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_it_answers_about_names_it_has_never_seen(loaded):
     model, tokenizer = loaded
     assert model.config.num_hidden_layers >= 6 and model.config.num_key_value_heads >= 4
     right = asked = 0

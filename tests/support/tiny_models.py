@@ -23,12 +23,7 @@ from kvpass.policies.rules import Recompress
 
 VOCABULARY = 128
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 _HIDDEN: dict[str, Any] = {**_COMMON, "hidden_size": 64}
 _LAYERED: dict[str, Any] = {
     **_HIDDEN,

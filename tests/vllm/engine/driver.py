@@ -55,11 +55,7 @@ def alone(llm: LLM, cases: Cases = CASES, new: int = NEW) -> Tokens:
 
 
 def joined(
-    llm: LLM,
-    every: int = 5,
-    preempt_at: int | None = None,
-    cases: Cases = CASES,
-    new: int = NEW,
+    llm: LLM, every: int = 5, preempt_at: int | None = None, cases: Cases = CASES, new: int = NEW
 ) -> tuple[Tokens, int]:
     """One more request every few steps; at a step, preempt all that run. Also return how many were preempted."""
     core = llm.llm_engine

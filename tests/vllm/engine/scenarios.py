@@ -223,11 +223,7 @@ def benched(
 
 
 def cuda_kernels(
-    folder: str,
-    settings: dict[str, Any],
-    graphs: bool,
-    cases: Cases = SHORT,
-    options: dict[str, Any] | None = None,
+    folder: str, settings: dict[str, Any], graphs: bool, cases: Cases = SHORT, options: dict[str, Any] | None = None
 ) -> tuple[dict[int, list[int]], int]:
     """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 5 steps.
 
