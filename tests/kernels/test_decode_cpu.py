@@ -8,7 +8,6 @@ import math
 import platform
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,18 +22,14 @@ from pairwise import each_value, pairwise
 
 
 def run(case: DecodeCase) -> Tensor:
-    return cpu.attend_cache(case.call, case.held, case.layer)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+    return cpu.attend_cache(*case.arguments)
 
 
 def check(case: DecodeCase) -> None:
     """Output is the exact one but for rounding; the new entries are in the tail; nothing else changed by a bit."""
     before = case.kept
     out = run(case)
-    assert out.dtype == case.q.dtype
+    assert out.dtype == case.call.q.dtype
     assert out.transpose(1, 2).is_contiguous()
     case.check_appended()
     assert_rounded("out", out, case.exact())
@@ -59,7 +54,7 @@ def test_values_stored_in_keys(dims, dtype):
     case = decode_case(
         [[37], [130]], group=8, dim=dim, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], in_keys=True
     )
-    assert case.pool_v.shape[2] == 0
+    assert case.held.pool_v.shape[2] == 0
     check(case)
 
 
@@ -113,7 +108,7 @@ def test_codes_of_values_stored_in_keys(entry_format, tokens):
     """Of rotated keys the values are no part: whole keys are attended, and rotated back."""
     dims = {"group": 8, "dim": 72, "value_dim": 64, "tokens": tokens, "start": [0, 3]}
     case = decode_case([[37], [130]], **dims, in_keys=True).packed(entry_format)  # type: ignore[arg-type]
-    assert case.pool_v.shape[2] == 0 and case.pool_v_scale is None
+    assert case.held.pool_v.shape[2] == 0 and case.held.pool_v_scale is None
     check(case)
 
 
@@ -124,20 +119,19 @@ def test_codes_cut_between_threads():
 
 def test_scales_that_do_not_fit_are_refused():
     case = decode_case(RAGGED)
-    with pytest.raises(ValueError, match="must be given together"):
-        run(replace(case.packed("int8"), pool_v_scale=None))
     scales = dict.fromkeys(("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale"), torch.zeros(2, 9))
-    with pytest.raises(ValueError, match=r"tail_k is torch\.float32 .* and has scales"):
-        run(replace(case, **scales))
-    with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
-        run(replace(case.packed("rot4"), tail_k=torch.zeros(3, 2, 3, 24, 1, dtype=torch.uint8)))
-    packed = case.packed("fp8")
-    with pytest.raises(ValueError, match=r"pool_v_scale is torch.float32 .*expected torch.float32"):
-        run(replace(packed, pool_v_scale=torch.zeros(2, 9)))
-    with pytest.raises(ValueError, match="tail_k_scale is torch"):
-        run(replace(packed, tail_k_scale=packed.tail_k_scale.double()))
-    with pytest.raises(ValueError, match="pool_k is torch"):
-        run(replace(packed, **dict.fromkeys(scales)))
+    int8, fp8, rot4 = (case.packed(entry_format) for entry_format in ("int8", "fp8", "rot4"))
+    few = torch.zeros(3, 2, 3, 24, 1, dtype=torch.uint8)
+    for wrong, message in (
+        (int8.changed(pool_v_scale=None), "must be given together"),
+        (case.changed(**scales), r"tail_k is torch\.float32 .* and has scales"),
+        (rot4.changed(tail_k=few), "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
+        (fp8.changed(pool_v_scale=torch.zeros(2, 9)), r"pool_v_scale is torch.float32 .*expected torch.float32"),
+        (fp8.changed(tail_k_scale=fp8.held.tail_k_scale.double()), "tail_k_scale is torch"),
+        (fp8.changed(**dict.fromkeys(scales)), "pool_k is torch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(wrong)
 
 
 @pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
@@ -172,12 +166,11 @@ def test_many_tokens():
 
 def test_any_strides():
     case = decode_case(RAGGED, group=2, tokens=2)
-    case.q = case.q.contiguous()
     fused = torch.randn(2, 2, 3, 100)
-    case.k, case.v = fused[..., 3:35].transpose(1, 2), fused[..., 60:92].transpose(1, 2)
+    k, v = fused[..., 3:35].transpose(1, 2), fused[..., 60:92].transpose(1, 2)
+    case = case.changed(q=case.call.q.contiguous(), k=k, v=v)
     check(case)
-    case.q, case.k, case.v = (x.mT.contiguous().mT for x in (case.q, case.k, case.v))
-    check(case)
+    check(case.changed(**{name: getattr(case.call, name).mT.contiguous().mT for name in "qkv"}))
 
 
 def test_far_apart_scores():
@@ -187,7 +180,7 @@ def test_far_apart_scores():
 
 def test_nan_query_is_not_hidden():
     case = decode_case([[40, 40]], group=1)
-    case.q[0, 1, 0, 3] = math.nan
+    case.call.q[0, 1, 0, 3] = math.nan
     out = run(case)
     assert out[0, 1].isnan().all()
     assert out[0, 0].isfinite().all()
@@ -197,24 +190,25 @@ def test_nan_query_is_not_hidden():
 def test_every_value_survives_and_means_round_to_even(dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     case = decode_case([[0] * 8], group=1, value_dim=2**13, used=0, slots=1, dtype=dtype)
-    case.v = every.view(1, 8, 1, -1)
-    torch.testing.assert_close(run(case), case.v, rtol=0, atol=0, equal_nan=True)
+    v = every.view(1, 8, 1, -1)
+    torch.testing.assert_close(run(case.changed(v=v)), v, rtol=0, atol=0, equal_nan=True)
 
     finite = every[every.isfinite()]
     first, second = finite[:32000], finite[torch.randperm(len(finite), generator=torch.manual_seed(0))[:32000]]
     case = decode_case([[0]], group=1, value_dim=32000, used=1, slots=2, dtype=dtype)
-    case.q.zero_()
-    case.tail_v[1, 0, 0, 0], case.v = first, second.view(1, 1, 1, -1)
+    case.call.q.zero_()
+    case.held.tail_v[1, 0, 0, 0] = first
     mean = ((first.float() + second.float()) / 2).to(dtype)
-    torch.testing.assert_close(run(case).flatten(), mean, rtol=0, atol=0)
+    torch.testing.assert_close(run(case.changed(v=second.view(1, 1, 1, -1))).flatten(), mean, rtol=0, atol=0)
 
 
-def spoil_offsets(case: DecodeCase) -> None:
-    case.offsets[1, 6] = case.pool_k.shape[1] + 1
-
-
-def spoil_order(case: DecodeCase) -> None:
-    case.offsets[0, 4] = case.offsets[0, 5] + 1
+def refused(case, message):
+    """The case must be refused, and nothing written."""
+    before = [tensor.clone() for tensor in case.buffers]
+    with pytest.raises(ValueError, match=message):
+        run(case)
+    for after, original in zip(case.buffers, before, strict=True):
+        assert torch.equal(after.view(torch.uint8), original.view(torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -244,23 +238,18 @@ def spoil_order(case: DecodeCase) -> None:
 )
 def test_bad_arguments_change_nothing(change, message):
     case = decode_case(RAGGED, group=2, tokens=2)
-    before = [tensor.clone() for tensor in case.buffers]
-    with pytest.raises(ValueError, match=message):
-        run(replace(case, **change))
-    for after, original in zip(case.buffers, before, strict=True):
-        assert torch.equal(bits(after), bits(original))
+    refused(case.changed(**change), message)
     check(case)
 
 
-@pytest.mark.parametrize("spoil", [spoil_offsets, spoil_order])
-def test_offsets_outside_the_pool_change_nothing(spoil):
-    case = decode_case(RAGGED)
-    spoil(case)
-    before = [tensor.clone() for tensor in case.buffers]
-    with pytest.raises(ValueError, match="offsets of row"):
-        run(case)
-    for after, original in zip(case.buffers, before, strict=True):
-        assert torch.equal(bits(after), bits(original))
+@pytest.mark.parametrize("falling", [False, True])
+def test_offsets_outside_the_pool_change_nothing(falling):
+    held = (case := decode_case(RAGGED)).held
+    if falling:
+        held.offsets[0, 4] = held.offsets[0, 5] + 1
+    else:
+        held.offsets[1, 6] = held.pool_k.shape[1] + 1
+    refused(case, "offsets of row")
 
 
 def test_unknown_dtype():
@@ -270,10 +259,10 @@ def test_unknown_dtype():
 
 def test_empty_batch():
     case = decode_case(RAGGED, group=2)
-    for name in ("q", "k", "v", "pool_k", "pool_v", "offsets", "tail_start"):
-        setattr(case, name, getattr(case, name)[:0])
-    case.tail_k, case.tail_v = case.tail_k[:, :0], case.tail_v[:, :0]
-    assert run(case).shape == (0, 6, 1, 32)
+    none = {name: getattr(case.call, name)[:0] for name in "qkv"}
+    none |= {name: getattr(case.held, name)[:0] for name in ("pool_k", "pool_v", "offsets", "tail_start")}
+    none |= {name: getattr(case.held, name)[:, :0] for name in ("tail_k", "tail_v")}
+    assert run(case.changed(**none)).shape == (0, 6, 1, 32)
 
 
 def test_no_compiler(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,11 +23,11 @@ EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 
 
 def eager(case: DecodeCase) -> Tensor:
-    return reference.attend_cache(case.call, case.held, case.layer)
+    return reference.attend_cache(*case.arguments)
 
 
 def counted(case: DecodeCase) -> AppendBuffers:
-    return case.held._replace(arrivals=torch.zeros(case.k.shape[0] * case.k.shape[1], 64, dtype=torch.int32))
+    return case.held._replace(arrivals=torch.zeros(len(case.call.k) * case.call.k.shape[1], 64, dtype=torch.int32))
 
 
 def ragged(case: DecodeCase, config: KernelConfig | None = SPLIT, chunks: int | None = 3) -> Tensor:
@@ -51,7 +50,7 @@ BOTH = (ragged, extend)
 
 
 def exact(case: DecodeCase) -> Exact:
-    return case.exact(rounds_weights=case.q.dtype != torch.float32)
+    return case.exact(rounds_weights=case.call.q.dtype != torch.float32)
 
 
 def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOTH) -> None:
@@ -60,7 +59,7 @@ def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOT
     for way in (eager, *ways):
         given = case.copied()
         found = way(given)
-        assert found.shape == (*case.q.shape[:3], case.v.shape[3]) and found.dtype == case.q.dtype
+        assert found.shape == (*case.call.q.shape[:3], case.call.v.shape[3]) and found.dtype == case.call.q.dtype
         assert found.transpose(1, 2).is_contiguous()
         given.check_appended()
         assert_rounded(way.__name__, found, exact(given))
@@ -197,14 +196,16 @@ def test_codes_in_chunks_of_any_number(chunks):
 
 def test_scales_that_do_not_fit_are_refused():
     case = decode_case([[37, 0, 5]]).packed("rot4")
-    assert case.pool_v_scale is not None
-    for way in BOTH:
-        with pytest.raises(ValueError, match="must be given together"):
-            way(replace(case, pool_v_scale=None))
-        with pytest.raises(ValueError, match="pool_v_scale is"):
-            way(replace(case, pool_v_scale=case.pool_v_scale.half()))
-        with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
-            way(replace(case, tail_k=case.tail_k[..., :1].contiguous()))
+    assert case.held.pool_v_scale is not None
+    few = case.held.tail_k[..., :1].contiguous()
+    for wrong, message in (
+        ({"pool_v_scale": None}, "must be given together"),
+        ({"pool_v_scale": case.held.pool_v_scale.half()}, "pool_v_scale is"),
+        ({"tail_k": few}, "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
+    ):
+        for way in BOTH:
+            with pytest.raises(ValueError, match=message):
+                way(case.changed(**wrong))
 
 
 @each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
@@ -256,10 +257,8 @@ def test_softcap_and_sinks(softcap, sinks, tokens):
 
 def test_large_scores_do_not_overflow():
     case = decode_case(LENGTHS, tokens=3, sinks=True, dim=16)
-    case.scale = 60.0
-    check(case)
-    case.softcap = 80.0
-    check(case)
+    check(case.changed(scale=60.0))
+    check(case.changed(scale=60.0, softcap=80.0))
 
 
 @pytest.mark.parametrize("chunks", quick([1, 2, 9, 40], [9]))
@@ -313,10 +312,10 @@ def test_many_tokens():
 
 def test_strided_queries_keys_and_values():
     case = decode_case(LENGTHS, tokens=3, dim=32)
-    heads, kv_heads = case.q.shape[1], case.k.shape[1]
+    heads, kv_heads = case.call.q.shape[1], case.call.k.shape[1]
     fused = torch.randn(2, 3, heads + 2 * kv_heads, 32)
-    case.q, case.k, case.v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
-    check(case)
+    q, k, v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
+    check(case.changed(q=q, k=k, v=v))
 
 
 def test_steps_one_after_another_are_one_long_step():
@@ -326,11 +325,11 @@ def test_steps_one_after_another_are_one_long_step():
     held = counted(case)
     for token in range(4):
         at = slice(token, token + 1)
-        step = replace(case, **{name: getattr(case, name)[:, :, at] for name in "qkv"})
+        step = case.changed(**{name: getattr(case.call, name)[:, :, at] for name in "qkv"})
         found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT, 3)
         assert not held.arrivals.any(), f"token {token}: the counters are not ready for the next step"
         assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
-        case.tail_used += 1
+        case.held.tail_used.add_(1)
 
 
 @pytest.mark.parametrize(
@@ -351,21 +350,19 @@ def test_steps_one_after_another_are_one_long_step():
 )
 def test_bad_arguments_are_named(change, named):
     case = decode_case(THREE_HEADS)
-    before = case.tail_k.clone()
-    for name, value in change.items():
-        setattr(case, name, value)
+    before = case.held.tail_k.clone()
     for way in BOTH:
         with pytest.raises(ValueError, match=named):
-            way(case)
-    assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
+            way(case.changed(**change))
+    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_tables_of_another_cache():
     case = decode_case(THREE_HEADS)
     with pytest.raises(ValueError, match="offsets is"):
-        extend(replace(case, offsets=case.offsets.long()))
+        extend(case.changed(offsets=case.held.offsets.long()))
     with pytest.raises(ValueError, match="arrivals are None"):
-        attend_ragged(case.call, case.held, case.layer)
+        attend_ragged(*case.arguments)
     held = counted(case)
     with pytest.raises(ValueError, match="arrivals is"):
         attend_ragged(case.call, held._replace(arrivals=held.arrivals[1:]), case.layer)
