@@ -102,17 +102,19 @@ def attended(
         return attend_prompt(call, start.cpu(), sliding_window)
 
 
+def check(found, expected, dtype):
+    """Output and log-sum-exp but for rounding."""
+    assert found[0].dtype == dtype and found[1].dtype == torch.float32
+    for name, x, exactly in zip(("out", "lse"), found, expected, strict=True):
+        assert_rounded(name, x, exactly)
+
+
 @pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], *CASES[18:21]]), ids=str)
 def test_output_and_lse_are_those_of_a_masked_softmax(case):
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     call, config = Attention(q, k, v, scale, case.softcap, sinks), case.config if DEVICE == "cpu" else None
-    out, lse = attended(call, start, case.sliding_window, config)
-    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
-    assert out.dtype == q.dtype
-    assert lse.dtype == torch.float32
-    assert_rounded("out", out, expected_out)
-    assert_rounded("lse", lse, expected_lse)
+    check(attended(call, start, case.sliding_window, config), exact(q, k, v, start, scale, case, sinks), q.dtype)
 
 
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)])
@@ -138,33 +140,26 @@ def test_contract_4_padding_changes_no_bit(sliding_window):
         attended(call.rows(slice(row, row + 1), slice(pad, None)), start[:1], sliding_window, SMALL)
         for row, pad in enumerate(pads.tolist())
     ]
-    out, lse = attended(call, pads, sliding_window, SMALL)
+    together = attended(call, pads, sliding_window, SMALL)
     for row, pad in enumerate(pads.tolist()):
-        assert torch.equal(out[row, :, pad:], alone[row][0][0])
-        assert torch.equal(lse[row, :, pad:], alone[row][1][0])
+        assert all(torch.equal(x[row, :, pad:], own[0]) for x, own in zip(together, alone[row], strict=True))
 
 
 def test_large_logits_do_not_overflow():
     case = Case(40, 64, dtype=torch.float16)
     q, k, v, start, _ = case.tensors()
-    out, lse = attended(Attention(q * 30, k * 30, v, 1.0), start)
-    expected_out, expected_lse = exact(q * 30, k * 30, v, start, 1.0, case)
-    assert_rounded("out", out, expected_out)
-    assert_rounded("lse", lse, expected_lse)
+    check(attended(Attention(q * 30, k * 30, v, 1.0), start), exact(q * 30, k * 30, v, start, 1.0, case), q.dtype)
 
 
 def test_any_strides_and_the_layout_of_the_output():
     q, k, v, start, _ = Case(37, 64, heads=4, kv_heads=2, starts=(3, 0)).tensors()
     views = [strided(x) for x in (q, k, v)]
     assert not any(x.is_contiguous() for x in views)
-    out, lse = attended(Attention(*views, 0.125), start)
-    expected_out, expected_lse = attended(Attention(q, k, v, 0.125), start)
-    assert torch.equal(out, expected_out)
-    assert torch.equal(lse, expected_lse)
+    found, expected = (attended(Attention(*x, 0.125), start) for x in (views, (q, k, v)))
+    assert all(map(torch.equal, found, expected))
     in_chunks = attend_prompt(Attention(q, k, v, 0.125), torch.zeros(2, dtype=torch.int64), 16, chunked=True)
-    for found, of_queries in ((out, lse), in_chunks):
-        assert found.transpose(1, 2).is_contiguous()
-        assert of_queries.is_contiguous()
+    for out, lse in (found, in_chunks):
+        assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
 
 
 def broken(**changed: object) -> dict[str, object]:
@@ -287,10 +282,8 @@ def test_queries_of_the_last_tokens_attend_what_they_do_in_the_whole_prompt(name
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     call = Attention(q[:, :, -last:], k, v, scale, case.softcap, sinks)
-    out, lse = attend_prompt(call, start.cpu(), case.sliding_window)
-    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
-    for name, found, expected in (("out", out, expected_out), ("lse", lse, expected_lse)):
-        assert_rounded(name, found, Exact(expected.value[:, :, -last:], expected.error[:, :, -last:]))
+    expected = [Exact(x.value[:, :, -last:], x.error[:, :, -last:]) for x in exact(q, k, v, start, scale, case, sinks)]
+    check(attend_prompt(call, start.cpu(), case.sliding_window), expected, q.dtype)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -300,12 +293,8 @@ def test_a_kernel_of_a_library_gets_the_rows_without_their_padding(name, case, s
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     out, lse = attend_prompt(Attention(q, k, v, scale, None, sinks), start.cpu(), case.sliding_window)
-    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
-    assert out.dtype == q.dtype
-    assert lse.dtype == torch.float32
     assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
-    assert_rounded("out", out, expected_out)
-    assert_rounded("lse", lse, expected_lse)
+    check((out, lse), exact(q, k, v, start, scale, case, sinks), q.dtype)
     if DEVICE == "cpu":
         assert stand_ins == [(name, case.n - first) for first in dict.fromkeys(case.starts)]
 
@@ -332,8 +321,7 @@ def test_queries_stored_by_head_give_an_output_stored_by_token(name, stand_ins, 
     q, k, v, start, _ = Case(40, 64, heads=4, kv_heads=2, starts=(0,), dtype=torch.float16).tensors()
     expected, _ = attend_prompt(Attention(q, k, v, 0.1), start)
     out, _ = attend_prompt(Attention(q.contiguous(), k.contiguous(), v.contiguous(), 0.1), start)
-    assert torch.equal(out, expected)
-    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out, expected) and out.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("name", "sliding_window"), [("cudnn", None), ("flash", None), ("flash", 7)])
@@ -380,9 +368,7 @@ HALF, FULL = torch.bfloat16, torch.float32
         (Machine(), LONG, HALF, (128, 128), None, None, "triton"),
     ],
 )
-def test_the_kernel_of_each_machine_and_shape(  # type: ignore[no-untyped-def]
-    machine, tokens, dtype, dims, softcap, sliding_window, expected
-):
+def test_the_kernel_of_each_machine_and_shape(machine, tokens, dtype, dims, softcap, sliding_window, expected):
     q, k, v = (
         torch.empty(1, heads, tokens, dim, dtype=dtype, device="meta")
         for heads, dim in ((8, dims[0]), (2, dims[0]), (2, dims[1]))

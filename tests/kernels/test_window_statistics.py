@@ -151,11 +151,9 @@ def test_every_statistic_is_that_of_the_attention(case):
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     lse = true_lse(q, k, start, scale, case, sinks)
-    given = min(max(case.window, case.rows, 1), case.n)
-    statistics = everything(
-        q[:, :, case.n - given :], k, v, start, lse[:, :, case.n - given :], scale, case.window, softcap=case.softcap,
-        rows=case.rows, config=case.config if DEVICE == "cpu" else None,
-    )  # fmt: skip
+    last = slice(case.n - min(max(case.window, case.rows, 1), case.n), None)
+    given = {"softcap": case.softcap, "rows": case.rows, "config": case.config if DEVICE == "cpu" else None}
+    statistics = everything(q[:, :, last], k, v, start, lse[:, :, last], scale, case.window, **given)
     compare_all(statistics, q, k, v, case, sinks)
 
 
@@ -171,9 +169,8 @@ def test_variance_of_nearly_equal_rows_does_not_cancel():
     """Every row puts all its attention on column 0: the mean of squares less the square of the mean would be noise."""
     case = Case(100, 64, window=64)
     _, k, _, start, _ = case.tensors()
-    k = torch.zeros_like(k)
+    k, q = torch.zeros_like(k), torch.zeros(1, 2, 100, 64, device=DEVICE)
     k[:, :, 0, 0] = 1.0
-    q = torch.zeros(1, 2, 100, 64, device=DEVICE)
     q[:, :, :, 0] = 14.0 + torch.rand(1, 2, 100, device=DEVICE) * 1e-2
     lse = true_lse(q, k, start, 1.0, case, None)
     a = (q[:, :, 36:, 0].double() - lse[:, :, 36:].double()).exp()

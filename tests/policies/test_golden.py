@@ -49,16 +49,12 @@ CASES_OF_KEYS = sorted(
 POOLS = {"maxpool": "max", "avgpool": "avg", "max": "max", "avg": "avg", None: None}
 POLICY_OF = {
     "ada_snapkv_normalized_kvcf": "ada_snapkv",
-    "criticalkv_snapkv": "criticalkv",
-    "criticalkv_ada_snapkv": "criticalkv",
-    "h2o_prefill": "h2o",
-    "h2o_decode": "h2o",
+    **dict.fromkeys(CRITICAL, "criticalkv"),
+    **dict.fromkeys(("h2o_prefill", "h2o_decode"), "h2o"),
     "pyramidkv_adakv_repo": "pyramidkv",
     "snapkv_kvcf": "snapkv",
     "streaming_llm_kvcf": "streaming_llm",
-    "vatp_snapkv": "vatp",
-    "vatp_h2o": "vatp",
-    "vatp_scissorhands": "vatp",
+    **dict.fromkeys(("vatp_snapkv", "vatp_h2o", "vatp_scissorhands"), "vatp"),
 }
 
 
