@@ -122,29 +122,24 @@ def test_a_folder_that_others_can_write_to_or_a_link_to_one_is_not_used(folder, 
     assert made_anew("a")
 
 
-@pytest.mark.parametrize("value", ["0", "/dev/null"])
-def test_without_a_folder_every_check_is_made(monkeypatch, value):
-    monkeypatch.setenv("KVPASS_CACHE", value)
-    assert made_anew("a")
-    assert made_anew("a")
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
-def test_a_user_without_a_home_makes_every_check(monkeypatch):
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", no_home)
-    for name in ("KVPASS_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert made_anew("a")
-    assert made_anew("a")
+def full_disk(**given):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_on_a_full_disk_every_check_is_made(folder, monkeypatch):
-    def full(**given):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module.tempfile, "mkstemp", full)
+@pytest.mark.parametrize("why", ["0", "/dev/null", "no home", "full disk"])
+def test_without_a_folder_every_check_is_made(why, folder, monkeypatch):
+    if why == "full disk":
+        monkeypatch.setattr(module.tempfile, "mkstemp", full_disk)
+    elif why == "no home":
+        monkeypatch.setattr(Path, "home", no_home)
+        for name in ("KVPASS_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv("KVPASS_CACHE", why)
     assert made_anew("a")
     assert made_anew("a")
 
