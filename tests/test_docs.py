@@ -28,10 +28,7 @@ from kvpass import builtin
 from tiny_models import random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = [
-    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+TEXTS = [*(ROOT / f"{name}.md" for name in ("README", "DESIGN", "CONTRIBUTING")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [path for path in TEXTS if "```python" in path.read_text()]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if "torchrun" not in path.read_text())
 NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
@@ -73,6 +70,13 @@ def run(blocks: list[Block], namespace: dict[str, Any], name: str) -> str:
     return everything
 
 
+def shown_by(example: Path) -> str:
+    """What the docstring of an example says that it prints."""
+    found = re.search(r'^Prints::\n\n(.*?)"""', example.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, example
+    return found[1]
+
+
 def numbers_of_report(text: str) -> list[float]:
     found = re.search(r"kvpass: lava, budget 128 *\n.*would hold \d+", text, re.DOTALL)
     assert found is not None
@@ -85,24 +89,17 @@ class Shared:
 
     model: Any
     tokenizer: Any
-    compiled: dict[tuple[str, str], Any] = field(default_factory=dict)
+    compiled: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
-    def compile(
-        self,
-        model: Any,
-        *,
-        recompress: str = "never",
-        entries: str = "model",
-        policy: str = "lava",
-        budget: Any = None,
-        **rest: Any,
-    ) -> Any:
-        fast = self.compiled.get((recompress, entries))
-        if fast is None:
-            given = {"policy": policy, "budget": budget, "recompress": recompress, "entries": entries, **rest}
-            fast = self.compiled[recompress, entries] = _compile(self.model, backend="eager", **given)
-        fast.set_policy(policy, budget, **rest)
-        return fast
+    def compile(self, model: Any, *, policy: str = "lava", budget: Any = None, **given: Any) -> Any:
+        of_cache = {name: given.pop(name, usual) for name, usual in (("recompress", "never"), ("entries", "model"))}
+        key = tuple(of_cache.values())
+        if key not in self.compiled:
+            self.compiled[key] = _compile(
+                self.model, backend="eager", policy=policy, budget=budget, **of_cache, **given
+            )
+        self.compiled[key].set_policy(policy, budget, **given)
+        return self.compiled[key]
 
 
 _compile = kvpass.compile
@@ -153,9 +150,8 @@ def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies
 def test_an_example_prints_what_its_docstring_shows(example, quickly, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(example)])
     code = example.read_text()
-    shown = re.search(r'^Prints::\n\n(.*?)"""', code, re.MULTILINE | re.DOTALL)
-    assert shown is not None and code.count("\n") < 40
-    run([(code, shown[1])], {"__name__": "__main__"}, example.name)
+    assert code.count("\n") < 40
+    run([(code, shown_by(example))], {"__name__": "__main__"}, example.name)
 
 
 def test_the_notebook_prints_what_it_shows(quickly):
@@ -192,8 +188,7 @@ def test_an_example_runs_as_a_program(example, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     result = subprocess.run([sys.executable, example], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    shown = re.search(r'^Prints::\n\n(.*?)"""', example.read_text(), re.MULTILINE | re.DOTALL)
-    assert shown is not None and _SAME.check_output(shown[1], result.stdout, _LIKE), result.stdout
+    assert _SAME.check_output(shown_by(example), result.stdout, _LIKE), result.stdout
 
 
 @pytest.mark.exhaustive

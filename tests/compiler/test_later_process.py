@@ -43,14 +43,9 @@ print(json.dumps([logits.tolist(), len(checks), missed, found]))
 def start(folder, factor):
     """What a fresh process answers; how often it made the self check, and compiled or found compiled parts."""
     own = {"KVPASS_CACHE": str(folder / "kvpass"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    ran = subprocess.run(
-        [sys.executable, "-c", START, str(factor)],
-        env={**os.environ, "PYTHONSAFEPATH": "1", **own},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(ran.stdout.splitlines()[-1])
+    env = {**os.environ, "PYTHONSAFEPATH": "1", **own}
+    printed = subprocess.check_output([sys.executable, "-c", START, str(factor)], env=env, text=True)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.exhaustive
