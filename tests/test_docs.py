@@ -28,10 +28,7 @@ from kvpass import builtin
 from tiny_models import random_ids, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-TEXTS = [
-    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+TEXTS = [*(ROOT / f"{name}.md" for name in ("README", "DESIGN", "CONTRIBUTING")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [path for path in TEXTS if "```python" in path.read_text()]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if "torchrun" not in path.read_text())
 NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
@@ -73,6 +70,13 @@ def run(blocks: list[Block], namespace: dict[str, Any], name: str) -> str:
     return everything
 
 
+def shown_by(example: Path) -> str:
+    """What the docstring of an example says that it prints."""
+    found = re.search(r'^Prints::\n\n(.*?)"""', example.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, example
+    return found[1]
+
+
 def numbers_of_report(text: str) -> list[float]:
     found = re.search(r"kvpass: lava, budget 128 *\n.*would hold \d+", text, re.DOTALL)
     assert found is not None
@@ -85,24 +89,17 @@ class Shared:
 
     model: Any
     tokenizer: Any
-    compiled: dict[tuple[str, str], Any] = field(default_factory=dict)
+    compiled: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
-    def compile(
-        self,
-        model: Any,
-        *,
-        recompress: str = "never",
-        entries: str = "model",
-        policy: str = "lava",
-        budget: Any = None,
-        **rest: Any,
-    ) -> Any:
-        fast = self.compiled.get((recompress, entries))
-        if fast is None:
-            given = {"policy": policy, "budget": budget, "recompress": recompress, "entries": entries, **rest}
-            fast = self.compiled[recompress, entries] = _compile(self.model, backend="eager", **given)
-        fast.set_policy(policy, budget, **rest)
-        return fast
+    def compile(self, model: Any, *, policy: str = "lava", budget: Any = None, **given: Any) -> Any:
+        of_cache = {name: given.pop(name, usual) for name, usual in (("recompress", "never"), ("entries", "model"))}
+        key = tuple(of_cache.values())
+        if key not in self.compiled:
+            self.compiled[key] = _compile(
+                self.model, backend="eager", policy=policy, budget=budget, **of_cache, **given
+            )
+        self.compiled[key].set_policy(policy, budget, **given)
+        return self.compiled[key]
 
 
 _compile = kvpass.compile
@@ -143,42 +140,39 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_a_page_prints_what_is_shown(page: Path, quickly: None, shared: Shared, policies: None) -> None:
+def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies):
     printed = run(blocks_of(page), started(shared), page.name)
     if page.name == "README.md":  # another processor may round otherwise and keep a few other entries
         assert numbers_of_report(printed) == pytest.approx(numbers_of_report(page.read_text()), rel=0.05, abs=3)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_prints_what_its_docstring_shows(
-    example: Path, quickly: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_prints_what_its_docstring_shows(example, quickly, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(example)])
     code = example.read_text()
-    shown = re.search(r'^Prints::\n\n(.*?)"""', code, re.MULTILINE | re.DOTALL)
-    assert shown is not None and code.count("\n") < 40
-    run([(code, shown[1])], {"__name__": "__main__"}, example.name)
+    assert code.count("\n") < 40
+    run([(code, shown_by(example))], {"__name__": "__main__"}, example.name)
 
 
-def test_the_notebook_prints_what_it_shows(quickly: None) -> None:
+def test_the_notebook_prints_what_it_shows(quickly):
     run(cells_of(NOTEBOOK), {"__name__": "__main__"}, NOTEBOOK.name)
 
 
-def test_blocks_that_print_something_else_are_seen() -> None:
+def test_blocks_that_print_something_else_are_seen():
     with pytest.raises(AssertionError, match="block 1"):
         run([("print(1)", "2\n")], {}, "page")
     with pytest.raises(AssertionError):
         run([("tokenizer = str\nprint(tokenizer(1))  # 2", None)], {}, "page")
 
 
-def test_every_language_block_of_the_docs_is_python_or_text() -> None:
+def test_every_language_block_of_the_docs_is_python_or_text():
     """A block in another spelling (``py``, ``python3``) would not be run."""
     for page in TEXTS:
         assert set(re.findall(r"^ *```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "text"}, page
 
 
 @pytest.mark.parametrize("page", [*TEXTS, *sorted(ROOT.glob("[CS]*.md"))], ids=lambda path: path.name)
-def test_links_to_files_lead_to_files(page: Path) -> None:
+def test_links_to_files_lead_to_files(page):
     """Pages that ``make docs`` writes are not there before; it checks links to them."""
     made = {"benchmarks.md", "changelog.md", "design.md", "each-policy.md", "reference.md"}
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
@@ -188,27 +182,24 @@ def test_links_to_files_lead_to_files(page: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs_as_a_program(example: Path, tmp_path: Path) -> None:
+def test_an_example_runs_as_a_program(example, tmp_path):
     """With Inductor, in a process of its own."""
     (tmp_path / "kvpass").symlink_to(ROOT / "kvpass")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     result = subprocess.run([sys.executable, example], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    shown = re.search(r'^Prints::\n\n(.*?)"""', example.read_text(), re.MULTILINE | re.DOTALL)
-    assert shown is not None and _SAME.check_output(shown[1], result.stdout, _LIKE), result.stdout
+    assert _SAME.check_output(shown_by(example), result.stdout, _LIKE), result.stdout
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_a_page_runs_with_inductor(
-    page: Path, shared: Shared, policies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_a_page_runs_with_inductor(page, shared, policies, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(blocks_of(page), started(shared), page.name)
 
 
 @pytest.mark.exhaustive
-def test_a_decode_step_enters_the_files_that_design_names() -> None:
+def test_a_decode_step_enters_the_files_that_design_names():
     text = (ROOT / "DESIGN.md").read_text()
     text = text[text.index("One\ndecode step, top to bottom") : text.index("Two other paths")]
     named = {"kvpass." + name.replace("/", ".") for name in re.findall(r"`([\w/]+)\.py`", text)}

@@ -38,24 +38,28 @@ def run_python(code: str, cwd: Path, *, safe_path: bool = True) -> subprocess.Co
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
 
 
+def printed(result: subprocess.CompletedProcess[str]) -> str:
+    """What a program printed that must have ended well."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 @pytest.fixture(scope="module")
 def kernels_without_us(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What transformers says of the Hugging Face package `kernels` where kvpass is nowhere near."""
-    result = run_python(ASK_FOR_KERNELS, tmp_path_factory.mktemp("elsewhere"))
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return printed(run_python(ASK_FOR_KERNELS, tmp_path_factory.mktemp("elsewhere")))
 
 
 @in_a_checkout
 @pytest.mark.parametrize("name", ["graphs", "eval"])
-def test_a_bare_import_from_the_checkout_is_refused(name: str) -> None:
+def test_a_bare_import_from_the_checkout_is_refused(name):
     result = run_python(f"import {name}", ROOT, safe_path=False)
     assert result.returncode == 1
     assert f"ImportError: this is kvpass.{name}, found as '{name}'" in result.stderr
 
 
 @in_a_checkout
-def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
+def test_no_kernel_can_be_imported_under_a_bare_name():
     assert (ROOT / "kernels" / "cpu.py").exists()
     statements = ("import kernels.cpu", "from kernels import cpu")
     tries = [f"try: {statement}\nexcept ImportError: print('refused')" for statement in statements]
@@ -65,34 +69,27 @@ def test_no_kernel_can_be_imported_under_a_bare_name() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is not None, reason="the checkout would shadow the real one")
 @pytest.mark.exhaustive
-def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_us: str) -> None:
+def test_transformers_works_in_the_checkout_without_a_safe_path(kernels_without_us):
     ask = "from transformers import LlamaForCausalLM; import kvpass; kvpass.compile; " + ASK_FOR_KERNELS
-    result = run_python(ask, ROOT, safe_path=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == kernels_without_us
+    assert printed(run_python(ask, ROOT, safe_path=False)) == kernels_without_us
 
 
 @in_a_checkout
 @pytest.mark.parametrize("name", LINKED)
-def test_the_linked_folders_are_one_module_each(name: str) -> None:
+def test_the_linked_folders_are_one_module_each(name):
     module = sys.modules[f"kvpass.{name}"]
     assert getattr(kvpass, name) is module
-    assert module.__file__ is not None
-    assert Path(module.__file__).resolve() == ROOT / name / "__init__.py"
-    copies = [
-        other
-        for other, loaded in sys.modules.items()
-        if getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == ROOT / name / "__init__.py"
-    ]
-    assert copies == [f"kvpass.{name}"]
+    files = {other: getattr(loaded, "__file__", None) for other, loaded in sys.modules.items()}
+    own = ROOT / name / "__init__.py"
+    assert [other for other, file in files.items() if file and Path(file).resolve() == own] == [f"kvpass.{name}"]
 
 
-def test_hugging_face_kernels_are_as_available_with_us_as_without_us(kernels_without_us: str) -> None:
+def test_hugging_face_kernels_are_as_available_with_us_as_without_us(kernels_without_us):
     """Asked here, where tests/conftest.py has imported kvpass without the checkout on the path."""
     assert f"{is_kernels_available()}\n" == kernels_without_us
 
 
-def test_the_test_run_itself_does_not_shadow_hugging_face_kernels() -> None:
+def test_the_test_run_itself_does_not_shadow_hugging_face_kernels():
     assert str(ROOT) not in [str(Path(entry).resolve()) for entry in sys.path]
 
 
@@ -110,8 +107,7 @@ def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     code = f"import setuptools.build_meta as backend; print(backend.build_sdist({str(folder)!r}))"
-    result = run_python(code, checkout)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed(run_python(code, checkout))
     (path,) = folder.glob("kvpass-*.tar.gz")
     with tarfile.open(path) as packed:
         assert [member.name for member in packed if not (member.isreg() or member.isdir())] == []  # no links
@@ -133,26 +129,20 @@ def files_in(folder: Path) -> set[str]:
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    result = subprocess.run([*build, "--wheel-dir", str(folder), str(checkout)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed(subprocess.run([*build, "--wheel-dir", str(folder), str(checkout)], capture_output=True, text=True))
     (path,) = folder.glob("kvpass-*.whl")
     return zipfile.ZipFile(path)
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile, checkout: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel, checkout):
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {
-        (Path(folder).relative_to(checkout) / file).as_posix()
-        for folder, _, files in os.walk(checkout / "kvpass", followlinks=True)
-        for file in files
-    }
-    assert packed == sources | {"kvpass_autoload.py"}
+    assert packed == {f"kvpass/{name}" for name in files_in(checkout / "kvpass")} | {"kvpass_autoload.py"}
     assert {f"kvpass/{name}/__init__.py" for name in LINKED} | {WEIGHTS} <= packed
 
 
 @pytest.mark.slow
-def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_registers_the_command_and_the_backend(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel.read(name).decode())
@@ -163,9 +153,7 @@ def test_the_wheel_registers_the_command_and_the_backend(wheel: zipfile.ZipFile)
 
 
 @pytest.mark.slow
-def test_the_wheel_works_without_checkout_and_triton_and_importing_it_imports_no_torch(
-    wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
+def test_the_wheel_works_without_checkout_and_triton_and_importing_it_imports_no_torch(wheel, tmp_path):
     """transformers imports Triton where it is installed, so its absence has to be made."""
     wheel.extractall(tmp_path)
     code = f"""
@@ -182,13 +170,12 @@ import kvpass.kernels, kvpass.graphs, kvpass.eval, kvpass.builtin
 model, tokenizer = kvpass.builtin.load()
 print(kvpass.builtin.__file__, model.num_parameters())
 """
-    result = run_python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["[]", "True", "[]", str(tmp_path / "kvpass/builtin/__init__.py"), "3444736"]
+    said = printed(run_python(code, tmp_path)).split()
+    assert said == ["[]", "True", "[]", str(tmp_path / "kvpass/builtin/__init__.py"), "3444736"]
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist: Path, checkout: Path) -> None:
+def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist, checkout):
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     expected = files_in(checkout) if tracked.returncode else set(tracked.stdout.split())
     linked = {name for name in expected if name.split("/")[0] in LINKED}  # in kvpass/ only
@@ -198,11 +185,8 @@ def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist: Path
 
 
 @pytest.mark.slow
-def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(
-    sdist: Path, wheel: zipfile.ZipFile, tmp_path: Path
-) -> None:
-    result = run_python(f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})", sdist)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(sdist, wheel, tmp_path):
+    printed(run_python(f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})", sdist))
     (path,) = tmp_path.glob("kvpass-*.whl")
     contents = [{name: made.read(name) for name in made.namelist()} for made in (zipfile.ZipFile(path), wheel)]
     for content in contents:
@@ -212,8 +196,7 @@ def test_a_wheel_made_from_the_sdist_is_the_wheel_made_from_the_checkout(
 
 
 @pytest.mark.exhaustive
-def test_the_tests_of_the_sdist_run(sdist: Path) -> None:
+def test_the_tests_of_the_sdist_run(sdist):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_pairwise.py"]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
-    result = subprocess.run(command, cwd=sdist, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed(subprocess.run(command, cwd=sdist, env=env, capture_output=True, text=True))

@@ -68,13 +68,9 @@ def test_wrong_uses_are_reported_and_right_ones_are_not(tmp_path):
     files = {"wrong_uses": GIVEN + WRONG, "right_uses": GIVEN + RIGHT}
     for name, code in files.items():
         (tmp_path / f"{name}.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-error-summary", *(str(tmp_path / f"{name}.py") for name in files)],
-        cwd=ROOT,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", *(str(tmp_path / f"{name}.py") for name in files)]
+    env = {**os.environ, "MYPYPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stderr == ""
     reported = [(place, int(line)) for place, line in re.findall(r"(\w+_uses)\.py:(\d+): error", done.stdout)]
     wanted = lines(WRONG, len(GIVEN.splitlines()) + 1)

@@ -45,14 +45,15 @@ class Step:
         return [self.out]
 
 
-def make():
+def make(weight=2.0):
+    """A step, what records it, and a weight and a state to give it."""
     recorder = Recorder()
-    return GraphedStep(Step(), recorder, CPU, held=[1]), recorder
+    step = GraphedStep(Step(), recorder, CPU, held=[1])
+    return step, recorder, nn.Parameter(torch.tensor(weight), requires_grad=False), torch.zeros(())
 
 
 def test_the_first_call_runs_the_second_captures_and_all_later_ones_replay():
-    step, recorder = make()
-    weight, state = nn.Parameter(torch.tensor(3.0), requires_grad=False), torch.zeros(())
+    step, recorder, weight, state = make(3.0)
     for call in range(5):
         ids = torch.tensor([1.0 + call, 2.0])
         out = step((ids, weight), [state])
@@ -62,22 +63,19 @@ def test_the_first_call_runs_the_second_captures_and_all_later_ones_replay():
 
 
 def test_an_answer_is_not_overwritten_by_the_next_call():
-    step, _ = make()
-    weight, state = nn.Parameter(torch.tensor(1.0), requires_grad=False), torch.zeros(())
+    step, _, weight, state = make(1.0)
     answers = [step((torch.tensor([float(i)]), weight), [state])[0] for i in range(1, 5)]
     assert [float(answer) for answer in answers[1:]] == [3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("change", ["state", "state shape", "weight", "ids shape"])
 def test_other_memory_or_shapes_are_captured_apart(change):
-    step, recorder = make()
-    weight, state, ids = nn.Parameter(torch.tensor(2.0), requires_grad=False), torch.zeros(()), torch.ones(2)
+    step, recorder, weight, state = make()
+    ids = torch.ones(2)
     for _ in range(3):
         step((ids, weight), [state])
-    if change == "state":
-        state = torch.zeros(())
-    elif change == "state shape":
-        state = torch.zeros(3)
+    if change.startswith("state"):
+        state = torch.zeros(()) if change == "state" else torch.zeros(3)
     elif change == "weight":
         weight = nn.Parameter(torch.tensor(5.0), requires_grad=False)
     else:
@@ -90,8 +88,7 @@ def test_other_memory_or_shapes_are_captured_apart(change):
 
 def test_few_captures_are_kept_and_the_least_used_goes_first(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
-    step, recorder = make()
-    weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+    step, recorder, weight, _ = make()
     states = [torch.zeros(()) for _ in range(3)]
     for state in (*states[:1] * 2, *states[1:2] * 2, states[0], *states[2:] * 2):
         step((torch.ones(1), weight), [state])
@@ -106,9 +103,7 @@ def test_few_captures_are_kept_and_the_least_used_goes_first(monkeypatch):
 def test_caches_that_take_turns_do_not_drop_each_others_captures(monkeypatch):
     """Nor are there ever none: the memory they share must not be used again after the last one is gone."""
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
-    step, recorder = make()
-    weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
-    first = torch.zeros(())
+    step, recorder, weight, first = make()
     for _ in range(3):
         step((torch.ones(1), weight), [first])
     for state in [torch.zeros(()) for _ in range(5)]:
@@ -182,9 +177,8 @@ def test_a_capture_is_not_replayed_for_an_input_that_has_moved():
 
 def test_threads_take_their_own_answers_away():
     """All captures write their answers to one place, as those of a GPU may."""
-    step, _ = make()
-    weight, states = nn.Parameter(torch.tensor(1.0), requires_grad=False), [torch.zeros(()) for _ in range(4)]
-    wrong = []
+    step, _, weight, _ = make(1.0)
+    states, wrong = [torch.zeros(()) for _ in range(4)], []
     for state in states * 2:  # captured before the threads begin
         step((torch.zeros(1), weight), [state])
 

@@ -39,14 +39,9 @@ print(json.dumps([logits.tolist(), missed, found]))
 
 def start(folder, factor):
     """What a fresh process answers; how many compiled parts it made, or found."""
-    ran = subprocess.run(
-        [sys.executable, "-c", START, str(factor)],
-        env={**os.environ, "PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(ran.stdout.splitlines()[-1])
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    printed = subprocess.check_output([sys.executable, "-c", START, str(factor)], env=env, text=True)
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.exhaustive

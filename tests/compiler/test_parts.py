@@ -36,9 +36,8 @@ def test_parts_give_the_logits_of_the_uncompiled_model(family):
 def test_a_deep_model_has_as_many_parts_as_one_of_two_layers():
     counts = []
     for layers in (2, 4):
-        fast = kvpass.compile(
-            tiny_model("llama", layers=layers), budget=32, window=8, backend="eager", compile_regions=True
-        )
+        model = tiny_model("llama", layers=layers)
+        fast = kvpass.compile(model, budget=32, window=8, backend="eager", compile_regions=True)
         step_logits(fast, random_ids(1, 50), random_ids(1, 7, seed=1))
         counts.append({record.phase: (record.sites, record.parts) for record in fast.report().compiled})
     assert counts == [{"prefill": (layers, 4), "decode": (layers, 3), "extend": (layers, 3)} for layers in (2, 4)]
@@ -101,11 +100,8 @@ def test_a_decoder_that_adds_in_place_runs_over_the_prompt_at_once_and_answers_t
     if policy == "full":
         assert_close("of the module", found[1], model(ids), atol=1e-5)
     assert_close("in place", found[1], found[0], atol=1e-5)
-    prompts = [record for record in records if record.phase == "prefill"]
-    assert [record.not_in_blocks.split(" ", 1)[-1] for record in prompts] == [
-        "",
-        "writes into a tensor of another part",
-    ]
+    said = [record.not_in_blocks.split(" ", 1)[-1] for record in records if record.phase == "prefill"]
+    assert said == ["", "writes into a tensor of another part"]
     assert all(record.parts > 1 for record in records)
 
 
@@ -171,18 +167,17 @@ class WritingIntoValues(nn.Module):
         return x @ self.embedding.weight.T
 
 
-@pytest.mark.parametrize(
-    ("decoder", "message"),
-    [
-        (SharingMemory, "writes into memory that two tensors share"),
-        (WritingIntoValues, "writes into queries, keys or values"),
-    ],
-)
-def test_a_write_into_what_is_kept_or_read_elsewhere_is_refused(decoder, message):
+REFUSED = {
+    SharingMemory: "writes into memory that two tensors share",
+    WritingIntoValues: "writes into queries, keys or values",
+}
+
+
+@pytest.mark.parametrize("decoder", REFUSED)
+def test_a_write_into_what_is_kept_or_read_elsewhere_is_refused(decoder):
     options = {"policy": "full", "compiler": "eager"}
     compiled = torch.compile(decoder(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
-    refused = pytest.raises(ValueError, match=message)
-    with refused, torch.no_grad(), kvpass.session():
+    with pytest.raises(ValueError, match=REFUSED[decoder]), torch.no_grad(), kvpass.session():
         compiled(random_ids(1, 30) % 64)
 
 

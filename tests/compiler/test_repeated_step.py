@@ -63,26 +63,28 @@ def test_two_caches_take_turns():
         assert torch.equal(step(fast, one), logits)
 
 
-def replace_parameter(fast):
-    fast.lm_head.weight = nn.Parameter(torch.zeros_like(fast.lm_head.weight))
+def zeros_like_head(fast):
+    return torch.zeros_like(fast.lm_head.weight)
 
 
 def replace_module(fast):
-    head = nn.Linear(fast.lm_head.in_features, fast.lm_head.out_features, bias=False)
-    head.weight.data.zero_()
-    fast.lm_head = head
+    fast.lm_head = nn.Linear(fast.lm_head.in_features, fast.lm_head.out_features, bias=False)
+    fast.lm_head.weight.data.zero_()
 
 
-def move_parameter(fast):
-    fast.lm_head.weight.data = torch.zeros_like(fast.lm_head.weight)
+REPLACED = {
+    "parameter": lambda fast: setattr(fast.lm_head, "weight", nn.Parameter(zeros_like_head(fast))),
+    "module": replace_module,
+    "data": lambda fast: setattr(fast.lm_head.weight, "data", zeros_like_head(fast)),
+}
 
 
 def test_the_next_step_has_what_was_replaced():
     fast, cache = begun(tiny_model("llama", layers=1))
-    for change in (replace_parameter, replace_module, move_parameter):
+    for name, change in REPLACED.items():
         assert step(fast, cache).any()
         change(fast)
-        assert not step(fast, cache).any(), change.__name__
+        assert not step(fast, cache).any(), name
         nn.init.normal_(fast.lm_head.weight)
 
 
@@ -91,22 +93,6 @@ def test_another_dtype_is_refused():
     fast.to(torch.float64)
     with pytest.raises(kvpass.CacheMismatchError, match=r"of torch.float32 was handed to a model of torch.float64"):
         step(fast, cache)
-
-
-def change_number(fast):
-    fast.model.norm.variance_epsilon = 10.0
-
-
-def change_configuration(fast):
-    fast.lm_head.config.scale = 3.0
-
-
-def change_dictionary(fast):
-    fast.lm_head.scales["here"] = 3.0
-
-
-def change_plain_tensor(fast):
-    fast.lm_head.shift = torch.ones(1)
 
 
 class Scaled(nn.Module):
@@ -127,15 +113,23 @@ def scaled_model():
     return model
 
 
+CHANGED = {
+    "number": lambda fast: setattr(fast.model.norm, "variance_epsilon", 10.0),
+    "configuration": lambda fast: setattr(fast.lm_head.config, "scale", 3.0),
+    "dictionary": lambda fast: fast.lm_head.scales.update(here=3.0),
+    "plain tensor": lambda fast: setattr(fast.lm_head, "shift", torch.ones(1)),
+}
+
+
 def test_the_next_step_sees_what_was_changed():
     fast, cache = begun(scaled_model())
-    for change in (change_number, change_configuration, change_dictionary, change_plain_tensor):
+    for name, change in CHANGED.items():
         before = step(fast, cache.clone())
         change(fast)
         after = step(fast, cache.clone())
-        assert not torch.allclose(after, before), change.__name__
+        assert not torch.allclose(after, before), name
         fast._kvpass.captures.repeated.clear()
-        assert torch.equal(after, step(fast, cache.clone())), f"{change.__name__}: what Dynamo runs"
+        assert torch.equal(after, step(fast, cache.clone())), f"{name}: what Dynamo runs"
 
 
 @pytest.mark.exhaustive
@@ -157,10 +151,15 @@ class Listed(nn.Module):
         return self.inner(x) + self.shifts[0]
 
 
-def test_a_decoder_with_tensors_in_a_list_is_always_called_by_dynamo():
+def with_head(kind):
+    """A compiled model whose output layer is inside of another module, and a cache."""
     model = tiny_model("llama", layers=1)
-    model.lm_head = Listed(model.lm_head).eval()
-    fast, cache = begun(model)
+    model.lm_head = kind(model.lm_head).eval()
+    return begun(model)
+
+
+def test_a_decoder_with_tensors_in_a_list_is_always_called_by_dynamo():
+    fast, cache = with_head(Listed)
     before = step(fast, cache.clone())
     fast.lm_head.shifts[0] = torch.ones(1)
     assert torch.equal(step(fast, cache), before + 1)
@@ -201,9 +200,7 @@ class Marked(nn.Module):
 
 
 def test_a_decoder_that_writes_to_its_attributes_is_always_called_by_dynamo():
-    model = tiny_model("llama", layers=1)
-    model.lm_head = Marked(model.lm_head).eval()
-    fast, cache = begun(model)
+    fast, cache = with_head(Marked)
     for _ in range(2):
         fast.lm_head.last = ""
         step(fast, cache)

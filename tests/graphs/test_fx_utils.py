@@ -58,13 +58,13 @@ def written(x: Tensor) -> list[Tensor]:
     return [x.__and__(x) if x.dtype == torch.bool else x.cos()]
 
 
-def test_writes_are_seen_in_every_form() -> None:
+def test_writes_are_seen_in_every_form():
     gm = graph_of(written, torch.randn(5, 3))
     wrote = [target_name(node) for node in gm.graph.nodes if mutated_inputs(node)]
     assert wrote == ["setitem", "mul_", "imul", "relu", "dropout", "sin", "add_"]
 
 
-def test_sources_follow_writes_through_views_and_stop_before_the_reader() -> None:
+def test_sources_follow_writes_through_views_and_stop_before_the_reader():
     def function(x: Tensor, y: Tensor) -> Tensor:
         table = torch.zeros(4, 3)
         table[1:].view(-1).add_(y.exp().sum())
@@ -81,7 +81,7 @@ def test_sources_follow_writes_through_views_and_stop_before_the_reader() -> Non
     assert "cos" in {target_name(node) for node in flow.sources([named(gm, "tan")])}
 
 
-def test_operands_read_for_their_shape_are_no_sources() -> None:
+def test_operands_read_for_their_shape_are_no_sources():
     gm = graph_of(lambda x: torch.ones_like(x.sin()).type_as(x.cos()) + x.shape[0], torch.randn(5))
     names = {target_name(node) for node in DataFlow(gm).sources([gm.graph.output_node()])}
     assert {"ones_like", "type_as"} <= names
@@ -89,7 +89,7 @@ def test_operands_read_for_their_shape_are_no_sources() -> None:
     assert value_inputs(named(gm, "ones_like")) == []
 
 
-def test_evaluation_replaces_symbols_and_runs_the_operators() -> None:
+def test_evaluation_replaces_symbols_and_runs_the_operators():
     gm = graph_of(lambda x: torch.maximum(torch.arange(x.shape[0] * 2).view(2, -1), torch.ones_like(x)), torch.randn(5))
     result = named(gm, "maximum")
     (symbol,) = symbols_of(shape_of(result)[1:])
@@ -100,12 +100,12 @@ def test_evaluation_replaces_symbols_and_runs_the_operators() -> None:
         evaluate(result, sources, {}, {})
 
 
-def test_evaluation_without_an_example_fails_by_name() -> None:
+def test_evaluation_without_an_example_fails_by_name():
     gm = graph_of(lambda x: x.sin(), torch.randn(5))
     with pytest.raises(EvaluationError, match="sin needs l_x_, which has no example"):
         evaluate(named(gm, "sin"), [named(gm, "sin")], {}, {})
 
 
-def test_literals_are_the_ints_of_calls_and_slices() -> None:
+def test_literals_are_the_ints_of_calls_and_slices():
     gm = graph_of(lambda x: x[2:40].view(2, -1).sum(dim=-1) + 7 + 2.5, torch.randn(80, 3))
     assert literals_of(gm.graph.nodes) == {2, 40, -1, 7}

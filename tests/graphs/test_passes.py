@@ -85,7 +85,7 @@ class Scaled(nn.Module):
         return F.scaled_dot_product_attention(y, y, y, is_causal=True, scale=self.scale)
 
 
-def test_float_attributes_are_numbers_again_and_guarded() -> None:
+def test_float_attributes_are_numbers_again_and_guarded():
     scales: list[float] = []
 
     def backend(gm, _):
@@ -107,7 +107,7 @@ def test_float_attributes_are_numbers_again_and_guarded() -> None:
     assert scales == [0.3, 0.7]
 
 
-def test_floats_made_from_sizes_are_no_reason_to_start_again(capture, inputs) -> None:
+def test_floats_made_from_sizes_are_no_reason_to_start_again(capture, inputs):
     _, counts = capture(lambda ids, positions: ids * positions.shape[1] ** 0.5, inputs(), [specialize_attributes_pass])
     assert counts == [0]
 

@@ -95,15 +95,7 @@ def call_everything(
         slot_lines,
         window_statistics,
     )
-    from kvpass.operands import (
-        BITS,
-        AppendBuffers,
-        Attention,
-        Candidates,
-        PartialAttention,
-        PrefillBuffers,
-        SlotCache,
-    )
+    from kvpass.operands import BITS, AppendBuffers, Attention, Candidates, PartialAttention, PrefillBuffers, SlotCache
     from kvpass.ops import entry_formats
 
     heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
@@ -285,7 +277,7 @@ else:
     import pytest
 
     @pytest.mark.slow
-    def test_every_kernel_compiles() -> None:
+    def test_every_kernel_compiles():
         rows = run_compiler()
         check(rows)
         assert {row["arch"] for row in rows} == {80, 90}
@@ -295,7 +287,7 @@ else:
 
     @pytest.mark.exhaustive
     @pytest.mark.timeout(3600)
-    def test_every_case_compiles() -> None:
+    def test_every_case_compiles():
         rows = run_compiler("exhaustive")
         check(rows)
         assert {row["arch"] for row in rows} == set(SHARED_KIB)

@@ -7,10 +7,7 @@ import itertools
 import math
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
-from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import BITS, CODES
 from numeric_checks import DecodeCase, assert_rounded, decode_case
@@ -26,18 +22,14 @@ from pairwise import each_value, pairwise
 
 
 def run(case: DecodeCase) -> Tensor:
-    return cpu.attend_cache(case.call, case.held, case.layer)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8)
+    return cpu.attend_cache(*case.arguments)
 
 
 def check(case: DecodeCase) -> None:
     """Output is the exact one but for rounding; the new entries are in the tail; nothing else changed by a bit."""
     before = case.kept
     out = run(case)
-    assert out.dtype == case.q.dtype
+    assert out.dtype == case.call.q.dtype
     assert out.transpose(1, 2).is_contiguous()
     case.check_appended()
     assert_rounded("out", out, case.exact())
@@ -57,12 +49,12 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [((36, 20), torch.float32), ((80, 64), torch.bfloat16)])
-def test_values_stored_in_keys(dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_values_stored_in_keys(dims, dtype):
     dim, value_dim = dims
     case = decode_case(
         [[37], [130]], group=8, dim=dim, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], in_keys=True
     )
-    assert case.pool_v.shape[2] == 0
+    assert case.held.pool_v.shape[2] == 0
     check(case)
 
 
@@ -72,7 +64,7 @@ def test_values_stored_in_keys(dims: tuple[int, int], dtype: torch.dtype) -> Non
     dims=[(32, 32), (64, 128), (80, 64), (128, 80), (20, 7), (8, 50)],
     tokens=[1, 3],
 )
-def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int, int], tokens: int) -> None:
+def test_equals_exact_attention(dtype, group, dims, tokens):
     dim, value_dim = dims
     check(decode_case(RAGGED, group=group, dim=dim, value_dim=value_dim, tokens=tokens, dtype=dtype, start=[0, 3]))
 
@@ -85,14 +77,7 @@ def test_equals_exact_attention(dtype: torch.dtype, group: int, dims: tuple[int,
     tokens=[1, 3],
     softcap=[None, 1.5],
 )
-def test_codes(
-    entry_format: EntryFormat,
-    dtype: torch.dtype,
-    group: int,
-    dims: tuple[int, int],
-    tokens: int,
-    softcap: float | None,
-) -> None:
+def test_codes(entry_format, dtype, group, dims, tokens, softcap):
     case = decode_case(
         RAGGED, group=group, dim=dims[0], value_dim=dims[1], tokens=tokens, dtype=dtype, start=[0, 3], softcap=softcap
     )
@@ -101,7 +86,7 @@ def test_codes(
 
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("entry_format", ["rot4", "rot3", "rot2"])
-def test_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
+def test_codes_of_few_bits(entry_format, group):
     """Rows that are no multiple of a vector, codes that lie across bytes."""
     lengths = [[37, 0, 5], [64, 130, 31]]
     check(decode_case(lengths, group=group, dim=72, value_dim=96, tokens=2, start=[0, 3]).packed(entry_format))
@@ -110,7 +95,7 @@ def test_codes_of_few_bits(entry_format: EntryFormat, group: int) -> None:
 @pytest.mark.parametrize(
     ("entry_format", "dtype"), [("model", torch.float32), ("fp8", torch.float16), ("rot2", torch.float32)]
 )
-def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat, dtype: torch.dtype) -> None:
+def test_a_pool_of_one_row_serves_all_rows(entry_format, dtype):
     case = decode_case([[37, 0, 5], [64, 130, 31]], group=2, dim=64, tokens=2, start=[0, 3], dtype=dtype)
     case = case.packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
@@ -119,45 +104,44 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat, dtype: tor
 
 @pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4"])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_codes_of_values_stored_in_keys(entry_format: EntryFormat, tokens: int) -> None:
+def test_codes_of_values_stored_in_keys(entry_format, tokens):
     """Of rotated keys the values are no part: whole keys are attended, and rotated back."""
     dims = {"group": 8, "dim": 72, "value_dim": 64, "tokens": tokens, "start": [0, 3]}
     case = decode_case([[37], [130]], **dims, in_keys=True).packed(entry_format)  # type: ignore[arg-type]
-    assert case.pool_v.shape[2] == 0 and case.pool_v_scale is None
+    assert case.held.pool_v.shape[2] == 0 and case.held.pool_v_scale is None
     check(case)
 
 
 @pytest.mark.usefixtures("threads")
-def test_codes_cut_between_threads() -> None:
+def test_codes_cut_between_threads():
     check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("rot4"))
 
 
-def test_scales_that_do_not_fit_are_refused() -> None:
+def test_scales_that_do_not_fit_are_refused():
     case = decode_case(RAGGED)
-    with pytest.raises(ValueError, match="must be given together"):
-        run(replace(case.packed("int8"), pool_v_scale=None))
     scales = dict.fromkeys(("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale"), torch.zeros(2, 9))
-    with pytest.raises(ValueError, match=r"tail_k is torch\.float32 .* and has scales"):
-        run(replace(case, **scales))
-    with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
-        run(replace(case.packed("rot4"), tail_k=torch.zeros(3, 2, 3, 24, 1, dtype=torch.uint8)))
-    packed = case.packed("fp8")
-    with pytest.raises(ValueError, match=r"pool_v_scale is torch.float32 .*expected torch.float32"):
-        run(replace(packed, pool_v_scale=torch.zeros(2, 9)))
-    with pytest.raises(ValueError, match="tail_k_scale is torch"):
-        run(replace(packed, tail_k_scale=packed.tail_k_scale.double()))
-    with pytest.raises(ValueError, match="pool_k is torch"):
-        run(replace(packed, **dict.fromkeys(scales)))
+    int8, fp8, rot4 = (case.packed(entry_format) for entry_format in ("int8", "fp8", "rot4"))
+    few = torch.zeros(3, 2, 3, 24, 1, dtype=torch.uint8)
+    for wrong, message in (
+        (int8.changed(pool_v_scale=None), "must be given together"),
+        (case.changed(**scales), r"tail_k is torch\.float32 .* and has scales"),
+        (rot4.changed(tail_k=few), "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
+        (fp8.changed(pool_v_scale=torch.zeros(2, 9)), r"pool_v_scale is torch.float32 .*expected torch.float32"),
+        (fp8.changed(tail_k_scale=fp8.held.tail_k_scale.double()), "tail_k_scale is torch"),
+        (fp8.changed(**dict.fromkeys(scales)), "pool_k is torch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(wrong)
 
 
 @pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
-def test_softcap_and_sinks(group: int, softcap: float | None, sinks: bool, dtype: torch.dtype) -> None:
+def test_softcap_and_sinks(group, softcap, sinks, dtype):
     check(decode_case(RAGGED, group=group, tokens=2, softcap=softcap, sinks=sinks, dtype=dtype, scale=1.0))
 
 
 @pytest.mark.parametrize("lengths", [[[0, 0]], [[1, 0]], [[0, 1], [0, 0]], [[128, 129]], [[257, 1]]])
 @pytest.mark.parametrize(("used", "start"), [(0, 0), (5, 5), (5, 4), (9, 0)])
-def test_short_segments(lengths: list[list[int]], used: int, start: int) -> None:
+def test_short_segments(lengths, used, start):
     check(decode_case(lengths, used=used, start=[start] * len(lengths), group=2, tokens=3))
 
 
@@ -166,65 +150,65 @@ def test_short_segments(lengths: list[list[int]], used: int, start: int) -> None
 @pytest.mark.parametrize(
     "lengths", [[[9000]], [[3000, 10, 5000]], [[0, 4000], [4000, 0]], [[9, 3, 7000, 0]], [[1000] * 8] * 2]
 )
-def test_long_segments_cut_between_threads(dtype: torch.dtype, lengths: list[list[int]]) -> None:
+def test_long_segments_cut_between_threads(dtype, lengths):
     start = list(range(len(lengths)))
     check(decode_case(lengths, group=2, tokens=2, dim=64, dtype=dtype, start=start, sinks=True))
 
 
 @pytest.mark.usefixtures("threads")
-def test_tail_longer_than_pool_cut_between_threads() -> None:
+def test_tail_longer_than_pool_cut_between_threads():
     check(decode_case([[3, 0], [0, 7]], group=4, tokens=5, dim=64, slots=4000, used=3995, start=[1, 700]))
 
 
-def test_many_tokens() -> None:
+def test_many_tokens():
     check(decode_case(RAGGED, group=2, tokens=150, slots=160, used=3, start=[0, 2]))
 
 
-def test_any_strides() -> None:
+def test_any_strides():
     case = decode_case(RAGGED, group=2, tokens=2)
-    case.q = case.q.contiguous()
     fused = torch.randn(2, 2, 3, 100)
-    case.k, case.v = fused[..., 3:35].transpose(1, 2), fused[..., 60:92].transpose(1, 2)
+    k, v = fused[..., 3:35].transpose(1, 2), fused[..., 60:92].transpose(1, 2)
+    case = case.changed(q=case.call.q.contiguous(), k=k, v=v)
     check(case)
-    case.q, case.k, case.v = (x.mT.contiguous().mT for x in (case.q, case.k, case.v))
-    check(case)
+    check(case.changed(**{name: getattr(case.call, name).mT.contiguous().mT for name in "qkv"}))
 
 
-def test_far_apart_scores() -> None:
+def test_far_apart_scores():
     check(decode_case(RAGGED, group=4, scale=100.0))
     check(decode_case(RAGGED, group=4, scale=100.0, sinks=True, softcap=50.0))
 
 
-def test_nan_query_is_not_hidden() -> None:
+def test_nan_query_is_not_hidden():
     case = decode_case([[40, 40]], group=1)
-    case.q[0, 1, 0, 3] = math.nan
+    case.call.q[0, 1, 0, 3] = math.nan
     out = run(case)
     assert out[0, 1].isnan().all()
     assert out[0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_value_survives_and_means_round_to_even(dtype: torch.dtype) -> None:
+def test_every_value_survives_and_means_round_to_even(dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     case = decode_case([[0] * 8], group=1, value_dim=2**13, used=0, slots=1, dtype=dtype)
-    case.v = every.view(1, 8, 1, -1)
-    torch.testing.assert_close(run(case), case.v, rtol=0, atol=0, equal_nan=True)
+    v = every.view(1, 8, 1, -1)
+    torch.testing.assert_close(run(case.changed(v=v)), v, rtol=0, atol=0, equal_nan=True)
 
     finite = every[every.isfinite()]
     first, second = finite[:32000], finite[torch.randperm(len(finite), generator=torch.manual_seed(0))[:32000]]
     case = decode_case([[0]], group=1, value_dim=32000, used=1, slots=2, dtype=dtype)
-    case.q.zero_()
-    case.tail_v[1, 0, 0, 0], case.v = first, second.view(1, 1, 1, -1)
+    case.call.q.zero_()
+    case.held.tail_v[1, 0, 0, 0] = first
     mean = ((first.float() + second.float()) / 2).to(dtype)
-    torch.testing.assert_close(run(case).flatten(), mean, rtol=0, atol=0)
+    torch.testing.assert_close(run(case.changed(v=second.view(1, 1, 1, -1))).flatten(), mean, rtol=0, atol=0)
 
 
-def spoil_offsets(case: DecodeCase) -> None:
-    case.offsets[1, 6] = case.pool_k.shape[1] + 1
-
-
-def spoil_order(case: DecodeCase) -> None:
-    case.offsets[0, 4] = case.offsets[0, 5] + 1
+def refused(case, message):
+    """The case must be refused, and nothing written."""
+    before = [tensor.clone() for tensor in case.buffers]
+    with pytest.raises(ValueError, match=message):
+        run(case)
+    for after, original in zip(case.buffers, before, strict=True):
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (after, original)))
 
 
 @pytest.mark.parametrize(
@@ -252,41 +236,36 @@ def spoil_order(case: DecodeCase) -> None:
         ({"tail_k": torch.zeros(3, 2, 3, 32, 24).transpose(3, 4)}, r"tail_k has strides .*must be contiguous"),
     ],
 )
-def test_bad_arguments_change_nothing(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_change_nothing(change, message):
     case = decode_case(RAGGED, group=2, tokens=2)
-    before = [tensor.clone() for tensor in case.buffers]
-    with pytest.raises(ValueError, match=message):
-        run(replace(case, **change))
-    for after, original in zip(case.buffers, before, strict=True):
-        assert torch.equal(bits(after), bits(original))
+    refused(case.changed(**change), message)
     check(case)
 
 
-@pytest.mark.parametrize("spoil", [spoil_offsets, spoil_order])
-def test_offsets_outside_the_pool_change_nothing(spoil: Callable[[DecodeCase], None]) -> None:
-    case = decode_case(RAGGED)
-    spoil(case)
-    before = [tensor.clone() for tensor in case.buffers]
-    with pytest.raises(ValueError, match="offsets of row"):
-        run(case)
-    for after, original in zip(case.buffers, before, strict=True):
-        assert torch.equal(bits(after), bits(original))
+@pytest.mark.parametrize("falling", [False, True])
+def test_offsets_outside_the_pool_change_nothing(falling):
+    held = (case := decode_case(RAGGED)).held
+    if falling:
+        held.offsets[0, 4] = held.offsets[0, 5] + 1
+    else:
+        held.offsets[1, 6] = held.pool_k.shape[1] + 1
+    refused(case, "offsets of row")
 
 
-def test_unknown_dtype() -> None:
+def test_unknown_dtype():
     with pytest.raises(ValueError, match=r"torch.float64"):
         run(decode_case(RAGGED, dtype=torch.float64))
 
 
-def test_empty_batch() -> None:
+def test_empty_batch():
     case = decode_case(RAGGED, group=2)
-    for name in ("q", "k", "v", "pool_k", "pool_v", "offsets", "tail_start"):
-        setattr(case, name, getattr(case, name)[:0])
-    case.tail_k, case.tail_v = case.tail_k[:, :0], case.tail_v[:, :0]
-    assert run(case).shape == (0, 6, 1, 32)
+    none = {name: getattr(case.call, name)[:0] for name in "qkv"}
+    none |= {name: getattr(case.held, name)[:0] for name in ("pool_k", "pool_v", "offsets", "tail_start")}
+    none |= {name: getattr(case.held, name)[:, :0] for name in ("tail_k", "tail_v")}
+    assert run(case.changed(**none)).shape == (0, 6, 1, 32)
 
 
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(monkeypatch):
     monkeypatch.setattr(cpu, "attend_function", cpu.attend_function.__wrapped__)
     cpp_builder.cpp_compiler_search.cache_clear()
     try:
@@ -313,9 +292,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_narrower_instruction_sets(
-    arch: str, dtype: torch.dtype, entry_format: EntryFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrower_instruction_sets(arch, dtype, entry_format, tmp_path, monkeypatch):
     if arch == "x86-64-v3" and not torch.cpu._is_avx2_supported():
         pytest.skip("no AVX2")
     source, library = tmp_path / "decode.cpp", tmp_path / "decode.so"

@@ -48,9 +48,7 @@ def gather_winners(source: Tensor, rank: Tensor, pool: list[Tensor], layer: int,
         (1, 2, 9, 20, 288, 512, torch.float32, 3),
     ],
 )
-def test_gather_winners(
-    rows: int, kv_heads: int, columns: int, entries: int, dim: int, value_dim: int, dtype: torch.dtype, planes: int
-) -> None:
+def test_gather_winners(rows, kv_heads, columns, entries, dim, value_dim, dtype, planes):
     k = torch.randn(rows, columns, kv_heads, dim).to(dtype).transpose(1, 2)
     v = torch.randn(rows, columns, kv_heads, value_dim).to(dtype).transpose(1, 2)
     rank = torch.randint(1000, (rows, kv_heads, columns), dtype=torch.int32)
@@ -73,7 +71,7 @@ def test_gather_winners(
         assert same_bits(found, wanted)
 
 
-def test_nothing_moves_where_nothing_is_kept() -> None:
+def test_nothing_moves_where_nothing_is_kept():
     given = make_pool(1, 40, 16, 16, torch.float32)
     before = [tensor.clone() for tensor in given]
     table = torch.zeros(1, 2, 9, dtype=torch.int32)
@@ -95,7 +93,7 @@ def test_nothing_moves_where_nothing_is_kept() -> None:
         ({"slots": torch.zeros(40, 1, 3, dtype=torch.int32).permute(2, 1, 0)}, "slots has strides"),
     ],
 )
-def test_bad_arguments_are_named(change: dict[str, Tensor], named: str) -> None:
+def test_bad_arguments_are_named(change, named):
     names = ("pool_k", "pool_v", "slots", "slot_stats")
     pool = dict(zip(names, make_pool(1, 40, 16, 16, torch.float32), strict=True))
     before = [tensor.clone() for tensor in pool.values()]

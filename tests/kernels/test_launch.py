@@ -49,9 +49,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("place", "expected"), [("cpu", 0), ("cuda:0", 0), ("cuda:1", 1)])
 @pytest.mark.parametrize("config", [None, LOWER])
-def test_a_kernel_runs_where_its_tensors_are(
-    place: str, expected: int, config: KernelConfig | None, current: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_runs_where_its_tensors_are(place, expected, config, current, monkeypatch):
     monkeypatch.setattr(module, "architecture_of", lambda device: 80)
     kernel = Kernel(current)
     with FakeTensorMode():
@@ -67,9 +65,7 @@ def test_a_kernel_runs_where_its_tensors_are(
     ("capability", "expected"),
     [((8, 0), LOWER), ((8, 9), LOWER), ((9, 0), HIGHER), ((12, 0), HIGHER), ((7, 5), LOWER), (None, LOWER)],
 )
-def test_an_architecture_without_a_row_takes_the_nearest_lower_one(
-    capability: tuple[int, int] | None, expected: KernelConfig, current: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_architecture_without_a_row_takes_the_nearest_lower_one(capability, expected, current, monkeypatch):
     """And what is below all of them, or no CUDA device, takes the lowest; a config that is given is used as it is."""
     module.architecture_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -84,7 +80,7 @@ def test_an_architecture_without_a_row_takes_the_nearest_lower_one(
     assert given["BLOCK"] == 64
 
 
-def test_the_table_in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_in_the_repository(monkeypatch):
     monkeypatch.undo()
     found = module.table()
     assert all({80, 90, 100} <= set(configs) for configs in found.values()), "a case lacks an architecture"

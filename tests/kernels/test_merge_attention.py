@@ -16,9 +16,7 @@ from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_DEVICE = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter does not round to bf16, it cuts off")
 DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_DEVICE)],
-    ids=["fp32", "fp16", "bf16"],
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=ON_DEVICE)], ids=["fp32", "fp16", "bf16"]
 )
 
 
@@ -66,8 +64,7 @@ def test_it_is_the_attention_to_both(dtype, rows, heads, tokens, dim):
 def test_blocks_of_any_size(block):
     one, other = (part(2, 2, 70, 40, torch.float16, seed) for seed in range(2))
     found = check(one, other, KernelConfig.of(4, 1, BLOCK_Q=block))
-    for x, y in zip(found, merge_attention(one, other), strict=True):
-        assert torch.equal(x, y)
+    assert all(map(torch.equal, found, merge_attention(one, other)))
 
 
 def test_the_halves_of_the_keys_give_the_attention_to_all():
@@ -89,8 +86,7 @@ def test_any_strides():
     by_head = PartialAttention(one.out.contiguous(), one.lse.transpose(1, 2).contiguous().transpose(1, 2))
     wide = torch.zeros(2, 4, 41, 80, dtype=torch.float16, device=DEVICE)
     cut = wide[:, 1:, 1:41:2, 8:72].copy_(other.out)
-    for x, y in zip(merge_attention(by_head, other._replace(out=cut)), merge_attention(one, other), strict=True):
-        assert torch.equal(x, y)
+    assert all(map(torch.equal, merge_attention(by_head, other._replace(out=cut)), merge_attention(one, other)))
 
 
 @DTYPES

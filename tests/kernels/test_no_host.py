@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvpass.config import EntryFormat
 from kvpass.kernels import (
     append_codes,
     gather,
@@ -79,13 +77,7 @@ PREFILLED = [*((name, POLICY_OPTIONS.get(name, {})) for name in sorted(POLICIES)
 
 
 @pairwise(variant=PREFILLED, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
-def test_a_prefill_up_to_its_packed_pool(
-    variant: tuple[str, dict[str, Any]],
-    parity: str,
-    dtype: torch.dtype,
-    launched: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monkeypatch):
     """By Triton's kernel, and by that of a library."""
     monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))
     name, options = variant
@@ -131,14 +123,7 @@ OPTIONAL = pytest.mark.parametrize(
 @OPTIONAL
 @pytest.mark.parametrize("entry_format", ["model", "rot3"])
 @pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_piece"), (8, "_attend_piece"), (9, "_attend_queries")])
-def test_a_step_on_the_cache(
-    tokens: int,
-    kernel: str,
-    entry_format: EntryFormat,
-    softcap: float | None,
-    sinks: Tensor | None,
-    launched: list[str],
-) -> None:
+def test_a_step_on_the_cache(tokens, kernel, entry_format, softcap, sinks, launched):
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
     held = AppendBuffers(*cached(torch.bfloat16), *used, on_device(ROWS * KV_HEADS, 64, dtype=torch.int32))
     if entry_format != "model":
@@ -151,9 +136,7 @@ def test_a_step_on_the_cache(
 @OPTIONAL
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("name", EVICTING)
-def test_a_step_that_evicts(
-    name: str, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
-) -> None:
+def test_a_step_that_evicts(name, tokens, softcap, sinks, launched):
     policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
     wide, numbers = (LAYERS, ROWS, KV_HEADS, CAPACITY + 20), policy.decode_rule().numbers_per_entry
     held = [on_device(*wide, dtype=torch.int32), on_device(numbers, *wide)]
@@ -170,9 +153,7 @@ def test_a_step_that_evicts(
 @OPTIONAL
 @pytest.mark.parametrize("tokens", [1, 5, TOKENS])
 @pytest.mark.parametrize("columns", [16, 64])
-def test_a_step_on_a_ring(
-    columns: int, tokens: int, softcap: float | None, sinks: Tensor | None, launched: list[str]
-) -> None:
+def test_a_step_on_a_ring(columns, tokens, softcap, sinks, launched):
     ring = RingBuffers(*(on_device(LAYERS, ROWS, KV_HEADS, columns, DIM, dtype=torch.bfloat16) for _ in range(2)))
     seen, first = on_device(dtype=torch.int64), on_device(ROWS, dtype=torch.int64)
     held = sliding.columns_held(seen, first, columns)

@@ -102,21 +102,23 @@ def attended(
         return attend_prompt(call, start.cpu(), sliding_window)
 
 
+def check(found, expected, dtype):
+    """Output and log-sum-exp but for rounding."""
+    assert found[0].dtype == dtype and found[1].dtype == torch.float32
+    for name, x, exactly in zip(("out", "lse"), found, expected, strict=True):
+        assert_rounded(name, x, exactly)
+
+
 @pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], *CASES[18:21]]), ids=str)
-def test_output_and_lse_are_those_of_a_masked_softmax(case: Case) -> None:
+def test_output_and_lse_are_those_of_a_masked_softmax(case):
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     call, config = Attention(q, k, v, scale, case.softcap, sinks), case.config if DEVICE == "cpu" else None
-    out, lse = attended(call, start, case.sliding_window, config)
-    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
-    assert out.dtype == q.dtype
-    assert lse.dtype == torch.float32
-    assert_rounded("out", out, expected_out)
-    assert_rounded("lse", lse, expected_lse)
+    check(attended(call, start, case.sliding_window, config), exact(q, k, v, start, scale, case, sinks), q.dtype)
 
 
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)])
-def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap: float | None, with_sinks: bool) -> None:
+def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap, with_sinks):
     case = Case(70, 64, heads=4, kv_heads=2, starts=(0, 13, 69), softcap=softcap, sinks=with_sinks)
     q, k, v, start, sinks = case.tensors()
     expected, _ = exact(q, k, v, start, 0.3, case, sinks)
@@ -130,7 +132,7 @@ def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap: float 
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
-def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
+def test_contract_4_padding_changes_no_bit(sliding_window):
     q, k, v, start, _ = Case(99, 64, starts=(0, 0)).tensors()
     pads = torch.tensor([37, 8], device=DEVICE)
     call = Attention(q, k, v, 0.2)
@@ -138,33 +140,26 @@ def test_contract_4_padding_changes_no_bit(sliding_window: int | None) -> None:
         attended(call.rows(slice(row, row + 1), slice(pad, None)), start[:1], sliding_window, SMALL)
         for row, pad in enumerate(pads.tolist())
     ]
-    out, lse = attended(call, pads, sliding_window, SMALL)
+    together = attended(call, pads, sliding_window, SMALL)
     for row, pad in enumerate(pads.tolist()):
-        assert torch.equal(out[row, :, pad:], alone[row][0][0])
-        assert torch.equal(lse[row, :, pad:], alone[row][1][0])
+        assert all(torch.equal(x[row, :, pad:], own[0]) for x, own in zip(together, alone[row], strict=True))
 
 
-def test_large_logits_do_not_overflow() -> None:
+def test_large_logits_do_not_overflow():
     case = Case(40, 64, dtype=torch.float16)
     q, k, v, start, _ = case.tensors()
-    out, lse = attended(Attention(q * 30, k * 30, v, 1.0), start)
-    expected_out, expected_lse = exact(q * 30, k * 30, v, start, 1.0, case)
-    assert_rounded("out", out, expected_out)
-    assert_rounded("lse", lse, expected_lse)
+    check(attended(Attention(q * 30, k * 30, v, 1.0), start), exact(q * 30, k * 30, v, start, 1.0, case), q.dtype)
 
 
-def test_any_strides_and_the_layout_of_the_output() -> None:
+def test_any_strides_and_the_layout_of_the_output():
     q, k, v, start, _ = Case(37, 64, heads=4, kv_heads=2, starts=(3, 0)).tensors()
     views = [strided(x) for x in (q, k, v)]
     assert not any(x.is_contiguous() for x in views)
-    out, lse = attended(Attention(*views, 0.125), start)
-    expected_out, expected_lse = attended(Attention(q, k, v, 0.125), start)
-    assert torch.equal(out, expected_out)
-    assert torch.equal(lse, expected_lse)
+    found, expected = (attended(Attention(*x, 0.125), start) for x in (views, (q, k, v)))
+    assert all(map(torch.equal, found, expected))
     in_chunks = attend_prompt(Attention(q, k, v, 0.125), torch.zeros(2, dtype=torch.int64), 16, chunked=True)
-    for found, of_queries in ((out, lse), in_chunks):
-        assert found.transpose(1, 2).is_contiguous()
-        assert of_queries.is_contiguous()
+    for out, lse in (found, in_chunks):
+        assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
 
 
 def broken(**changed: object) -> dict[str, object]:
@@ -181,10 +176,7 @@ def broken(**changed: object) -> dict[str, object]:
         ({"q": torch.zeros(1, 1, 9, 16)}, r"q has 9 rows: must be in 1\.\.8"),
         ({"k": torch.zeros(1, 1, 8, 32)}, r"k is torch.float32 \[1, 1, 8, 32\]: expected .* \[1, 1, 8, 16\]"),
         ({"v": torch.zeros(1, 2, 8, 16)}, "v is"),
-        (
-            {"q": torch.zeros(1, 3, 8, 16), "k": torch.zeros(1, 2, 8, 16)},
-            "q has 3 heads: must be a multiple of",
-        ),
+        ({"q": torch.zeros(1, 3, 8, 16), "k": torch.zeros(1, 2, 8, 16)}, "q has 3 heads: must be a multiple of"),
         ({"q": torch.zeros(1, 2, 8, 16, dtype=torch.float64)}, "q has dtype torch.float64"),
         ({"k": torch.zeros(1, 1, 8, 16, dtype=torch.float16)}, "k is torch.float16"),
         ({"k": torch.zeros(1, 1, 16, 8, device=DEVICE).mT}, r"k has strides \(.*, 8\): the last must be 1"),
@@ -197,7 +189,7 @@ def broken(**changed: object) -> dict[str, object]:
         ({"sliding_window": 0}, "sliding_window=0: must be at least 1"),
     ],
 )
-def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
+def test_bad_input_is_refused_by_name_and_value(changed, message):
     with pytest.raises(ValueError, match=message):
         attend(**broken(**changed))  # type: ignore[arg-type]
 
@@ -284,43 +276,31 @@ LAST_CASES = [
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("last", [1, 33, 60])
 @pytest.mark.parametrize(("name", "case"), LAST_CASES, ids=str)
-def test_queries_of_the_last_tokens_attend_what_they_do_in_the_whole_prompt(
-    name: str, case: Case, last: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_of_the_last_tokens_attend_what_they_do_in_the_whole_prompt(name, case, last, monkeypatch):
     if name != "triton":
         wanted_machine(name, monkeypatch)
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     call = Attention(q[:, :, -last:], k, v, scale, case.softcap, sinks)
-    out, lse = attend_prompt(call, start.cpu(), case.sliding_window)
-    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
-    for name, found, expected in (("out", out, expected_out), ("lse", lse, expected_lse)):
-        assert_rounded(name, found, Exact(expected.value[:, :, -last:], expected.error[:, :, -last:]))
+    expected = [Exact(x.value[:, :, -last:], x.error[:, :, -last:]) for x in exact(q, k, v, start, scale, case, sinks)]
+    check(attend_prompt(call, start.cpu(), case.sliding_window), expected, q.dtype)
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(("name", "case"), LIBRARY_CASES, ids=str)
-def test_a_kernel_of_a_library_gets_the_rows_without_their_padding(
-    name: str, case: Case, stand_ins: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_of_a_library_gets_the_rows_without_their_padding(name, case, stand_ins, monkeypatch):
     wanted_machine(name, monkeypatch)
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     out, lse = attend_prompt(Attention(q, k, v, scale, None, sinks), start.cpu(), case.sliding_window)
-    expected_out, expected_lse = exact(q, k, v, start, scale, case, sinks)
-    assert out.dtype == q.dtype
-    assert lse.dtype == torch.float32
     assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
-    assert_rounded("out", out, expected_out)
-    assert_rounded("lse", lse, expected_lse)
+    check((out, lse), exact(q, k, v, start, scale, case, sinks), q.dtype)
     if DEVICE == "cpu":
         assert stand_ins == [(name, case.n - first) for first in dict.fromkeys(case.starts)]
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash", "triton"])
-def test_without_padding_nothing_is_copied_or_written_again(
-    name: str, stand_ins: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_padding_nothing_is_copied_or_written_again(name, stand_ins, monkeypatch):
     wanted_machine(name, monkeypatch)
     q, k, v, start, _ = Case(40, 64, heads=4, kv_heads=2, starts=(0, 0), dtype=torch.float16).tensors()
     made: list[int] = []
@@ -336,21 +316,16 @@ def test_without_padding_nothing_is_copied_or_written_again(
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
-def test_queries_stored_by_head_give_an_output_stored_by_token(
-    name: str, stand_ins: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_stored_by_head_give_an_output_stored_by_token(name, stand_ins, monkeypatch):
     wanted_machine(name, monkeypatch)
     q, k, v, start, _ = Case(40, 64, heads=4, kv_heads=2, starts=(0,), dtype=torch.float16).tensors()
     expected, _ = attend_prompt(Attention(q, k, v, 0.1), start)
     out, _ = attend_prompt(Attention(q.contiguous(), k.contiguous(), v.contiguous(), 0.1), start)
-    assert torch.equal(out, expected)
-    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out, expected) and out.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize(("name", "sliding_window"), [("cudnn", None), ("flash", None), ("flash", 7)])
-def test_the_calls_fit_the_schemas_of_torch(
-    name: str, sliding_window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_calls_fit_the_schemas_of_torch(name, sliding_window, monkeypatch):
     wanted_machine(name, monkeypatch)
     q, k, v = (torch.empty(2, 40, heads, 64, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
     call = Attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.125)
@@ -393,9 +368,7 @@ HALF, FULL = torch.bfloat16, torch.float32
         (Machine(), LONG, HALF, (128, 128), None, None, "triton"),
     ],
 )
-def test_the_kernel_of_each_machine_and_shape(  # type: ignore[no-untyped-def]
-    machine, tokens, dtype, dims, softcap, sliding_window, expected
-) -> None:
+def test_the_kernel_of_each_machine_and_shape(machine, tokens, dtype, dims, softcap, sliding_window, expected):
     q, k, v = (
         torch.empty(1, heads, tokens, dim, dtype=dtype, device="meta")
         for heads, dim in ((8, dims[0]), (2, dims[0]), (2, dims[1]))
@@ -405,7 +378,7 @@ def test_the_kernel_of_each_machine_and_shape(  # type: ignore[no-untyped-def]
         assert choose(call, sliding_window, machine) == expected
 
 
-def test_the_switches_of_torch_choose_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switches_of_torch_choose_too(monkeypatch):
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
@@ -425,9 +398,7 @@ def test_the_switches_of_torch_choose_too(monkeypatch: pytest.MonkeyPatch) -> No
     ("name", "sliding_window", "sinks"),
     [("cudnn", None, False), ("cudnn", None, True), ("flash", None, False), ("flash", 7, True), ("flash", 64, False)],
 )
-def test_a_kernel_of_a_library_is_ours_on_a_gpu(
-    name: str, sliding_window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_of_a_library_is_ours_on_a_gpu(name, sliding_window, sinks, monkeypatch):
     if name == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN is called from compute capability 9.0 on")
     wanted_machine(name, monkeypatch)

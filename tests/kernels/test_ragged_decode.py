@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvpass.config import EntryFormat
 from kvpass.kernels.cached_attention import HALF_TERMS, LEVEL_TERMS
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, attend_ragged, chunks_of
@@ -25,11 +23,11 @@ EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 
 
 def eager(case: DecodeCase) -> Tensor:
-    return reference.attend_cache(case.call, case.held, case.layer)
+    return reference.attend_cache(*case.arguments)
 
 
 def counted(case: DecodeCase) -> AppendBuffers:
-    return case.held._replace(arrivals=torch.zeros(case.k.shape[0] * case.k.shape[1], 64, dtype=torch.int32))
+    return case.held._replace(arrivals=torch.zeros(len(case.call.k) * case.call.k.shape[1], 64, dtype=torch.int32))
 
 
 def ragged(case: DecodeCase, config: KernelConfig | None = SPLIT, chunks: int | None = 3) -> Tensor:
@@ -52,7 +50,7 @@ BOTH = (ragged, extend)
 
 
 def exact(case: DecodeCase) -> Exact:
-    return case.exact(rounds_weights=case.q.dtype != torch.float32)
+    return case.exact(rounds_weights=case.call.q.dtype != torch.float32)
 
 
 def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOTH) -> None:
@@ -61,7 +59,7 @@ def check(case: DecodeCase, ways: Sequence[Callable[[DecodeCase], Tensor]] = BOT
     for way in (eager, *ways):
         given = case.copied()
         found = way(given)
-        assert found.shape == (*case.q.shape[:3], case.v.shape[3]) and found.dtype == case.q.dtype
+        assert found.shape == (*case.call.q.shape[:3], case.call.v.shape[3]) and found.dtype == case.call.q.dtype
         assert found.transpose(1, 2).is_contiguous()
         given.check_appended()
         assert_rounded(way.__name__, found, exact(given))
@@ -73,10 +71,9 @@ THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 
 
 @pytest.mark.parametrize(
-    ("group", "tokens"),
-    [(1, 1), (1, 8), (4, 3), (4, 17), (8, 1), pytest.param(8, 8, marks=pytest.mark.exhaustive)],
+    ("group", "tokens"), [(1, 1), (1, 8), (4, 3), (4, 17), (8, 1), pytest.param(8, 8, marks=pytest.mark.exhaustive)]
 )
-def test_tokens_and_groups(group: int, tokens: int) -> None:
+def test_tokens_and_groups(group, tokens):
     ways = [extend] if group * tokens > 64 else BOTH
     check(decode_case(LENGTHS, group=group, tokens=tokens, start=[0, 3]), ways)
 
@@ -91,7 +88,7 @@ def test_tokens_and_groups(group: int, tokens: int) -> None:
         *(pytest.param(dim, dim, marks=pytest.mark.exhaustive) for dim in (80, 96, 128, 256)),
     ],
 )
-def test_head_dims(dim: int, value_dim: int) -> None:
+def test_head_dims(dim, value_dim):
     check(decode_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
 
 
@@ -105,7 +102,7 @@ def test_head_dims(dim: int, value_dim: int) -> None:
         pytest.param(5, 288, 256, 3, torch.float16, marks=pytest.mark.exhaustive),
     ],
 )
-def test_values_stored_in_keys(group: int, dim: int, value_dim: int, tokens: int, dtype: torch.dtype) -> None:
+def test_values_stored_in_keys(group, dim, value_dim, tokens, dtype):
     """As those of latent rows are, which all query heads read."""
     case = decode_case(
         [[19], [33]],
@@ -126,14 +123,14 @@ def test_values_stored_in_keys(group: int, dim: int, value_dim: int, tokens: int
     ("dim", "value_dim", "message"),
     [(577, 64, "keys have head dim 577"), (576, 528, "values have head dim 528"), (300, 64, "keys have head dim 300")],
 )
-def test_wider_rows_are_refused(dim: int, value_dim: int, message: str) -> None:
+def test_wider_rows_are_refused(dim, value_dim, message):
     case = decode_case([[3]], dim=dim, value_dim=value_dim)
     for way in BOTH:
         with pytest.raises(ValueError, match=f"{message}: kernels on CUDA take 1..256, and up to .* what 16 divides"):
             way(case)
 
 
-def test_codes_of_wide_rows_are_refused() -> None:
+def test_codes_of_wide_rows_are_refused():
     case = decode_case([[3]], dim=288, value_dim=256).packed("int8")
     for way in BOTH:
         with pytest.raises(ValueError, match="codes of 288 columns: kernels on CUDA read codes of at most 256"):
@@ -141,12 +138,12 @@ def test_codes_of_wide_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tokens", quick([1, 5], [5]))
-def test_half_precision(tokens: int) -> None:
+def test_half_precision(tokens):
     check(decode_case(LENGTHS, group=4, dim=80, tokens=tokens, dtype=torch.float16, start=[2, 0]))
 
 
 @each_value(entry_format=["int8", "fp8"], dtype=[torch.float32, torch.float16])
-def test_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
+def test_codes(entry_format, dtype):
     check(decode_case(LENGTHS, group=2, dim=20, value_dim=7, tokens=2, dtype=dtype, start=[2, 0]).packed(entry_format))
 
 
@@ -160,7 +157,7 @@ def test_codes(entry_format: EntryFormat, dtype: torch.dtype) -> None:
         pytest.param("rot4", torch.float32, 128, 128, marks=pytest.mark.exhaustive),
     ],
 )
-def test_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: int, value_dim: int) -> None:
+def test_codes_of_few_bits(entry_format, dtype, dim, value_dim):
     case = decode_case(
         [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
     ).packed(entry_format)
@@ -168,7 +165,7 @@ def test_codes_of_few_bits(entry_format: EntryFormat, dtype: torch.dtype, dim: i
 
 
 @pytest.mark.parametrize("bits", LEVELS)
-def test_levels_are_polynomials(bits: int) -> None:
+def test_levels_are_polynomials(bits):
     """Up to the rounding of a few steps in fp32; in fp16, each step rounded, with the error of one rounding."""
     levels = torch.tensor(LEVELS[bits], dtype=torch.float64)
     x = (2 * torch.arange(2**bits) + 1) / 2**bits - 1
@@ -184,7 +181,7 @@ def test_levels_are_polynomials(bits: int) -> None:
 
 
 @pytest.mark.parametrize("entry_format", quick(["model", "int8", "rot4"], ["model", "rot4"]))
-def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
+def test_a_pool_of_one_row_serves_all_rows(entry_format):
     case = decode_case([[0, 33, 70], [40, 1, 32]], dim=64, tokens=2, start=[2, 0]).packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
     for way in (eager, *BOTH):
@@ -192,29 +189,31 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format: EntryFormat) -> None:
 
 
 @pytest.mark.parametrize("chunks", quick([1, 2, 7], [2]))
-def test_codes_in_chunks_of_any_number(chunks: int) -> None:
+def test_codes_in_chunks_of_any_number(chunks):
     case = decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("rot4")
     check(case, [lambda given: ragged(given, chunks=chunks)])
 
 
-def test_scales_that_do_not_fit_are_refused() -> None:
+def test_scales_that_do_not_fit_are_refused():
     case = decode_case([[37, 0, 5]]).packed("rot4")
-    assert case.pool_v_scale is not None
-    for way in BOTH:
-        with pytest.raises(ValueError, match="must be given together"):
-            way(replace(case, pool_v_scale=None))
-        with pytest.raises(ValueError, match="pool_v_scale is"):
-            way(replace(case, pool_v_scale=case.pool_v_scale.half()))
-        with pytest.raises(ValueError, match="keys of 32 numbers must be int8 or fp8 codes, or uint8"):
-            way(replace(case, tail_k=case.tail_k[..., :1].contiguous()))
+    assert case.held.pool_v_scale is not None
+    few = case.held.tail_k[..., :1].contiguous()
+    for wrong, message in (
+        ({"pool_v_scale": None}, "must be given together"),
+        ({"pool_v_scale": case.held.pool_v_scale.half()}, "pool_v_scale is"),
+        ({"tail_k": few}, "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
+    ):
+        for way in BOTH:
+            with pytest.raises(ValueError, match=message):
+                way(case.changed(**wrong))
 
 
 @each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
-def test_empty_segments(lengths: list[list[int]], used: int) -> None:
+def test_empty_segments(lengths, used):
     check(decode_case(lengths, used=used, tokens=2))
 
 
-def test_a_long_segment() -> None:
+def test_a_long_segment():
     """More chunks than are merged at a time."""
     check(decode_case([[1057, 0]], dim=16), [lambda given: ragged(given, chunks=40)])
 
@@ -233,18 +232,18 @@ def test_a_long_segment() -> None:
         (100, 0, 3, 0),
     ],
 )
-def test_tails(slots: int, used: int, tokens: int, start: int) -> None:
+def test_tails(slots, used, tokens, start):
     check(decode_case([[20, 0]], slots=slots, used=used, tokens=tokens, start=[start], dim=16))
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_tail_that_begins_behind_more_empty_tiles_than_are_merged_at_a_time(tokens: int) -> None:
+def test_a_tail_that_begins_behind_more_empty_tiles_than_are_merged_at_a_time(tokens):
     start = 32 * TAIL_TILE + 30
     check(decode_case([[0]], slots=start + 50, used=start + 20, tokens=tokens, start=[start], dim=16))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_other_layers(layer: int) -> None:
+def test_other_layers(layer):
     check(decode_case(LENGTHS, layer=layer, tokens=2))
 
 
@@ -252,20 +251,18 @@ def test_other_layers(layer: int) -> None:
     ("softcap", "sinks", "tokens"),
     [(4.0, False, 6), (None, True, 1), pytest.param(30.0, True, 6, marks=pytest.mark.exhaustive)],
 )
-def test_softcap_and_sinks(softcap: float | None, sinks: bool, tokens: int) -> None:
+def test_softcap_and_sinks(softcap, sinks, tokens):
     check(decode_case(LENGTHS, group=4, tokens=tokens, softcap=softcap, sinks=sinks, dim=32))
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow():
     case = decode_case(LENGTHS, tokens=3, sinks=True, dim=16)
-    case.scale = 60.0
-    check(case)
-    case.softcap = 80.0
-    check(case)
+    check(case.changed(scale=60.0))
+    check(case.changed(scale=60.0, softcap=80.0))
 
 
 @pytest.mark.parametrize("chunks", quick([1, 2, 9, 40], [9]))
-def test_any_number_of_chunks_and_the_usual_config(chunks: int) -> None:
+def test_any_number_of_chunks_and_the_usual_config(chunks):
     case = decode_case([[0, 130], [5, 64]], tokens=2, dim=32)
     expected = exact(case)
     assert_rounded("ragged", ragged(case.copied(), chunks=chunks), expected)
@@ -274,7 +271,7 @@ def test_any_number_of_chunks_and_the_usual_config(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("chunks", quick([1, 3, 4, 5, 8, 17], [4, 5]))
-def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks: int) -> None:
+def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks):
     """Tails of one tile and of two; the other heads and rows are in fewer chunks, or have nothing in the pool."""
     for used in (TAIL_TILE - 1, TAIL_TILE):
         lengths = [[CHUNK_STEP * chunks, 0], [1, 40]]
@@ -293,46 +290,46 @@ def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks: int) -> None
     ],
 )
 @pytest.mark.parametrize("chunks", quick([1, 3, 5, 64], [5]))
-def test_chunks_over_many_heads(lengths: list[list[int]], chunks: int) -> None:
+def test_chunks_over_many_heads(lengths, chunks):
     check(decode_case(lengths, dim=16, tokens=1), [lambda given: ragged(given, chunks=chunks)])
 
 
 @pytest.mark.parametrize(
     ("entries", "chunks"), [(0, 1), (128, 1), (129, 2), (8 * 1024, 64), (2**17, MOST_CHUNKS), (2**24, MOST_CHUNKS)]
 )
-def test_a_large_layer_has_longer_chunks(entries: int, chunks: int) -> None:
+def test_a_large_layer_has_longer_chunks(entries, chunks):
     assert chunks_of(entries) == chunks
 
 
 @pytest.mark.parametrize(("group", "tokens"), [pytest.param(70, 1, marks=pytest.mark.exhaustive), (20, 4)])
-def test_more_query_rows_than_a_block(group: int, tokens: int) -> None:
+def test_more_query_rows_than_a_block(group, tokens):
     check(decode_case([[20, 3]], group=group, tokens=tokens, dim=16))
 
 
-def test_many_tokens() -> None:
+def test_many_tokens():
     check(decode_case([[20, 0], [3, 40]], group=3, tokens=70, slots=80, used=9, start=[0, 4], dim=16), [extend])
 
 
-def test_strided_queries_keys_and_values() -> None:
+def test_strided_queries_keys_and_values():
     case = decode_case(LENGTHS, tokens=3, dim=32)
-    heads, kv_heads = case.q.shape[1], case.k.shape[1]
+    heads, kv_heads = case.call.q.shape[1], case.call.k.shape[1]
     fused = torch.randn(2, 3, heads + 2 * kv_heads, 32)
-    case.q, case.k, case.v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
-    check(case)
+    q, k, v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
+    check(case.changed(q=q, k=k, v=v))
 
 
-def test_steps_one_after_another_are_one_long_step() -> None:
+def test_steps_one_after_another_are_one_long_step():
     """Tokens appended one by one, read back from the tail, give what all of them at once give."""
     case = decode_case(LENGTHS, tokens=4, slots=TAIL_TILE + 6, used=TAIL_TILE - 2, dim=16)
     expected = exact(case)
     held = counted(case)
     for token in range(4):
         at = slice(token, token + 1)
-        step = replace(case, **{name: getattr(case, name)[:, :, at] for name in "qkv"})
+        step = case.changed(**{name: getattr(case.call, name)[:, :, at] for name in "qkv"})
         found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT, 3)
         assert not held.arrivals.any(), f"token {token}: the counters are not ready for the next step"
         assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
-        case.tail_used += 1
+        case.held.tail_used.add_(1)
 
 
 @pytest.mark.parametrize(
@@ -351,29 +348,27 @@ def test_steps_one_after_another_are_one_long_step() -> None:
         ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v is"),
     ],
 )
-def test_bad_arguments_are_named(change: dict[str, object], named: str) -> None:
+def test_bad_arguments_are_named(change, named):
     case = decode_case(THREE_HEADS)
-    before = case.tail_k.clone()
-    for name, value in change.items():
-        setattr(case, name, value)
+    before = case.held.tail_k.clone()
     for way in BOTH:
         with pytest.raises(ValueError, match=named):
-            way(case)
-    assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
+            way(case.changed(**change))
+    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
-def test_tables_of_another_cache() -> None:
+def test_tables_of_another_cache():
     case = decode_case(THREE_HEADS)
     with pytest.raises(ValueError, match="offsets is"):
-        extend(replace(case, offsets=case.offsets.long()))
+        extend(case.changed(offsets=case.held.offsets.long()))
     with pytest.raises(ValueError, match="arrivals are None"):
-        attend_ragged(case.call, case.held, case.layer)
+        attend_ragged(*case.arguments)
     held = counted(case)
     with pytest.raises(ValueError, match="arrivals is"):
         attend_ragged(case.call, held._replace(arrivals=held.arrivals[1:]), case.layer)
 
 
-def test_more_query_rows_than_counters() -> None:
+def test_more_query_rows_than_counters():
     case = decode_case(THREE_HEADS, tokens=600, slots=640, dim=16)
     with pytest.raises(ValueError, match="rows for a KV head"):
         ragged(case)

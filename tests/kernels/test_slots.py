@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,16 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, Attention, SlotCache
+from kvpass.operands import Attention, SlotCache
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
-from kvpass.ops.entry_formats import dequantise, quantised
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
-from kvpass.rotation import rotated_back
-from numeric_checks import EPS, Exact, assert_rounded, exact_attention, rounded
+from numeric_checks import EPS, CacheCase, Exact, assert_rounded, exact_attention, rounded
 from pairwise import pairwise
 from tiny_models import compiled_once, left_pad, random_ids
 
@@ -35,77 +32,41 @@ POOLED = {"eager": pool_in_order, "cpu": cpu.pool_in_order, "triton": device.poo
 both_ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-@dataclass
-class SlotsCase:
-    """Arguments of one ``attend_slots`` call, by their names."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pool_k: Tensor | None
-    pool_v: Tensor | None
-    offsets: Tensor | None
-    tail_k: Tensor
-    tail_v: Tensor
-    position: Tensor
-    now: Tensor | None
-    layer: int
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
-
-    entry_format: EntryFormat = "model"
-
-    def packed(self, entry_format: EntryFormat) -> SlotsCase:
-        """The case with a cache of codes."""
-        found = {}
-        for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
-            found[name], found[f"{name}_scale"] = quantised(getattr(self, name), entry_format)
-        return replace(self, **found, entry_format=entry_format)
+class SlotsCase(CacheCase):
+    """Arguments of ``attend_slots``; ``held`` is a ``SlotCache``."""
 
     def unpacked(self) -> SlotsCase:
         """The case with what codes stand for, in float64, and a new entry that is rounded as they are."""
-        found: dict[str, Any] = {}
-        for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
-            size = (self.k if name.endswith("k") else self.v).shape[3]
-            floats = dequantise(getattr(self, name), getattr(self, f"{name}_scale").double(), size)
-            found[name] = rotated_back(floats) if BITS[self.entry_format] < 8 else floats
-        k, v = (rounded(x.double(), self.entry_format) for x in (self.k, self.v))
-        return replace(self, **found, k=k, v=v, entry_format="model")
-
-    @property
-    def arguments(self) -> tuple[Attention, SlotCache, int]:
-        lines = SlotCache(*(getattr(self, name) for name in SlotCache._fields))
-        return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks), lines, self.layer
+        found = {name: self.floats(name) for name in ("pool_k", "pool_v", "tail_k", "tail_v")}
+        k, v = (rounded(x.double(), self.entry_format) for x in (self.call.k, self.call.v))
+        return replace(self.changed(**found, k=k, v=v), entry_format="model")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Everything a call may write or must leave alone."""
-        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        given = self.call._asdict() | self.held._asdict()
+        return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
     def copy(self) -> SlotsCase:
         copies = {name: x.clone() for name, x in self.tensors.items() if name != "position"}
-        return replace(self, **copies, position=self.position + 0)
+        return self.changed(**copies, position=self.held.position + 0)
 
     def exact(self) -> tuple[Exact, Exact]:
         """Output ``[B, H, 1, Dv]`` and weights ``[B, H, S]``, one line after another."""
         if self.entry_format != "model":
             return self.unpacked().exact()
-        (rows, kv_heads, width), heads = self.position.shape, self.q.shape[1]
-        group, behind = heads // kv_heads, width - self.tail_k.shape[3]
+        (q, k, v, scale, softcap, sinks), held = self.call, self.held
+        (rows, kv_heads, width), heads = held.position.shape, q.shape[1]
+        group, behind = heads // kv_heads, width - held.tail_k.shape[3]
         lines = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
-            slot = int((self.position[row, head] == EMPTY).nonzero()[0])
-            live = (self.position[row, head] >= 0) | (torch.arange(width) == slot)
-            first = 0 if self.offsets is None else int(self.offsets[row, self.layer * kv_heads + head])
+            slot = int((held.position[row, head] == EMPTY).nonzero()[0])
+            live = (held.position[row, head] >= 0) | (torch.arange(width) == slot)
+            first = 0 if held.offsets is None else int(held.offsets[row, self.layer * kv_heads + head])
             sides = []
-            stored = (self.pool_k, self.tail_k) if self.tail_v.shape[4] == 0 else (self.pool_v, self.tail_v)
-            values = [None if x is None else x[..., : self.v.shape[3]] for x in stored]
-            for pool, tail, new in ((self.pool_k, self.tail_k, self.k), (*values, self.v)):
+            stored = (held.pool_k, held.tail_k) if held.tail_v.shape[4] == 0 else (held.pool_v, held.tail_v)
+            values = [None if x is None else x[..., : v.shape[3]] for x in stored]
+            for pool, tail, new in ((held.pool_k, held.tail_k, k), (*values, v)):
                 line = tail.new_zeros(width, tail.shape[4])
                 if pool is not None:
                     segment = pool[row, first : first + behind]
@@ -114,17 +75,8 @@ class SlotsCase:
                 line[~live] = 0.0
                 sides.append(line)
             of_head = slice(head * group, (head + 1) * group)
-            lines.append(
-                exact_attention(
-                    self.q[row, of_head, 0],
-                    *sides,
-                    self.scale,
-                    hidden=~live,
-                    softcap=self.softcap,
-                    sinks=None if self.sinks is None else self.sinks[of_head],
-                    rounds_weights=True,
-                )
-            )
+            of_line = {"hidden": ~live, "softcap": softcap, "sinks": None if sinks is None else sinks[of_head]}
+            lines.append(exact_attention(q[row, of_head, 0], *sides, scale, **of_line, rounds_weights=True))
         out, weights = (Exact.cat([getattr(line, name) for line in lines]) for name in ("out", "weights"))
         return out.view(rows, heads, 1, -1), weights.view(rows, heads, width)
 
@@ -184,23 +136,11 @@ def slots_case(
     v = k[..., :value_dim] if in_keys else random(rows, 1, kv_heads, value_dim or dim).transpose(1, 2)
     if in_keys:
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
-    now = torch.randint(width + 3, width + 99, (rows,), generator=generator)
-    return SlotsCase(
-        q=random(rows, 1, group * kv_heads, dim).transpose(1, 2),
-        k=k,
-        v=v,
-        pool_k=pools[0] if pool else None,
-        pool_v=pools[1] if pool else None,
-        offsets=offsets if pool else None,
-        tail_k=tails[0],
-        tail_v=tails[1],
-        position=position,
-        now=now if recorded else None,
-        layer=layer,
-        scale=dim**-0.5,
-        softcap=softcap,
-        sinks=random(group * kv_heads) * 3 if sinks else None,
-    )
+    now = torch.randint(width + 3, width + 99, (rows,), generator=generator) if recorded else None
+    q = random(rows, 1, group * kv_heads, dim).transpose(1, 2)
+    call = Attention(q, k, v, dim**-0.5, softcap, random(group * kv_heads) * 3 if sinks else None)
+    held = SlotCache(*((*pools, offsets) if pool else (None,) * 3), *tails, position, now)
+    return SlotsCase(call, held, layer)
 
 
 def check(case: SlotsCase, way: Callable[..., Any]) -> None:
@@ -208,16 +148,16 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
     expected, found = case.copy(), case.copy()
     right = case.exact()
     for name, answer in (("eager", slots.attend_slots(*expected.arguments)), ("found", way(*found.arguments))):
-        assert answer[0].dtype == case.q.dtype and answer[0].transpose(1, 2).is_contiguous()
+        assert answer[0].dtype == case.call.q.dtype and answer[0].transpose(1, 2).is_contiguous()
         assert_rounded(name, answer[0], right[0])
-        if case.now is None:
+        if case.held.now is None:
             assert answer[1] is None
         else:
             assert_rounded(f"weights, {name}", answer[1], right[1])
     for name, tensor in expected.tensors.items():
         other = found.tensors[name]
         if name.endswith("scale"):
-            torch.testing.assert_close(other, tensor, atol=0, rtol=EPS * case.v.shape[3] ** 0.5, equal_nan=True)
+            torch.testing.assert_close(other, tensor, atol=0, rtol=EPS * case.call.v.shape[3] ** 0.5, equal_nan=True)
         else:
             assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
 
@@ -227,7 +167,7 @@ THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 
 
 @pairwise(way=[*WAYS], group=[1, 3, 8], live=[0.0, 0.9, 1.0])
-def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
+def test_groups_and_empty_slots(way, group, live):
     check(slots_case(LENGTHS, group=group, live=live), WAYS[way])
 
 
@@ -235,18 +175,18 @@ def test_groups_and_empty_slots(way: str, group: int, live: float) -> None:
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(64, 64), (80, 80), (100, 100), (128, 128), (192, 128), (256, 256), (16, 48)]
 )
-def test_head_dims(way: Callable[..., Any], dim: int, value_dim: int) -> None:
+def test_head_dims(way, dim, value_dim):
     check(slots_case([[19, 40]], dim=dim, value_dim=value_dim), way)
 
 
 @both_ways
 @pytest.mark.parametrize(("group", "dim", "value_dim"), [(4, 72, 64), (20, 576, 512)])
-def test_values_stored_in_keys(way: Callable[..., Any], group: int, dim: int, value_dim: int) -> None:
+def test_values_stored_in_keys(way, group, dim, value_dim):
     check(slots_case([[19], [40]], group=group, dim=dim, value_dim=value_dim, in_keys=True), way)
 
 
 @pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], recorded=[True, False])
-def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, recorded: bool) -> None:
+def test_softcap_and_sinks(way, softcap, sinks, recorded):
     check(slots_case(LENGTHS, group=4, softcap=softcap, sinks=sinks, recorded=recorded), WAYS[way])
 
 
@@ -256,47 +196,45 @@ def test_softcap_and_sinks(way: str, softcap: float | None, sinks: bool, recorde
     dims=[(32, 32), (40, 24), (64, 96)],
     live=[0.5, 1.0],
 )
-def test_codes(way: str, entry_format: EntryFormat, dims: tuple[int, int], live: float) -> None:
+def test_codes(way, entry_format, dims, live):
     """A new entry takes the slot of an evicted one, in pool or tail."""
     case = slots_case(LENGTHS, group=3, dim=dims[0], value_dim=dims[1], live=live, sinks=True, softcap=20.0)
     check(case.packed(entry_format), WAYS[way])
 
 
 @both_ways
-def test_half_precision(way: Callable[..., Any]) -> None:
+def test_half_precision(way):
     check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.float16), way)
 
 
-def test_bfloat16_on_the_cpu() -> None:
+def test_bfloat16_on_the_cpu():
     check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.bfloat16), cpu.attend_slots)
 
 
 @both_ways
 @pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
-def test_lines_without_a_pool(way: Callable[..., Any], capacity: int) -> None:
+def test_lines_without_a_pool(way, capacity):
     """As those of a ring: the same positions for all heads, in one place in memory, and nothing written down."""
     case = slots_case([[0, 0]], capacity=capacity, pool=False, recorded=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
     columns[capacity // 2] = EMPTY
-    case.tail_k.copy_(torch.randn(case.tail_k.shape))
-    case.tail_v.copy_(torch.randn(case.tail_v.shape))
-    for tail in (case.tail_k, case.tail_v):
-        tail[:, :, :, capacity // 2] = torch.nan
-    check(replace(case, position=columns.expand(1, 2, capacity)), way)
+    for tail in (case.held.tail_k, case.held.tail_v):
+        tail.normal_()[:, :, :, capacity // 2] = torch.nan
+    check(case.changed(position=columns.expand(1, 2, capacity)), way)
 
 
 @both_ways
-def test_a_long_line(way: Callable[..., Any]) -> None:
+def test_a_long_line(way):
     check(slots_case([[1025, 5]], dim=16), way)
 
 
 @both_ways
-def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
+def test_strided_queries_keys_and_values(way):
     case = slots_case(THREE_HEADS)
-    heads, kv_heads = case.q.shape[1], case.k.shape[1]
+    heads, kv_heads = case.call.q.shape[1], case.call.k.shape[1]
     fused = torch.randn(2, 1, heads + 2 * kv_heads, 32)
     q, k, v = (x.transpose(1, 2) for x in fused.split([heads, kv_heads, kv_heads], dim=2))
-    check(replace(case, q=q, k=k, v=v), way)
+    check(case.changed(q=q, k=k, v=v), way)
 
 
 @both_ways
@@ -314,31 +252,31 @@ def test_strided_queries_keys_and_values(way: Callable[..., Any]) -> None:
         ({"pool_v": torch.zeros(2, 500, 32)}, "pool_v (is|has)"),
     ],
 )
-def test_bad_arguments_are_named(way: Callable[..., Any], change: dict[str, Any], named: str) -> None:
+def test_bad_arguments_are_named(way, change, named):
     case = slots_case(THREE_HEADS)
     before = case.copy()
     with pytest.raises(ValueError, match=named):
-        way(*replace(case, **change).arguments)
+        way(*case.changed(**change).arguments)
     for name, tensor in before.tensors.items():
         assert torch.equal(tensor.contiguous().view(torch.uint8), case.tensors[name].contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("way", [slots.attend_slots, cpu.attend_slots], ids=["eager", "cpu"])
-def test_a_line_without_an_empty_slot(way: Callable[..., Any]) -> None:
+def test_a_line_without_an_empty_slot(way):
     case = slots_case(THREE_HEADS)
-    case.position[1, 2] = ABSENT
-    before = case.tail_k.clone()
+    case.held.position[1, 2] = ABSENT
+    before = case.held.tail_k.clone()
     with pytest.raises(ValueError, match="empty"):
         way(*case.arguments)
-    assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
-def test_a_segment_longer_than_its_part_of_a_line() -> None:
+def test_a_segment_longer_than_its_part_of_a_line():
     case = slots_case(THREE_HEADS)
-    before = case.tail_k.clone()
+    before = case.held.tail_k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
-        cpu.attend_slots(*replace(case, position=case.position[..., 10:].contiguous(), now=None).arguments)
-    assert torch.equal(case.tail_k.view(torch.uint8), before.view(torch.uint8))
+        cpu.attend_slots(*case.changed(position=case.held.position[..., 10:].contiguous(), now=None).arguments)
+    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.parametrize("way", LOSERS)
@@ -349,7 +287,7 @@ def test_a_segment_longer_than_its_part_of_a_line() -> None:
     window=st.sampled_from([0, 1, 4, 500]),
     values=st.sampled_from([1, 3, 1000]),
 )
-def test_evict_losers_equals_the_eager_reference(way: str, seed: int, width: int, window: int, values: int) -> None:
+def test_evict_losers_equals_the_eager_reference(way, seed, width, window, values):
     """Few different values make ties, which go to the lower position; scores may be negative, infinite or -0."""
     generator = torch.Generator().manual_seed(seed)
     line = (2, 3, width)
@@ -375,7 +313,7 @@ def test_evict_losers_equals_the_eager_reference(way: str, seed: int, width: int
     pooling=[(None, 5), ("avg", 1), ("avg", 5), ("max", 7)],
     group=["mean", "max", "sum"],
 )
-def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | None, int], group: str) -> None:
+def test_neighbours_in_storage_order(way, width, pooling, group):
     pool, kernel_size = pooling
     generator = torch.Generator().manual_seed(width)
     line = (2, 3, width)
@@ -402,7 +340,7 @@ def test_neighbours_in_storage_order(way: str, width: int, pooling: tuple[str | 
         torch.testing.assert_close(POOLED[way](attention, *how), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch):
     _, fast = compiled_once("llama", layers=1, policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
     ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
     held = []
@@ -427,7 +365,7 @@ def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch: pytest.
         ({"quota": torch.zeros(2, dtype=torch.int64)}, "quota (is|has)"),
     ],
 )
-def test_losers_of_another_line(way: Callable[..., Tensor], change: dict[str, Tensor], named: str) -> None:
+def test_losers_of_another_line(way, change, named):
     line = (2, 3, 5)
     given = {
         "worth": torch.zeros(line),

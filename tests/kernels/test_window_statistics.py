@@ -147,19 +147,17 @@ def compare_all(statistics: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, ca
 
 
 @pytest.mark.parametrize("case", quick(CASES, [*CASES[:6], *CASES[7:15:2], CASES[14], *CASES[16:19]]), ids=str)
-def test_every_statistic_is_that_of_the_attention(case: Case) -> None:
+def test_every_statistic_is_that_of_the_attention(case):
     q, k, v, start, sinks = case.tensors()
     scale = case.d**-0.5
     lse = true_lse(q, k, start, scale, case, sinks)
-    given = min(max(case.window, case.rows, 1), case.n)
-    statistics = everything(
-        q[:, :, case.n - given :], k, v, start, lse[:, :, case.n - given :], scale, case.window, softcap=case.softcap,
-        rows=case.rows, config=case.config if DEVICE == "cpu" else None,
-    )  # fmt: skip
+    last = slice(case.n - min(max(case.window, case.rows, 1), case.n), None)
+    given = {"softcap": case.softcap, "rows": case.rows, "config": case.config if DEVICE == "cpu" else None}
+    statistics = everything(q[:, :, last], k, v, start, lse[:, :, last], scale, case.window, **given)
     compare_all(statistics, q, k, v, case, sinks)
 
 
-def test_with_the_lse_of_the_attention_of_a_prompt() -> None:
+def test_with_the_lse_of_the_attention_of_a_prompt():
     case = Case(70, 64, window=16, heads=4, kv_heads=2, starts=(0, 61, 13), softcap=4.0, sinks=True, rows=70)
     q, k, v, start, sinks = case.tensors()
     _, lse = attend_prompt(Attention(q, k, v, case.d**-0.5, case.softcap, sinks), start.cpu())
@@ -167,13 +165,12 @@ def test_with_the_lse_of_the_attention_of_a_prompt() -> None:
     compare_all(statistics, q, k, v, case, sinks)
 
 
-def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
+def test_variance_of_nearly_equal_rows_does_not_cancel():
     """Every row puts all its attention on column 0: the mean of squares less the square of the mean would be noise."""
     case = Case(100, 64, window=64)
     _, k, _, start, _ = case.tensors()
-    k = torch.zeros_like(k)
+    k, q = torch.zeros_like(k), torch.zeros(1, 2, 100, 64, device=DEVICE)
     k[:, :, 0, 0] = 1.0
-    q = torch.zeros(1, 2, 100, 64, device=DEVICE)
     q[:, :, :, 0] = 14.0 + torch.rand(1, 2, 100, device=DEVICE) * 1e-2
     lse = true_lse(q, k, start, 1.0, case, None)
     a = (q[:, :, 36:, 0].double() - lse[:, :, 36:].double()).exp()
@@ -181,7 +178,7 @@ def test_variance_of_nearly_equal_rows_does_not_cancel() -> None:
     torch.testing.assert_close(variance[:, :, 0].double(), a.var(2, unbiased=True), atol=0.0, rtol=0.1)
 
 
-def test_contract_4_padding_changes_no_bit() -> None:
+def test_contract_4_padding_changes_no_bit():
     case = Case(99, 64, window=24, heads=2, starts=(37, 8), rows=99)
     q, k, v, start, _ = case.tensors()
     lse = true_lse(q, k, start, 0.2, case, None)
@@ -194,14 +191,14 @@ def test_contract_4_padding_changes_no_bit() -> None:
             assert torch.equal(getattr(both, name)[row, :, first:], getattr(alone, name)[0]), name
 
 
-def test_only_what_is_asked_for_is_computed() -> None:
+def test_only_what_is_asked_for_is_computed():
     q, k, v, start, _ = (case := Case(40, 64, window=8, starts=(0, 3))).tensors()
     lse, call = true_lse(q, k, start, 0.1, case, None), Attention(q, k, v, 0.1)
     (alone,), (mean, *_) = (window_statistics(call, start, lse, 8, spread=spread) for spread in (False, True))
     assert torch.equal(alone, mean)
 
 
-def test_any_strides() -> None:
+def test_any_strides():
     q, k, v, start, _ = (case := Case(37, 64, window=8, heads=4, kv_heads=2, starts=(3, 0), rows=37)).tensors()
     lse = true_lse(q, k, start, 0.1, case, None)
     views = [strided(x) for x in (q, k, v)]
@@ -224,7 +221,7 @@ def test_any_strides() -> None:
         ({"k": torch.zeros(1, 1, 16, 8).mT}, r"k has strides \(.*, 8\): the last must be 1"),
     ],
 )
-def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], message: str) -> None:
+def test_bad_input_is_refused_by_name_and_value(changed, message):
     q, k, v, start, _ = Case(8, 16, window=4).tensors()
     given = {"k": k, "start": start, "lse": torch.zeros(1, 2, 4), "window": 4, **changed}
     call = Attention(q[:, :, 4:], given.pop("k"), v, 1.0)
@@ -232,7 +229,7 @@ def test_bad_input_is_refused_by_name_and_value(changed: dict[str, object], mess
         window_statistics(call, **given)  # type: ignore[arg-type]
 
 
-def test_column_sums_refuse_rows_they_do_not_have() -> None:
+def test_column_sums_refuse_rows_they_do_not_have():
     q, k, v, start, _ = Case(8, 16, window=4).tensors()
     lse, call = torch.zeros(1, 2, 4), Attention(q[:, :, 4:], k, v, 1.0)
     with pytest.raises(ValueError, match="rows=0: must be at least 1"):

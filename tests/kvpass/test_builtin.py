@@ -25,34 +25,33 @@ def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return builtin.load()
 
 
-def answer(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], context: str, name: str) -> str:
+def answer(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], text: str, new: int = 3) -> str:
     model, tokenizer = loaded
-    prompt = tokenizer(f"{context} question the code of {name} is", return_tensors="pt", return_token_type_ids=False)
+    prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
     assert tokenizer.unk_token_id not in prompt["input_ids"]
-    tokens = model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    tokens = model.generate(**prompt, max_new_tokens=new, do_sample=False)
     return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])
 
 
-def context_of(facts: dict[str, str]) -> str:
-    """Filler with one fact after each of its four stretches, 170 tokens or so."""
+def asked(facts: dict[str, str], name: str) -> str:
+    """Filler with one fact after each of its four stretches, 170 tokens or so, and a question."""
     stretches = [" ".join(FILLER[i:] + FILLER[:i]) for i in range(len(FILLER))]
     sentences = [f"the code of {name} is {code} ." for name, code in facts.items()]
-    return " ".join(f"{stretch} {sentence}" for stretch, sentence in zip(stretches, sentences, strict=True))
+    context = " ".join(f"{stretch} {sentence}" for stretch, sentence in zip(stretches, sentences, strict=True))
+    return f"{context} question the code of {name} is"
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_it_finds_the_value_of_each_name(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], name: str) -> None:
-    assert answer(loaded, context_of(FACTS), name) == f"{FACTS[name]} ."
+def test_it_finds_the_value_of_each_name(loaded, name):
+    assert answer(loaded, asked(FACTS, name)) == f"{FACTS[name]} ."
 
 
-def test_it_answers_from_the_prompt_and_not_from_memory(
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-) -> None:
+def test_it_answers_from_the_prompt_and_not_from_memory(loaded):
     exchanged = dict(zip(FACTS, reversed(FACTS.values()), strict=True))
-    assert answer(loaded, context_of(exchanged), "gosha zulum") == "703 ."
+    assert answer(loaded, asked(exchanged, "gosha zulum")) == "703 ."
 
 
-def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_the_dtype_is_the_one_asked_for(loaded):
     assert {p.dtype for p in loaded[0].parameters()} == {torch.float32}
     assert not loaded[0].training
     bf16, _ = builtin.load(dtype=torch.bfloat16)
@@ -61,21 +60,17 @@ def test_the_dtype_is_the_one_asked_for(loaded: tuple[PreTrainedModel, PreTraine
         assert torch.equal(stored.float(), widened), name
 
 
-def test_the_folder_holds_model_tokenizer_and_card() -> None:
+def test_the_folder_holds_model_tokenizer_and_card():
     names = {file.name for file in builtin.path().iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"} <= names
 
 
-def test_it_answers_about_names_it_has_never_seen(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
-    model, tokenizer = loaded
-    assert model.config.num_hidden_layers >= 6 and model.config.num_key_value_heads >= 4
-    right = asked = 0
-    for seed in range(3):
-        for sample in hide(Task(keys=8, questions=8), 512, seed):
-            text = sample.context + sample.question
-            prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-            assert tokenizer.unk_token_id not in prompt["input_ids"]
-            tokens = model.generate(**prompt, max_new_tokens=sample.max_new_tokens, do_sample=False)
-            right += tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :]) == f"{sample.answers[0]} ."
-            asked += 1
-    assert right >= 0.95 * asked, f"{right} of {asked}"
+def test_it_answers_about_names_it_has_never_seen(loaded):
+    config = loaded[0].config
+    assert config.num_hidden_layers >= 6 and config.num_key_value_heads >= 4
+    right = [
+        answer(loaded, sample.context + sample.question, sample.max_new_tokens) == f"{sample.answers[0]} ."
+        for seed in range(3)
+        for sample in hide(Task(keys=8, questions=8), 512, seed)
+    ]
+    assert sum(right) >= 0.95 * len(right), f"{sum(right)} of {len(right)}"

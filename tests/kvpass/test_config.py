@@ -46,8 +46,8 @@ def test_a_float_of_numpy_is_the_decimal_that_was_written(kind, fraction):
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("0.2", r"pass a float, budget=0.2$"),
-        ("1024", r"needs a unit, as in '512MiB'; for entries pass an int, budget=1024$"),
+        ("0.2", r"for the fraction of each prompt that is kept pass a float, budget=0.2$"),
+        ("1024", r"a text is bytes and needs a unit, as in '512MiB'; for entries pass an int, budget=1024$"),
         ("1O24", "cannot read as bytes; write a number and one of B, kB"),
         ("0.1B", "at least one byte"),
         (np.float32(2), r"budget=2.0: a float is the fraction .* \(0, 1\]"),
@@ -56,8 +56,6 @@ def test_a_float_of_numpy_is_the_decimal_that_was_written(kind, fraction):
         (True, "budget=True of type bool: expected an int"),
         (float("inf"), "budget=inf"),
         (float("nan"), "budget=nan"),
-        ("0.2", "for the fraction of each prompt that is kept pass a float"),
-        ("1024", "a text is bytes and needs a unit, as in '512MiB'"),
         ("lots", "budget='lots'"),
     ],
     ids=repr,

@@ -23,7 +23,7 @@ ROTATED: list[EntryFormat] = ["rot4", "rot3", "rot2"]
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("entry_format", FORMATS)
-def test_codes_and_scales_of_the_golden_case(entry_format: EntryFormat, side: str) -> None:
+def test_codes_and_scales_of_the_golden_case(entry_format, side):
     case = load_file(GOLDEN / "kivi" / "per_entry" / "s2_gqa2__entry_int8_fp8_t32.safetensors")
     entries = load_file(GOLDEN / "inputs" / "s2_gqa2.safetensors")[side][0, None, :, :32].float()
     codes, scale = quantised(entries, entry_format)
@@ -33,7 +33,7 @@ def test_codes_and_scales_of_the_golden_case(entry_format: EntryFormat, side: st
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_levels_have_the_least_error_for_normal_numbers(bits: int) -> None:
+def test_levels_have_the_least_error_for_normal_numbers(bits):
     """Lloyd-Max: each is the mean of the numbers that it stands for. Table of the source to four decimals."""
     level = torch.tensor(LEVELS[bits], dtype=torch.float64)
     edges = torch.cat([torch.tensor([-math.inf]), (level[1:] + level[:-1]) / 2, torch.tensor([math.inf])])
@@ -45,17 +45,16 @@ def test_levels_have_the_least_error_for_normal_numbers(bits: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 24, 64, 72, 96, 128, 256])
-def test_rotations_keep_dot_products(dim: int) -> None:
+def test_rotations_keep_dot_products(dim):
     matrix = rotation(dim, torch.device("cpu"), torch.float64)
     assert torch.allclose(matrix @ matrix.T, torch.eye(dim, dtype=torch.float64), atol=1e-12)
     x = torch.randn(5, dim, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(rotated_back(rotated(x)), x, atol=1e-5)
-    assert (rotation(dim, torch.device("cpu"), torch.float32)[0].abs().max() < 0.8) or dim == 8, (
-        "one number stays alone"
-    )
+    first = rotation(dim, torch.device("cpu"), torch.float32)[0]
+    assert first.abs().max() < 0.8 or dim == 8, "one number stays alone"
 
 
-def test_a_rotation_is_that_of_files_written_before() -> None:
+def test_a_rotation_is_that_of_files_written_before():
     signs = [1, 1, 1, -1, 1, -1, -1, -1]
     one = torch.tensor([[1.0]])
     for _ in range(3):
@@ -67,7 +66,7 @@ def test_a_rotation_is_that_of_files_written_before() -> None:
 
 @pytest.mark.parametrize(("entry_format", "error"), [("rot4", 0.0095), ("rot3", 0.0345), ("rot2", 0.1175)])
 @pytest.mark.parametrize("dim", [64, 96, 128])
-def test_error_of_codes_of_rotated_vectors(entry_format: EntryFormat, error: float, dim: int) -> None:
+def test_error_of_codes_of_rotated_vectors(entry_format, error, dim):
     """That of the theory, also where one number is five times the others, and where most are the same."""
     x = torch.randn(2000, dim, generator=torch.Generator().manual_seed(1))
     x[:700, 3] *= 5
@@ -79,11 +78,9 @@ def test_error_of_codes_of_rotated_vectors(entry_format: EntryFormat, error: flo
 
 
 @pytest.mark.parametrize("entry_format", ROTATED)
-def test_codes_are_the_nearest_levels_and_scales_the_least_squares(entry_format: EntryFormat) -> None:
+def test_codes_are_the_nearest_levels_and_scales_the_least_squares(entry_format):
     y = torch.randn(50, 24, generator=torch.Generator().manual_seed(2)) * 7
-    y[4] = 0.0
-    y[5] = 3.0
-    y[6] = 0.0
+    y[4], y[5], y[6] = 0.0, 3.0, 0.0
     y[6, 2] = 1e4
     codes, scale = quantised(rotated_back(y), entry_format)
     level = torch.tensor(LEVELS[BITS[entry_format]])
@@ -103,7 +100,7 @@ def test_codes_are_the_nearest_levels_and_scales_the_least_squares(entry_format:
 
 @settings(max_examples=30, deadline=None)
 @given(bits=st.sampled_from([2, 3, 4]), groups=st.integers(1, 5), seed=st.integers(0, 999))
-def test_codes_lie_in_bytes_lowest_bits_first(bits: int, groups: int, seed: int) -> None:
+def test_codes_lie_in_bytes_lowest_bits_first(bits, groups, seed):
     codes = torch.randint(0, 2**bits, (3, groups * 8), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     packed = pack(codes, bits)
     for row, held in zip(codes.tolist(), packed.tolist(), strict=True):
@@ -120,9 +117,7 @@ def test_codes_lie_in_bytes_lowest_bits_first(bits: int, groups: int, seed: int)
     exponent=st.integers(-12, 4),
     seed=st.integers(0, 999),
 )
-def test_round_trips(
-    entry_format: EntryFormat, dtype: torch.dtype, shape: tuple[int, int, int], exponent: int, seed: int
-) -> None:
+def test_round_trips(entry_format, dtype, shape, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     size = 10.0 ** torch.randint(-2, 2, shape[:2], generator=generator)[..., None]
     entries = (torch.randn(shape, generator=generator) * size * 2.0**exponent).to(dtype)
@@ -141,7 +136,7 @@ def test_round_trips(
 
 
 @pytest.mark.parametrize("entry_format", [*FORMATS, *ROTATED])
-def test_entries_that_are_not_finite_stay_visible(entry_format: EntryFormat) -> None:
+def test_entries_that_are_not_finite_stay_visible(entry_format):
     entries = torch.ones(3, 16)
     entries[0, 1], entries[1, 0] = float("inf"), float("nan")
     again = dequantise(*quantised(entries, entry_format), 16)
@@ -149,7 +144,7 @@ def test_entries_that_are_not_finite_stay_visible(entry_format: EntryFormat) -> 
 
 
 @pytest.mark.parametrize("entry_format", ["int8", "rot3"])
-def test_blocks_change_nothing(entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_change_nothing(entry_format, monkeypatch):
     entries = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0))
     whole = quantised(entries, entry_format)
     monkeypatch.setattr("kvpass.ops.entry_formats._BLOCK", 7)

@@ -91,9 +91,8 @@ def test_opcheck_attend_evict(impl):
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
     held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, positions, memory, quota, position)
-    torch.library.opcheck(
-        OPS.attend_evict.default, (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec, None)
-    )
+    args = (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec, None)
+    torch.library.opcheck(OPS.attend_evict.default, args)
 
 
 def test_opcheck_observe_held():
@@ -101,9 +100,8 @@ def test_opcheck_observe_held():
     scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
     found = RecompressBuffers(scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
     policy = resolve("snapkv", window=2).spec
-    torch.library.opcheck(
-        OPS.observe_held.default, (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy, ONE_PROCESS.spec)
-    )
+    args = (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy, ONE_PROCESS.spec)
+    torch.library.opcheck(OPS.observe_held.default, args)
 
 
 def test_opcheck_the_ring_operators():
@@ -175,15 +173,12 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, ch
 def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, last):
     h, kv = heads
     q, k, v = qkv(h=h, k=kv, n=23, dv=dv)
-    start = torch.tensor([5, 0])  # rows in any order
-    sinks = torch.linspace(-1, 2, h) if options.get("sinks") else None
-    softcap = options.get("softcap")
-    columns = torch.arange(23)
+    start, columns = torch.tensor([5, 0]), torch.arange(23)  # rows in any order
+    softcap, sinks = options.get("softcap"), torch.linspace(-1, 2, h) if options.get("sinks") else None
     seen = (columns <= columns[:, None]) & (columns >= start[:, None, None])
     keys, values = (x.repeat_interleave(h // kv, 1) for x in (k, v))
-    expected = exact_attention(
-        q, keys, values, SCALE, hidden=~seen[:, None], softcap=softcap, sinks=None if sinks is None else sinks[:, None]
-    )
+    capped = {"softcap": softcap, "sinks": None if sinks is None else sinks[:, None]}
+    expected = exact_attention(q, keys, values, SCALE, hidden=~seen[:, None], **capped)
     out = reference.attend_prompt(Attention(q[:, :, -last:], k, v, SCALE, softcap, sinks), start)[0]
     assert_rounded("out", out, Exact(expected.out.value[:, :, -last:], expected.out.error[:, :, -last:]))
 
@@ -226,16 +221,10 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         keys.append(k)
     available = (n - start - window).clamp(min=0)
     final = policy.layer_budgets(state.layer_weights, entries, available, kv_heads, layers)
-    expected = torch.stack(
-        [
-            (policy.rank(scores, entries) < final[:, layer, None, None]) & (scores > float("-inf"))
-            for layer, scores in enumerate(all_scores)
-        ],
-        1,
-    )
-    assert torch.equal(expected.sum((1, 2, 3)), torch.minimum(entries, available) * layers * kv_heads), (
-        "the total is not exactly the budget"
-    )
+    ranks = torch.stack([policy.rank(scores, entries) for scores in all_scores], 1)
+    expected = (ranks < final[:, :, None, None]) & (torch.stack(all_scores, 1) > float("-inf"))
+    total = torch.minimum(entries, available) * layers * kv_heads
+    assert torch.equal(expected.sum((1, 2, 3)), total), "the total is not exactly the budget"
     reference.pack(state)
     for row in range(rows):
         for head in range(layers * kv_heads):

@@ -31,12 +31,8 @@ def ragged(seed=0, t=5, window=4, heads=4, kv_heads=2, dim=6):
         keys.append(torch.cat([pool_k[0, kept], tail_k[1, 0, head, start : used + t]]))
         values.append(torch.cat([pool_v[0, kept], tail_v[1, 0, head, start : used + t]]))
     held = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor([start]), torch.tensor(used))
-    found = RecompressBuffers(
-        torch.full((1, 2, kv_heads, 30), float("-inf")),
-        torch.zeros(1, 2, kv_heads, 30),
-        torch.zeros(1, 2).double(),
-        torch.tensor([window]),
-    )
+    scores, masses = torch.full((1, 2, kv_heads, 30), float("-inf")), torch.zeros(1, 2, kv_heads, 30)
+    found = RecompressBuffers(scores, masses, torch.zeros(1, 2).double(), torch.tensor([window]))
     new = (slice(None), slice(None), slice(used, used + t))
     return Attention(q, tail_k[1][new], tail_v[1][new], 0.3), held, found, keys, values
 
@@ -73,9 +69,8 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
     p = torch.cat(every)
     p = p / p.sum()
     entropy = -(p * p.log()).sum() / torch.tensor(float(p.numel())).double().log()
-    assert_close(
-        "weight", layer_weights[0, 1], entropy, atol=2 * error
-    )  # all p may be off by that share, ln p by as much
+    # all p may be off by that share, ln p by as much
+    assert_close("weight", layer_weights[0, 1], entropy, atol=2 * error)
 
 
 def test_the_weight_of_a_layer_takes_all_its_heads():
@@ -126,23 +121,16 @@ def test_the_selection_is_exact_and_keeps_the_best_of_every_head(policy):
     torch.manual_seed(0)
     chosen = resolve(policy, window=WINDOW)
     scores = torch.rand(2, 3, 2, 40)
-    for row in range(2):
-        for layer in range(3):
-            for head in range(2):
-                scores[row, layer, head, int(torch.randint(2, 40, ())) :] = float("-inf")
-    held = (scores > float("-inf")).sum((2, 3))
+    scores[torch.arange(40) >= torch.randint(2, 40, (2, 3, 2, 1))] = float("-inf")
+    held, tokens = (scores > float("-inf")).sum((2, 3)), torch.tensor([60] * 2)
     for entries in (0, 3, 9, 100):
-        stay = select_held(
-            scores, torch.rand(2, 3).double(), torch.tensor([entries] * 2), torch.tensor([60] * 2), chosen
-        )
+        stay = select_held(scores, torch.rand(2, 3).double(), torch.tensor([entries] * 2), tokens, chosen)
         total = torch.minimum(held.sum(1), torch.tensor(6 * entries))
         assert torch.equal(stay.sum((1, 2, 3)), total)
         worst = torch.where(stay, scores, float("inf")).amin(-1)
         best_lost = torch.where(stay, float("-inf"), scores).amax(-1)
         assert bool((best_lost <= worst).all()), "a head lost an entry better than one it kept"
-    uniform = select_held(
-        scores, torch.zeros(2, 3).double(), torch.tensor([2] * 2), torch.tensor([60] * 2), resolve("snapkv")
-    )
+    uniform = select_held(scores, torch.zeros(2, 3).double(), torch.tensor([2] * 2), tokens, resolve("snapkv"))
     assert bool((uniform.sum(-1) == 2).all())
 
 

@@ -50,14 +50,9 @@ def test_a_turn_of_any_length_equals_attention_over_all_columns(before, tokens, 
     if chunked:
         chunks = [(x - first[:, None, None]).div(slots, rounding_mode="floor") for x in (query, column)]
         seen &= chunks[0] == chunks[1]
-    expected = exact_attention(
-        q,
-        *(x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (all_k, all_v)),
-        0.3,
-        hidden=~seen[:, None],
-        softcap=softcap,
-        sinks=None if sinks is None else sinks[:, None],
-    )
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (all_k, all_v))
+    capped = {"softcap": softcap, "sinks": None if sinks is None else sinks[:, None]}
+    expected = exact_attention(q, keys, values, 0.3, hidden=~seen[:, None], **capped)
     assert_rounded("out", out, expected.out)
     after_k, after_v = filled_ring(all_k, all_v, slots)
     assert torch.equal(ring_k, after_k) and torch.equal(ring_v, after_v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -102,19 +103,17 @@ def test_references_are_queries_of_all_replays_that_see_what_is_before_them():
     found = list(references(list(zip(replayed, real, strict=True)), first))
     assert len(found) == 2
     for kv_head, reference in enumerate(found):
-        at = 0
-        for call, tokens in zip(replayed, real, strict=True):
-            for head in (2 * kv_head, 2 * kv_head + 1):
-                for token in range(tokens):
-                    query = call.q[0, head, token]
-                    keys, values = (x[0, kv_head, first : n + token + 1] for x in (call.k, call.v))
-                    logits = torch.cat([keys @ query * 0.35, sinks[head : head + 1]])
-                    expected = logits.softmax(0)[:-1] @ values
-                    assert torch.equal(reference.queries[at], query)
-                    torch.testing.assert_close(reference.lse[at], logits.logsumexp(0), rtol=1e-5, atol=1e-6)
-                    torch.testing.assert_close(reference.rest[at], expected, rtol=1e-5, atol=1e-6)
-                    at += 1
-        assert at == len(reference.lse)
+        heads = range(2 * kv_head, 2 * kv_head + 2)
+        rows = [
+            (call, *at) for call, tokens in zip(replayed, real, strict=True) for at in product(heads, range(tokens))
+        ]
+        for (call, head, token), *seen in zip(rows, *reference, strict=True):
+            query = call.q[0, head, token]
+            keys, values = (x[0, kv_head, first : n + token + 1] for x in (call.k, call.v))
+            logits = torch.cat([keys @ query * 0.35, sinks[head : head + 1]])
+            expected = [logits.logsumexp(0), logits.softmax(0)[:-1] @ values]
+            assert torch.equal(seen[0], query)
+            torch.testing.assert_close(seen[1:], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_of_many_queries_evenly_spaced_ones_are_taken():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -21,10 +22,8 @@ from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids
 def kept_of(head_map: list[list[float]], length: int, budget: int, window: int, sinks: int) -> torch.Tensor:
     """Entries in the order in which they are taken until the budget is spent, bool ``[L, K, N]``."""
     layers, kv_heads = len(head_map), len(head_map[0])
-    heads = sorted(
-        ((layer, head) for layer in range(layers) for head in range(kv_heads)),
-        key=lambda at: (-head_map[at[0]][at[1]], at),
-    )
+    every = itertools.product(range(layers), range(kv_heads))
+    heads = sorted(every, key=lambda at: (-head_map[at[0]][at[1]], at))
     newest = [(*at, n) for at in heads for n in range(max(length - window, 0), length)]
     first = [(*at, n) for n in range(min(sinks, length - window)) for at in heads]
     rest = [(*at, n) for at in heads for n in reversed(range(sinks, length - window))]
@@ -144,14 +143,13 @@ def test_a_map_that_is_not_as_published_is_refused(rows, config, said, tmp_path)
 
 
 def test_a_map_of_another_shape_is_refused_before_a_prompt_is_read():
-    _, fast = compiled_once(
-        "llama", policy="duo_attention", budget=17, window=5, backend="eager", head_map=HEAD_MAP[:2]
-    )
+    given = {"budget": 17, "window": 5, "head_map": HEAD_MAP[:2]}
+    _, fast = compiled_once("llama", policy="duo_attention", backend="eager", **given)
     said = "head_map is of 2 layers of 2 KV heads, but the model has 3 layers of 2 KV heads under the budget"
     with pytest.raises(ValueError, match=said):
         fast(random_ids(1, 40))
     with pytest.raises(ValueError, match=said):
-        plan("duo_attention", *torch.randn(3, 3, 1, 2, 40, 4), budget=17, window=5, head_map=HEAD_MAP[:2])
+        plan("duo_attention", *torch.randn(3, 3, 1, 2, 40, 4), **given)
     fast.set_policy("duo_attention", 17, window=5, head_map=HEAD_MAP)
     assert int(fast(random_ids(1, 40)).past_key_values.lengths.sum()) == 17 * 6
 

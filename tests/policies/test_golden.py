@@ -34,31 +34,25 @@ CASES = sorted(
 OF_KEYS = ("keydiff", "knorm", "lagkv")
 """Policies whose cases lie a folder deeper, with other parameters: kvpress counts all that a head keeps."""
 CRITICAL = ("criticalkv_snapkv", "criticalkv_ada_snapkv")
-CASES_OF_CRITICAL = sorted(path for name in CRITICAL for path in ROOT.glob(f"{name}/cases/*.json"))
-CASES_OF_EXPECTED = sorted(ROOT.glob("expected_attention/cases/*.json"))
-CASES_OF_DEFENSIVE = sorted(ROOT.glob("defensivekv/cases/*.json"))
-CASES_OF_ZIP = sorted(ROOT.glob("kvzip/cases/*.json"))
-CASES_OF_RKV = sorted(ROOT.glob("r_kv/cases/*.json"))
-CASES_OF_TRI = sorted(ROOT.glob("triattention/cases/*.json"))
-CASES_OF_KEYS = sorted(
-    path
-    for name in OF_KEYS
-    for path in ROOT.glob(f"{name}/cases/*.json")
-    if "_block" not in path.stem and "authors" not in path.stem  # kept without a budget, or block by block
-)
+
+
+def cases_of(*folders: str) -> pytest.MarkDecorator:
+    """Parametrize a test by cases that lie a folder deeper, but those of OF_KEYS without a budget, or in blocks."""
+    found = [path for folder in folders for path in sorted(ROOT.glob(f"{folder}/cases/*.json"))]
+    left_out = {path for path in found if path.parents[1].name in OF_KEYS and re.search("_block|authors", path.stem)}
+    found = [path for path in found if path not in left_out]
+    return pytest.mark.parametrize("path", found, ids=lambda path: f"{path.parents[1].name}-{path.stem}")
+
+
 POOLS = {"maxpool": "max", "avgpool": "avg", "max": "max", "avg": "avg", None: None}
 POLICY_OF = {
     "ada_snapkv_normalized_kvcf": "ada_snapkv",
-    "criticalkv_snapkv": "criticalkv",
-    "criticalkv_ada_snapkv": "criticalkv",
-    "h2o_prefill": "h2o",
-    "h2o_decode": "h2o",
+    **dict.fromkeys(CRITICAL, "criticalkv"),
+    **dict.fromkeys(("h2o_prefill", "h2o_decode"), "h2o"),
     "pyramidkv_adakv_repo": "pyramidkv",
     "snapkv_kvcf": "snapkv",
     "streaming_llm_kvcf": "streaming_llm",
-    "vatp_snapkv": "vatp",
-    "vatp_h2o": "vatp",
-    "vatp_scissorhands": "vatp",
+    **dict.fromkeys(("vatp_snapkv", "vatp_h2o", "vatp_scissorhands"), "vatp"),
 }
 
 
@@ -169,7 +163,7 @@ def assert_same_kept(found: Plan, want: dict[str, Tensor]) -> None:
     assert torch.equal(found.keep[:, 0], want["keep_mask"])
 
 
-@pytest.mark.parametrize("path", CASES_OF_KEYS, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
+@cases_of(*OF_KEYS)
 def test_contract_5_policies_that_read_no_query_keep_what_kvpress_keeps(path):
     about, params, prompt, want = golden(path)
     names = {"n_sink": "sinks", "lag_size": "lag", "cross_scoring": "cross_scoring"}
@@ -190,7 +184,7 @@ def extra_input(path: Path, about: dict[str, Any], name: str) -> Tensor:
     return found.float()
 
 
-@pytest.mark.parametrize("path", CASES_OF_CRITICAL, ids=lambda p: f"{p.parents[1].name}-{p.stem}")
+@cases_of(*CRITICAL)
 def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
     about, params, prompt, want = golden(path)
     weights = extra_input(path, about, "wo")
@@ -205,7 +199,7 @@ def test_contract_5_criticalkv_keeps_what_kvpress_and_the_authors_keep(path):
     torch.testing.assert_close(torch.stack(norms), want["value_output_norm"], rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize("path", CASES_OF_DEFENSIVE, ids=lambda p: p.stem)
+@cases_of("defensivekv")
 def test_contract_5_defensivekv_keeps_what_the_authors_keep(path):
     about, params, prompt, want = golden(path)
     policy = "layer_defensivekv" if path.stem.endswith("_layers") else "defensivekv"
@@ -217,7 +211,7 @@ def test_contract_5_defensivekv_keeps_what_the_authors_keep(path):
     torch.testing.assert_close(found.scores[:, 0, :, :m], want["scores"][..., :m], rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize("path", CASES_OF_EXPECTED, ids=lambda p: p.stem)
+@cases_of("expected_attention")
 def test_contract_5_expected_attention_keeps_what_kvpress_keeps(path):
     about, params, prompt, want = golden(path)
     frequencies = extra_input(path, about, "inv_freq")
@@ -258,7 +252,7 @@ def replays_of(path: Path, about: dict[str, Any], sinks: int) -> list[Replayed]:
     return found
 
 
-@pytest.mark.parametrize("path", CASES_OF_ZIP, ids=lambda p: p.stem)
+@cases_of("kvzip")
 def test_contract_5_kvzip_keeps_what_kvpress_keeps(path):
     about, params, prompt, want = golden(path)
     sinks = params["n_sink"]
@@ -273,7 +267,7 @@ def test_contract_5_kvzip_keeps_what_kvpress_keeps(path):
     torch.testing.assert_close(found.scores[:, 0, :, sinks:], want["scores"][..., sinks:], rtol=2e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize("path", CASES_OF_ZIP, ids=lambda p: p.stem)
+@cases_of("kvzip")
 def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
     """Their rules "pair", all heads and layers, and "uniform", each head; the prefix stays and is in every softmax.
 
@@ -293,7 +287,7 @@ def test_contract_5_kvzip_scores_as_its_authors_who_keep_one_entry_fewer(path):
         assert (together & ~want["authors_keep_pair"]).sum() == 1
 
 
-@pytest.mark.parametrize("path", CASES_OF_RKV, ids=lambda p: p.stem)
+@cases_of("r_kv")
 def test_contract_5_r_kv_keeps_what_the_authors_keep_of_a_prompt_and_after_every_token(path):
     about, params, prompt, want = golden(path)
     decode = tuple(extra_input(path, about, f"decode_{name}").unsqueeze(2) for name in "qkv")
@@ -306,7 +300,7 @@ def test_contract_5_r_kv_keeps_what_the_authors_keep_of_a_prompt_and_after_every
         torch.testing.assert_close(found.scores[:, 0, :, : -params["window"]], want["scores"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", CASES_OF_TRI, ids=lambda p: p.stem)
+@cases_of("triattention")
 def test_contract_5_triattention_keeps_what_the_authors_keep(path, tmp_path):
     about, params, prompt, want = golden(path)
     real, imaginary, modulus = (

@@ -38,6 +38,11 @@ def full() -> tuple[nn.Module, nn.Module]:
     return compiled_once("llama", layers=LAYERS, policy="full", budget=None, backend="eager")
 
 
+def stacked(maps: dict[str, Tensor]) -> list[Tensor]:
+    """Weight and bias of the linear maps of all layers."""
+    return [torch.stack([maps[f"module_list.{i}.{x}"] for i in range(LAYERS)]) for x in ("weight", "bias")]
+
+
 def entering(model: nn.Module, ids: Tensor) -> list[Tensor]:
     """What enters the attention of each layer, ``[N, hidden]``."""
     with torch.no_grad(), inputs_and_outputs(layer.self_attn for layer in model.model.layers) as found:
@@ -126,11 +131,10 @@ def test_a_token_alone_is_a_prompt():
 @pytest.mark.parametrize("quantile", [0.0, 0.6, 1.0])
 def test_a_threshold_keeps_what_scores_as_much_up_to_the_budget(quantile, budget):
     path = kvzap_file()
-    maps = load_file(path)
     model, fast = full()
     prompts = [torch.randperm(VOCABULARY)[None, :tokens] for tokens in (41, 19)]
     entered = [torch.stack(entering(model, ids)) for ids in prompts]
-    weight, bias = (torch.stack([maps[f"module_list.{i}.{x}"] for i in range(LAYERS)]) for x in ("weight", "bias"))
+    weight, bias = stacked(load_file(path))
     scores = [weight @ x.mT + bias[..., None] for x in entered]
     inner = torch.cat([s[..., SINKS : s.shape[2] - WINDOW].flatten() for s in scores]).sort().values
     least = float(inner[int(quantile * (len(inner) - 1))]) - 1e-4  # not a score itself: rounding decides there
@@ -188,8 +192,7 @@ def held_by_hand(scores: Tensor, first: Tensor, quota: list[int], threshold: flo
 @torch.no_grad()
 def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
     """Hundreds of tokens; what enters attention is that of an uncompressed model whose tokens see as much."""
-    maps = load_file(kvzap_file())
-    weight, bias = (torch.stack([maps[f"module_list.{i}.{x}"] for i in range(LAYERS)]) for x in ("weight", "bias"))
+    weight, bias = stacked(load_file(kvzap_file()))
     threshold = 15.0 if split == "threshold" else None
     options = {"window": WINDOW, "sinks": SINKS, "weights": kvzap_file(), "threshold": threshold}
     options |= {"split": "layers" if threshold else split, "evict_during_decode": True}
@@ -289,10 +292,8 @@ def test_contract_10_what_is_no_file_of_maps_is_refused(tmp_path):
         "bias": {**tensors, "module_list.0.bias": torch.ones(5)},
         "shares": {**tensors, "head_shares": torch.ones(LAYERS, KV_HEADS + 1)},
         "inner": {
-            "module_list.0.0.weight": torch.ones(8, HIDDEN),
-            "module_list.0.0.bias": torch.ones(8),
-            "module_list.0.2.weight": torch.ones(KV_HEADS, 9),
-            "module_list.0.2.bias": torch.ones(KV_HEADS),
+            **{"module_list.0.0.weight": torch.ones(8, HIDDEN), "module_list.0.0.bias": torch.ones(8)},
+            **{"module_list.0.2.weight": torch.ones(KV_HEADS, 9), "module_list.0.2.bias": torch.ones(KV_HEADS)},
         },
     }
     _, fast = full()
@@ -304,26 +305,24 @@ def test_contract_10_what_is_no_file_of_maps_is_refused(tmp_path):
             save_file(held, path)
         with pytest.raises(ValueError, match="weights="):
             fast.set_policy("kvzap", BUDGET, weights=str(path), window=WINDOW)
-    with pytest.raises(ValueError, match=r"weights='gone': cannot be read"):
-        fast.set_policy("kvzap", BUDGET, weights="gone", window=WINDOW)
-    with pytest.raises(ValueError, match=r"weights=None: .* or file or folder of nvidia/KVzap-"):
-        fast.set_policy("kvzap", BUDGET)
     published(tmp_path / "linear.safetensors", inner=None)
-    with pytest.raises(ValueError, match="holds no head shares"):
-        fast.set_policy("kvzap", BUDGET, weights=str(tmp_path / "linear.safetensors"), window=WINDOW, split="file")
-
-
-def test_it_goes_with_entries_in_fewer_bits():
-    call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "entries": "int8"}
-    kvpass.compile(tiny_model("llama", layers=LAYERS), backend="eager", **call).compress(random_ids(1, 30))
+    for given, said in (
+        ({"weights": "gone"}, r"weights='gone': cannot be read"),
+        ({}, r"weights=None: .* or file or folder of nvidia/KVzap-"),
+        ({"weights": str(tmp_path / "linear.safetensors"), "split": "file"}, "holds no head shares"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fast.set_policy("kvzap", BUDGET, window=WINDOW, **given)
 
 
 def test_a_decoder_that_adds_in_place_is_compressed_and_a_plan_without_inputs_is_refused():
+    """Also to entries in fewer bits."""
     call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
-    models = tiny_model("llama", layers=LAYERS), added_in_place(tiny_model("llama", layers=LAYERS))
+    models = [tiny_model("llama", layers=LAYERS), added_in_place(tiny_model("llama", layers=LAYERS))]
     ids = random_ids(2, 30)
     usual, other = (kvpass.compile(model, **call).compress(ids).positions for model in models)
     assert torch.equal(usual, other)
+    kvpass.compile(models[0], **call, entries="int8").compress(ids)
     q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, 30, 4)
     with pytest.raises(ValueError, match=r"pass entering="):
         plan("kvzap", q, k, v, budget=BUDGET, window=WINDOW, weights=kvzap_file())

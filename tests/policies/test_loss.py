@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,11 +40,10 @@ def test_the_loss_is_the_distance_between_two_attention_outputs(policy):
     q, k, v, w = prompt(0)
     keep = plan(policy, q, k, v, budget=12, window=0 if policy == "tova" else 4).keep
     found = attention_output_loss(q, k, v, keep, w)
-    for layer in range(2):
-        for row in range(2):
-            x = q[layer, row], k[layer, row], v[layer, row], w[layer]
-            want = (output(*x, torch.ones_like(keep[layer, row])) - output(*x, keep[layer, row])).abs().sum()
-            assert found.loss[layer, row].item() == pytest.approx(want.item(), rel=1e-5)
+    for layer, row in np.ndindex(2, 2):
+        x = q[layer, row], k[layer, row], v[layer, row], w[layer]
+        want = (output(*x, torch.ones_like(keep[layer, row])) - output(*x, keep[layer, row])).abs().sum()
+        assert found.loss[layer, row].item() == pytest.approx(want.item(), rel=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -35,17 +35,19 @@ EVICTING = [
 ]
 
 
-def name_of(variant: tuple[str, dict]) -> str:
+def name_of(variant):
     return "-".join([variant[0], *(str(v) for v in variant[1].values())])
 
 
-def tensors(
-    seed: int, layers: int = 3, batch: int = 1, kv_heads: int = 2, group: int = 2, length: int = 24, dim: int = 4
-) -> tuple[Tensor, Tensor, Tensor]:
+def each(variants):
+    """Parametrize a test by name and options of the policies."""
+    return pytest.mark.parametrize(("name", "options"), variants, ids=map(name_of, variants))
+
+
+def tensors(seed, layers=3, batch=1, kv_heads=2, group=2, length=24, dim=4):
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(layers, batch, kv_heads * group, length, dim, generator=g) * 2
-    k = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
-    v = torch.randn(layers, batch, kv_heads, length, dim, generator=g)
+    k, v = (torch.randn(layers, batch, kv_heads, length, dim, generator=g) for _ in "kv")
     return q, k, v
 
 
@@ -96,14 +98,10 @@ def new_tokens(seed: int, steps: int, like: tuple[Tensor, Tensor, Tensor]) -> tu
     return tuple(torch.randn(steps, *x.shape[:3], x.shape[4], generator=g) for x in like)
 
 
-# --- the budget is a contract ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@each(VARIANTS)
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**31), *(st.integers(1, most) for most in (4, 3, 3, 30)), st.integers(0, 6))
-def test_contract_2_the_total_is_exactly_the_budget(variant, seed, layers, kv_heads, group, length, window):
-    name, options = variant
+def test_contract_2_the_total_is_exactly_the_budget(name, options, seed, layers, kv_heads, group, length, window):
     q, k, v = tensors(seed, layers, 1, kv_heads, group, length)
     budget = 10**6 if seed % 7 == 0 else window + 1 + seed % 13
     found = plan(name, q, k, v, budget=budget, window=window, **options)
@@ -115,9 +113,8 @@ def test_contract_2_the_total_is_exactly_the_budget(variant, seed, layers, kv_he
     )
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] not in ("tova", "streaming_llm")], ids=name_of)
-def test_contract_2_released_rules_stay_within_the_stated_capacity(variant):
-    name, options = variant
+@each([v for v in VARIANTS if v[0] not in ("tova", "streaming_llm")])
+def test_contract_2_released_rules_stay_within_the_stated_capacity(name, options):
     for seed in range(6):
         layers, kv_heads, length, window = 1 + seed % 4, 1 + seed % 3, 12 + 5 * seed, 4
         q, k, v = tensors(seed, layers, 1, kv_heads, 2, length)
@@ -127,9 +124,8 @@ def test_contract_2_released_rules_stay_within_the_stated_capacity(variant):
             assert evictable <= found.policy.capacity(budget - window, layers, kv_heads)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
-def test_contract_4_rows_do_not_influence_each_other(variant):
-    name, options = variant
+@each(VARIANTS)
+def test_contract_4_rows_do_not_influence_each_other(name, options):
     parts = [tensors(seed) for seed in range(3)]
     q, k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     decode = new_tokens(9, 3, (q, k, v))
@@ -171,10 +167,9 @@ def plain_inputs(length: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@each(VARIANTS)
 @pytest.mark.parametrize("parity", ["paper", "code"])
-def test_plain_inputs_give_finite_scores_and_the_exact_budget(variant, parity, monkeypatch):
-    name, options = variant
+def test_plain_inputs_give_finite_scores_and_the_exact_budget(name, options, parity, monkeypatch):
     checked: dict[str, list[Tensor]] = {"score": [], "layer_weight": []}
     for function, seen in checked.items():  # plan() replaces NaN
         original = getattr(POLICIES[name], function)
@@ -228,19 +223,13 @@ def test_to_dict_is_json_and_says_what_was_kept():
     assert told["lengths"] == found.lengths.tolist()
 
 
-# --- decoding --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", EVICTING, ids=name_of)
+@each(EVICTING)
 @pytest.mark.parametrize("parity", ["paper", "code"])
-def test_decoding_keeps_the_cache_at_its_size(variant, parity):
-    name, options = variant
+def test_decoding_keeps_the_cache_at_its_size(name, options, parity):
     q, k, v = tensors(4)
-    steps = 7
+    steps, decode = 7, new_tokens(4, 7, (q, k, v))
     window = 0 if name in ("tova", "streaming_llm", "triattention") else 4
-    found = plan(
-        name, q, k, v, budget=9, decode=new_tokens(4, steps, (q, k, v)), window=window, parity=parity, **options
-    )
+    found = plan(name, q, k, v, budget=9, decode=decode, window=window, parity=parity, **options)
     for step in range(steps):
         mask = found.decode_keep[step]
         assert torch.equal(mask.sum(-1), found.lengths)
@@ -250,18 +239,16 @@ def test_decoding_keeps_the_cache_at_its_size(variant, parity):
         assert not (mask[..., : newest - 1] & ~torch.nn.functional.pad(before, (0, steps))[..., : newest - 1]).any()
 
 
-@pytest.mark.parametrize("variant", EVICTING, ids=name_of)
-def test_a_short_prompt_grows_to_the_budget_and_stays_there(variant):
-    name, options = variant
+@each(EVICTING)
+def test_a_short_prompt_grows_to_the_budget_and_stays_there(name, options):
     q, k, v = tensors(4, length=6)
     window = 0 if name in ("tova", "streaming_llm", "triattention") else 3
     found = plan(name, q, k, v, budget=9, decode=new_tokens(4, 6, (q, k, v)), window=window, **options)
     assert found.decode_keep.sum(-1).flatten(1).unique(dim=1).flatten().tolist() == [7, 8, 9, 9, 9, 9]
 
 
-@pytest.mark.parametrize("variant", [("lava", {}), ("cake", TAUS | {"evict_during_decode": False})], ids=name_of)
-def test_without_a_decode_rule_tokens_are_only_appended(variant):
-    name, options = variant
+@each([("lava", {}), ("cake", TAUS | {"evict_during_decode": False})])
+def test_without_a_decode_rule_tokens_are_only_appended(name, options):
     q, k, v = tensors(4)
     found = plan(name, q, k, v, budget=9, decode=new_tokens(4, 2, (q, k, v)), window=4, **options)
     assert torch.equal(found.decode_keep[1][..., :24], found.keep)
@@ -408,12 +395,7 @@ def test_triattention_equals_a_brute_force(how):
 
 @pytest.mark.parametrize(
     ("name", "prompt"),
-    [
-        *((name, None) for name in ("tova", "h2o", "cake")),
-        ("h2o", "lava"),
-        ("cake", "lava"),
-        ("cake", "layer_defensivekv"),
-    ],
+    [("tova", None), ("h2o", None), ("cake", None), ("h2o", "lava"), ("cake", "lava"), ("cake", "layer_defensivekv")],
 )
 def test_decode_rules_equal_a_brute_force(name, prompt):
     """Alone, and after a prompt of which another policy keeps some, unequal numbers in heads and layers."""
@@ -431,14 +413,8 @@ def test_decode_rules_equal_a_brute_force(name, prompt):
         assert found.lengths.unique().numel() > 1
     for step, layer, live in decode_by_hand(name, found, q, k, v, decode, window):
         for head, positions in enumerate(live):
-            assert found.decode_keep[step, layer, 0, head].nonzero().flatten().tolist() == positions, (
-                step,
-                layer,
-                head,
-            )
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
+            kept = found.decode_keep[step, layer, 0, head].nonzero().flatten().tolist()
+            assert kept == positions, (step, layer, head)
 
 
 def with_nan(x: Tensor) -> Tensor:
@@ -551,9 +527,8 @@ def kept_of(buffers: PrefillBuffers, like: Tensor) -> Tensor:
     return keep
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not resolve(v[0], **v[1]).compares_layers], ids=name_of)
-def test_contract_3_cascade_equals_one_shot_for_every_policy(variant):
-    name, options = variant
+@each([v for v in VARIANTS if not resolve(v[0], **v[1]).compares_layers])
+def test_contract_3_cascade_equals_one_shot_for_every_policy(name, options):
     for seed in range(4):
         layers, length, window, budget = 4, 26, 3, 8
         q, k, v = tensors(seed, layers, length=length)

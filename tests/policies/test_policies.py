@@ -30,15 +30,8 @@ M = N - W
 @pytest.fixture
 def obs() -> Observation:
     g = torch.Generator().manual_seed(1)
-    return Observation(
-        torch.randn(1, K * G, N, D, generator=g) * 2,
-        torch.randn(1, K, N, D, generator=g),
-        torch.randn(1, K, N, D, generator=g),
-        scale=0.5,
-        window=W,
-        layer=1,
-        num_layers=L,
-    )
+    q, k, v = (torch.randn(1, heads, N, D, generator=g) for heads in (K * G, K, K))
+    return Observation(q * 2, k, v, scale=0.5, window=W, layer=1, num_layers=L)
 
 
 def attention(obs: Observation) -> Tensor:
@@ -70,14 +63,14 @@ def test_layers_that_compete_go_with_heads_that_do():
         Uniform()
 
 
-@pytest.mark.parametrize(
-    "name",
-    sorted(
-        name
-        for name, kind in POLICIES.items()
-        if kind.needs_budget and not (kind.reads_rotation or kind.of_one_model or kind.scores_tokens)
-    ),
+READ_NOTHING_ELSE = sorted(
+    name
+    for name, kind in POLICIES.items()
+    if kind.needs_budget and not (kind.reads_rotation or kind.of_one_model or kind.scores_tokens)
 )
+
+
+@pytest.mark.parametrize("name", READ_NOTHING_ELSE)
 def test_only_policies_that_say_so_read_keys_for_more_than_attention(obs, name):
     """Columns of keys beside zeros in queries change no attention."""
     options = {"cake": TAUS, "lagkv": {"lag": 3}}.get(name, {})
@@ -89,9 +82,6 @@ def test_only_policies_that_say_so_read_keys_for_more_than_attention(obs, name):
     queries, keys = torch.nn.functional.pad(obs.queries, (0, 2)), torch.cat([obs.keys, columns], -1)
     wider = policy.score(dataclasses.replace(obs, queries=queries, keys=keys))
     assert torch.allclose(wider, policy.score(obs)) != policy.scores_keys
-
-
-# --- scores ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pool", ["max", "avg"])
@@ -384,14 +374,9 @@ def test_random_depends_on_seed_layer_head_and_position_alone(obs):
     assert torch.equal(many[:, :M], score)
     assert many.unique().numel() > 9990 and many.min() >= 0 and many.max() < 1
     assert abs(many.mean().item() - 0.5) < 0.01 and abs(many.std().item() - 12**-0.5) < 0.01
-    for other in (
-        resolve("random", window=W, seed=1).score(obs)[0],
-        resolve("random", window=W).score(dataclasses.replace(obs, layer=2))[0],
-    ):
+    for seed, layer in ((1, obs.layer), (0, 2)):
+        other = resolve("random", window=W, seed=seed).score(dataclasses.replace(obs, layer=layer))[0]
         assert (other != score).float().mean() > 0.9
-
-
-# --- splits ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None)

@@ -26,7 +26,7 @@ LAYERS, BUDGET = 3, 16
 KVZAP = {"weights": kvzap_file(LAYERS)}
 
 
-def test_the_second_stage_of_the_prompts_policy_is_kept() -> None:
+def test_the_second_stage_of_the_prompts_policy_is_kept():
     q, k, v = (torch.randn(2, 1, heads, 64, 8) for heads in (4, 2, 2))
     given = {"budget": 24, "window": 8, "output_weights": torch.randn(2, 16, 32)}
     plain, critical, both = (

@@ -97,12 +97,7 @@ def entries_of(cache: Any) -> Entries:
 def turn(fast: Any, cache: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and tokens of an answer of four tokens; the last is not in the cache."""
     out = fast.generate(
-        ids,
-        past_key_values=cache,
-        max_new_tokens=4,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
+        ids, past_key_values=cache, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     return torch.stack(out.logits, 1), out.sequences[:, ids.shape[1] :]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -243,73 +243,68 @@ def rounded(x: Tensor, entry_format: EntryFormat) -> Tensor:
 
 
 @dataclass
-class DecodeCase:
-    """Arguments of one ``attend_cache`` call by their names; what no implementation may read is NaN.
+class CacheCase:
+    """Arguments of one call that attends a cache; what no implementation may read is NaN.
 
     Where ``pool_v`` and ``tail_v`` have no columns, values are stored in the keys.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pool_k: Tensor
-    pool_v: Tensor
-    offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
-    tail_start: Tensor
-    tail_used: Tensor
+    call: Attention
+    held: Any
     layer: int
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
     entry_format: EntryFormat = "model"
 
-    def packed(self, entry_format: EntryFormat) -> DecodeCase:
+    @property
+    def arguments(self) -> tuple[Attention, Any, int]:
+        return self.call, self.held, self.layer
+
+    def changed(self, **given: Any) -> Self:
+        """The case with other fields of the call or the cache, or another layer."""
+        of_call = {name: given.pop(name) for name in Attention._fields if name in given}
+        layer = given.pop("layer", self.layer)
+        return replace(self, call=self.call._replace(**of_call), held=self.held._replace(**given), layer=layer)
+
+    def packed(self, entry_format: EntryFormat) -> Self:
         """The case with a cache of codes."""
         if entry_format == "model":
             return self
-        held = packed(self.held, entry_format)
-        names = ("pool_k", "pool_v", "tail_k", "tail_v", *OF_CODES)
-        return replace(self, **{name: getattr(held, name) for name in names}, entry_format=entry_format)
+        return replace(self, held=packed(self.held, entry_format), entry_format=entry_format)
+
+    def floats(self, name: str) -> Tensor:
+        """A buffer in float64, with what codes stand for."""
+        held, scale = getattr(self.held, name), getattr(self.held, f"{name}_scale")
+        if scale is None:
+            return held.double()
+        found = dequantise(held, scale.double(), (self.call.k if name.endswith("k") else self.call.v).shape[3])
+        return rotated_back(found) if BITS[self.entry_format] < 8 else found
+
+
+class DecodeCase(CacheCase):
+    """Arguments of ``attend_cache``; ``held`` are ``AppendBuffers``."""
 
     def copied(self) -> DecodeCase:
         """The case with tails of its own."""
-        names = [name for name in ("tail_k", "tail_v", *OF_CODES[2:]) if getattr(self, name) is not None]
-        return replace(self, **{name: getattr(self, name).clone() for name in names})
+        names = [name for name in ("tail_k", "tail_v", *OF_CODES[2:]) if getattr(self.held, name) is not None]
+        return self.changed(**{name: getattr(self.held, name).clone() for name in names})
 
     def with_pool_of_first_row(self, copies: int) -> DecodeCase:
         """The case with the pool of the first row for all rows, held so many times, and tails of its own."""
-        rows = len(self.offsets)
-        tables: dict[str, Any] = {"offsets": self.offsets[:1].repeat(rows, 1)}
+        tables: dict[str, Any] = {"offsets": self.held.offsets[:1].repeat(len(self.held.offsets), 1)}
         for name in ("pool_k", "pool_v", *OF_CODES[:2]):
-            if (x := getattr(self, name)) is not None:
+            if (x := getattr(self.held, name)) is not None:
                 tables[name] = torch.cat([x[:1]] * copies)
-        return replace(self.copied(), **tables)
-
-    @property
-    def call(self) -> Attention:
-        return Attention(self.q, self.k, self.v, self.scale, self.softcap, self.sinks)
-
-    @property
-    def held(self) -> AppendBuffers:
-        held = AppendBuffers(*(getattr(self, name) for name in AppendBuffers._fields[:7]))
-        return held._replace(**{name: getattr(self, name) for name in OF_CODES})
+        return self.copied().changed(**tables)
 
     @property
     def _new(self) -> tuple[Any, ...]:
         """Index of the new entries in tails."""
-        used = int(self.tail_used)
-        return self.layer, slice(None), slice(None), slice(used, used + self.q.shape[2])
+        used = int(self.held.tail_used)
+        return self.layer, slice(None), slice(None), slice(used, used + self.call.q.shape[2])
 
     @property
     def buffers(self) -> list[Tensor]:
         """What a call may write, and what it must not."""
-        named = (getattr(self, name) for name in ("pool_k", "pool_v", "tail_k", "tail_v", *OF_CODES))
+        named = (getattr(self.held, name) for name in ("pool_k", "pool_v", "tail_k", "tail_v", *OF_CODES))
         return [x for x in named if x is not None]
 
     @property
@@ -321,65 +316,57 @@ class DecodeCase:
                 x[self._new] = 0
         return [x.view(torch.uint8) for x in found]
 
-    def _floats(self, name: str) -> Tensor:
-        """A buffer in float64, with what codes stand for."""
-        size = self.q.shape[3] if name.endswith("k") else self.v.shape[3]
-        held, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        if scale is None:
-            return held.double()
-        found = dequantise(held, scale.double(), size)
-        return rotated_back(found) if BITS[self.entry_format] < 8 else found
-
     def check_appended(self) -> None:
         """The new entries are in the tail: as they are, or as codes that stand for what the formula gives."""
-        for name, new in (("tail_k", self.k), ("tail_v", self.v)):
-            if getattr(self, name).shape[-1] == 0:
+        for name, new in (("tail_k", self.call.k), ("tail_v", self.call.v)):
+            if getattr(self.held, name).shape[-1] == 0:
                 continue
-            found = self._floats(name)[self._new]
+            found = self.floats(name)[self._new]
             if self.entry_format == "model":
                 assert torch.equal(found, new.double()), name
                 continue
             # of 8 bits a code is one division, which is the same in fp32 everywhere
             x = new.float() if BITS[self.entry_format] == 8 else new.double()
             expected = rounded(x, self.entry_format).double()
-            if self.q.dtype == torch.float32:
+            if new.dtype == torch.float32:
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
             else:  # kernels on CUDA rotate in the dtype of the call: a number between two levels may go to either
                 assert float((found - expected).norm() / expected.norm()) < 0.05, name
 
     def exact(self, *, rounds_weights: bool = False) -> Exact:
         """Output ``[B, H, T, Dv]``, one row and KV head after another; of a cache of codes when these are appended."""
-        (rows, heads, tokens, _), kv_heads = self.q.shape, self.k.shape[1]
-        group, used = heads // kv_heads, int(self.tail_used)
-        in_keys, are_codes = self.pool_v.shape[2] == 0, self.entry_format != "model"
+        (q, k, v, scale, softcap, sinks), held = self.call, self.held
+        (rows, heads, tokens, _), kv_heads = q.shape, k.shape[1]
+        group, used = heads // kv_heads, int(held.tail_used)
+        in_keys, are_codes = held.pool_v.shape[2] == 0, self.entry_format != "model"
         roundings = rounds_weights * (2 if are_codes else 1)  # values too, when they leave their codes
-        pool_k, tail_k = self._floats("pool_k"), self._floats("tail_k")
-        pool_v, tail_v = (pool_k, tail_k) if in_keys else (self._floats("pool_v"), self._floats("tail_v"))
+        pool_k, tail_k = self.floats("pool_k"), self.floats("tail_k")
+        pool_v, tail_v = (pool_k, tail_k) if in_keys else (self.floats("pool_v"), self.floats("tail_v"))
         if not are_codes:
             tail_k, tail_v = tail_k.clone(), tail_v.clone()
-            tail_k[self._new] = self.k.double()
+            tail_k[self._new] = k.double()
             if not in_keys:
-                tail_v[self._new] = self.v.double()
+                tail_v[self._new] = v.double()
             else:
                 tail_v = tail_k
         outs = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
-            segment = slice(*self.offsets[row, self.layer * kv_heads + head :][:2].tolist())
-            held = (self.layer, row, head, slice(int(self.tail_start[row]), used + tokens))
-            keys = torch.cat([pool_k[row, segment], tail_k[held]])
-            values = torch.cat([pool_v[row, segment], tail_v[held]])[:, : self.v.shape[3]]
+            segment = slice(*held.offsets[row, self.layer * kv_heads + head :][:2].tolist())
+            in_tail = (self.layer, row, head, slice(int(held.tail_start[row]), used + tokens))
+            keys = torch.cat([pool_k[row, segment], tail_k[in_tail]])
+            values = torch.cat([pool_v[row, segment], tail_v[in_tail]])[:, : v.shape[3]]
             of_head = slice(head * group, (head + 1) * group)
             found = exact_attention(
-                self.q[row, of_head],
+                q[row, of_head],
                 keys,
                 values,
-                self.scale,
+                scale,
                 hidden=torch.arange(len(keys)) > torch.arange(len(keys) - tokens, len(keys))[:, None],
-                softcap=self.softcap,
-                sinks=None if self.sinks is None else self.sinks[of_head, None],
+                softcap=softcap,
+                sinks=None if sinks is None else sinks[of_head, None],
                 rounds_weights=roundings,
                 rounds_keys=rounds_weights and BITS.get(self.entry_format, 8) < 8,
-                dtype=self.q.dtype,
+                dtype=q.dtype,
             )
             outs.append(found.out)
         return Exact.cat(outs).view(rows, heads, tokens, -1)
@@ -440,19 +427,7 @@ def decode_case(
     if in_keys:
         v = k[..., : v.shape[3]]
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
-    return DecodeCase(
-        q=q,
-        k=k,
-        v=v,
-        pool_k=pools[0],
-        pool_v=pools[1],
-        offsets=offsets,
-        tail_k=tails[0],
-        tail_v=tails[1],
-        tail_start=torch.tensor(first),
-        tail_used=torch.tensor(used),
-        layer=layer,
-        scale=dim**-0.5 if scale is None else scale,
-        softcap=softcap,
-        sinks=random(group * kv_heads) * 3 if sinks else None,
-    )
+    extra = random(group * kv_heads) * 3 if sinks else None
+    call = Attention(q, k, v, dim**-0.5 if scale is None else scale, softcap, extra)
+    tables = AppendBuffers(*pools, offsets, *tails, torch.tensor(first), torch.tensor(used))
+    return DecodeCase(call, tables, layer)

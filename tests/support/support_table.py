@@ -35,42 +35,22 @@ _HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because"
 _BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
 
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+_ONE_LAYER = {name: value for name, value in LATENT_LIKE.items() if name != "num_hidden_layers"} | {"num_layers": 1}
 REFUSED: dict[str, dict[str, Any]] = {
     "mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "falcon_mamba": {**_TINY, "num_hidden_layers": 1, "state_size": 4},
     "rwkv": {**_TINY, "attention_hidden_size": 32},
-    "minimax": {
-        **LLAMA_LIKE,
-        "num_local_experts": 2,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
+    "minimax": LLAMA_LIKE
+    | {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "recurrent_gemma": {**LLAMA_LIKE, "lru_width": 64, "attention_window_size": 24, "head_dim": 16},
-    "zamba": {
-        **LLAMA_LIKE,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "mamba_d_state": 4,
-        "mamba_expand": 1,
-        "mamba_dt_rank": 4,
-    },
-    "deepseek_v32": {
-        **FAMILIES["deepseek_v3"][1],
-        "first_k_dense_replace": 3,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_topk": 8,
-    },
-    "longcat_flash": {
-        **{name: value for name, value in LATENT_LIKE.items() if name != "num_hidden_layers"},
-        "num_layers": 1,
-        "head_dim": 8,
-        "ffn_hidden_size": 96,
-        "expert_ffn_hidden_size": 32,
-        "n_routed_experts": 4,
-        "zero_expert_num": 2,
-        "moe_topk": 2,
-    },
+    "zamba": LLAMA_LIKE
+    | {"num_hidden_layers": 4, "num_key_value_heads": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+    | {"mamba_d_state": 4, "mamba_expand": 1, "mamba_dt_rank": 4},
+    "deepseek_v32": FAMILIES["deepseek_v3"][1]
+    | {"first_k_dense_replace": 3, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+    "longcat_flash": _ONE_LAYER
+    | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
+    | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
     "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "xlm": {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},

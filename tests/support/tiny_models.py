@@ -23,12 +23,7 @@ from kvpass.policies.rules import Recompress
 
 VOCABULARY = 128
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 _HIDDEN: dict[str, Any] = {**_COMMON, "hidden_size": 64}
 _LAYERED: dict[str, Any] = {
     **_HIDDEN,
@@ -80,93 +75,69 @@ def statistics_file(heads: tuple[int, int, int] = (2, 2, 2), dim: int = 16) -> s
 _SLIDING = {**LLAMA_LIKE, "head_dim": 16, "sliding_window": 24}
 _FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 _FALCON = {**_LAYERED, "new_decoder_architecture": False}
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 LATENT_LIKE = {**LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24}
 LATENT_LIKE |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 _LATENT_EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 _LATENT_EXPERTS |= {"moe_intermediate_size": 32}
 _SECOND_HAS_EXPERTS = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", LLAMA_LIKE),
-    "llama_mha": ("llama", {**LLAMA_LIKE, "num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {**LLAMA_LIKE, "head_dim": 24}),
-    "mistral": ("mistral", {**LLAMA_LIKE, "sliding_window": None}),
-    "phi3": ("phi3", {**LLAMA_LIKE, "sliding_window": None}),
-    "mixtral": ("mixtral", {**LLAMA_LIKE, "sliding_window": None, "num_local_experts": 4}),
-    "olmo2": ("olmo2", LLAMA_LIKE),
-    "qwen2": ("qwen2", LLAMA_LIKE),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {**LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    ),
-    "mistral_sliding": ("mistral", {**LLAMA_LIKE, "sliding_window": 24}),
-    # SDPA leaves soft-capping out, at least up to transformers 5.17
-    "gemma2": ("gemma2", {**_SLIDING, "query_pre_attn_scalar": 16, "attn_implementation": "eager"}),
-    "gemma3": ("gemma3_text", {**_SLIDING, **_FIRST_SLIDES, "query_pre_attn_scalar": 16}),
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            **_SLIDING,
-            **_FIRST_SLIDES,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "phi": ("phi", LLAMA_LIKE),
-    "starcoder2": ("starcoder2", {**LLAMA_LIKE, "sliding_window": None}),
-    "granite": ("granite", LLAMA_LIKE),
-    "cohere2": ("cohere2", {**LLAMA_LIKE, **_FIRST_SLIDES, "sliding_window": 24}),
-    "smollm3": ("smollm3", {**LLAMA_LIKE, "no_rope_layers": [1, 0, 1]}),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **_HIDDEN,
-            "intermediate_size": 96,
-            "num_layers": 3,
-            "num_heads": 4,
-            "attention_types": [[["local", "global", "global"], 1]],
-            "window_size": 24,
-            "max_position_embeddings": 256,
-        },
-    ),
-    "gptj": ("gptj", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8}),
-    "bloom": ("bloom", {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4}),
-    "mpt": ("mpt", {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True}),
-    "falcon": ("falcon", {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False}),
-    "falcon_alibi": ("falcon", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
-    "deepseek_v3": ("deepseek_v3", {**LATENT_LIKE, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
-    "gpt_neox": ("gpt_neox", {**_LAYERED, "intermediate_size": 96}),
-    "diffllama": ("diffllama", LLAMA_LIKE),
-    "llama4": (
-        "llama4_text",
-        {
-            **LLAMA_LIKE,
-            "head_dim": 16,
-            "intermediate_size_mlp": 96,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "moe_layers": [1],
-            "no_rope_layers": [1, 0, 1],
-            "attention_chunk_size": 24,
-            "floor_scale": 16,
-            "attn_scale": 0.5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "gpt2": ("gpt2", {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048}),
-    "xglm": (
-        "xglm",
-        {
-            **_COMMON,
-            "d_model": 64,
-            "ffn_dim": 96,
-            "num_layers": 3,
-            "attention_heads": 4,
-            "max_position_embeddings": 256,
-        },
-    ),
-    "opt": ("opt", {**_LAYERED, "word_embed_proj_dim": 64, "ffn_dim": 96}),
-}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _with_types(families: dict[str, dict[str, Any]], **types: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Model type and configuration of each family; the type is the family's name unless another is given."""
+    return {family: (types.get(family, family), options) for family, options in families.items()}
+
+
+FAMILIES = _with_types(
+    {
+        "llama": LLAMA_LIKE,
+        "llama_mha": {**LLAMA_LIKE, "num_key_value_heads": 4},
+        "qwen3": {**LLAMA_LIKE, "head_dim": 24},
+        "mistral": {**LLAMA_LIKE, "sliding_window": None},
+        "phi3": {**LLAMA_LIKE, "sliding_window": None},
+        "mixtral": {**LLAMA_LIKE, "sliding_window": None, "num_local_experts": 4},
+        "olmo2": LLAMA_LIKE,
+        "qwen2": LLAMA_LIKE,
+        "qwen3_moe": {**LLAMA_LIKE, "head_dim": 16, **_EXPERTS},
+        "mistral_sliding": {**LLAMA_LIKE, "sliding_window": 24},
+        # SDPA leaves soft-capping out, at least up to transformers 5.17
+        "gemma2": {**_SLIDING, "query_pre_attn_scalar": 16, "attn_implementation": "eager"},
+        "gemma3": {**_SLIDING, **_FIRST_SLIDES, "query_pre_attn_scalar": 16},
+        "gpt_oss": _SLIDING
+        | _FIRST_SLIDES
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE},
+        "phi": LLAMA_LIKE,
+        "starcoder2": {**LLAMA_LIKE, "sliding_window": None},
+        "granite": LLAMA_LIKE,
+        "cohere2": {**LLAMA_LIKE, **_FIRST_SLIDES, "sliding_window": 24},
+        "smollm3": {**LLAMA_LIKE, "no_rope_layers": [1, 0, 1]},
+        "gpt_neo": _HIDDEN
+        | {"intermediate_size": 96, "num_layers": 3, "num_heads": 4, "window_size": 24, "max_position_embeddings": 256}
+        | {"attention_types": [[["local", "global", "global"], 1]]},
+        "gptj": {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "rotary_dim": 8},
+        "bloom": {**_COMMON, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+        "mpt": {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256, "use_cache": True},
+        "falcon": {**_FALCON, "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
+        "falcon_alibi": {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True},
+        "deepseek_v3": {**LATENT_LIKE, **_LATENT_EXPERTS, "first_k_dense_replace": 1},
+        "gpt_neox": {**_LAYERED, "intermediate_size": 96},
+        "diffllama": LLAMA_LIKE,
+        "llama4": LLAMA_LIKE
+        | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"moe_layers": [1], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 24, "floor_scale": 16}
+        | {"attn_scale": 0.5, "rope_parameters": _ROPE},
+        "gpt2": {**_COMMON, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048},
+        "xglm": _COMMON
+        | {"d_model": 64, "ffn_dim": 96, "num_layers": 3, "attention_heads": 4, "max_position_embeddings": 256},
+        "opt": {**_LAYERED, "word_embed_proj_dim": 64, "ffn_dim": 96},
+    },
+    llama_mha="llama",
+    mistral_sliding="mistral",
+    gemma3="gemma3_text",
+    falcon_alibi="falcon",
+    llama4="llama4_text",
+)
 """Model type and configuration of the supported families, three layers each."""
 ROTATED = [
     *("llama", "llama_mha", "qwen3", "mistral", "mixtral", "olmo2", "qwen2", "qwen3_moe", "gemma2", "gemma3"),
@@ -175,27 +146,19 @@ ROTATED = [
 """Families in all layers of which the rotary embedding is found that some policies read."""
 ALIBI = ["bloom", "mpt", "falcon_alibi"]
 """Families whose keys hold positions in kvpass, so that policies that score keys are refused."""
-LATENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v2": ("deepseek_v2", {**LATENT_LIKE, **_LATENT_EXPERTS, "first_k_dense_replace": 1}),
-    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT_LIKE, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
-    "minicpm3": ("minicpm3", LATENT_LIKE),
-    "mistral4": (
-        "mistral4",
-        {
-            **LATENT_LIKE,
-            **_LATENT_EXPERTS,
-            "head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "llama_4_scaling_beta": 0.1,
-                "original_max_position_embeddings": 32,
-            },
-        },
-    ),
-    "youtu": ("youtu", LATENT_LIKE),
-    "axk1": ("axk1", {**LATENT_LIKE, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS}),
-}
+LATENT = _with_types(
+    {
+        "deepseek_v2": {**LATENT_LIKE, **_LATENT_EXPERTS, "first_k_dense_replace": 1},
+        "glm4_moe_lite": {**LATENT_LIKE, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS},
+        "minicpm3": LATENT_LIKE,
+        "mistral4": LATENT_LIKE
+        | _LATENT_EXPERTS
+        | {"head_dim": 8}
+        | {"rope_parameters": _ROPE | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32}},
+        "youtu": LATENT_LIKE,
+        "axk1": {**LATENT_LIKE, **_LATENT_EXPERTS, **_SECOND_HAS_EXPERTS},
+    }
+)
 """The same of families that this version of transformers has, which cache a latent, besides deepseek_v3."""
 LATENT = {family: made for family, made in LATENT.items() if made[0] in CONFIG_MAPPING}
 FAMILIES |= LATENT
@@ -206,94 +169,56 @@ _FOUR = {**LLAMA_LIKE, "num_hidden_layers": 4}
 _CONVOLUTION = {**_FOUR, "layer_types": ["conv", "full_attention"] * 2}
 _MAMBA = {**_FOUR, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 1}
 _MAMBA |= {"mamba_chunk_size": 16}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DELTA_RULE = {**_FOUR, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 _DELTA_RULE |= {"linear_value_head_dim": 16, "layer_types": _LINEAR}
 _LATENT_LINEAR = {**_LATENT_EXPERTS, "num_hidden_layers": 4, "num_local_experts": 4, "layer_types": _LINEAR}
 _LATENT_LINEAR |= {"mlp_layer_types": ["dense", "sparse", "dense", "dense"]}
 _SHARED_EXPERT = {**_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32}
-HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": ("lfm2", _CONVOLUTION),
-    "lfm2_moe": ("lfm2_moe", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        {**_MAMBA, "layer_types": _LINEAR, "num_local_experts": 4, "shared_intermediate_size": 32},
-    ),
-    "bamba": ("bamba", {**_MAMBA, "attn_layer_indices": [1, 3]}),
-    "falcon_h1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 64}),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            **LLAMA_LIKE,
-            "num_hidden_layers": 6,
-            "head_dim": 16,
-            "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention", "moe"],
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 8,
-            "chunk_size": 16,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-        },
-    ),
-    "zamba2": (
-        "zamba2",
-        {
-            **_FOUR,
-            "num_key_value_heads": 4,
-            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 2,
-            "mamba_d_state": 8,
-            "mamba_expand": 1,
-            "mamba_headdim": 16,
-            "chunk_size": 16,
-        },
-    ),
-    "qwen3_next": ("qwen3_next", {**_DELTA_RULE, **_SHARED_EXPERT}),
-    "qwen3_5": ("qwen3_5_text", {**_DELTA_RULE, "head_dim": 16}),
-    "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA_RULE, **_SHARED_EXPERT}),
-    "olmo_hybrid": ("olmo_hybrid", _DELTA_RULE),
-    "jamba": (
-        "jamba",
-        {
-            **_FOUR,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 4,
-            "mamba_d_state": 8,
-            "mamba_expand": 1,
-            "mamba_dt_rank": 8,
-        },
-    ),
-    "kimi_linear": (
-        "kimi_linear",
-        {**LATENT_LIKE, **_LATENT_LINEAR, "q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
-    ),
-    "bailing_hybrid": ("bailing_hybrid", {**LATENT_LIKE, **_LATENT_LINEAR, "head_dim": 16}),
-}
+HYBRIDS = _with_types(
+    {
+        "lfm2": _CONVOLUTION,
+        "lfm2_moe": {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1},
+        "granitemoehybrid": _MAMBA | {"layer_types": _LINEAR, "num_local_experts": 4, "shared_intermediate_size": 32},
+        "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+        "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+        "nemotron_h": LLAMA_LIKE
+        | {"layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention", "moe"], "num_hidden_layers": 6}
+        | {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
+        | {"chunk_size": 16, "n_routed_experts": 4, "moe_intermediate_size": 32}
+        | {"moe_shared_expert_intermediate_size": 32},
+        "zamba2": _FOUR
+        | {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4}
+        | {"mamba_ngroups": 2, "mamba_d_state": 8, "mamba_expand": 1, "mamba_headdim": 16, "chunk_size": 16},
+        "qwen3_next": {**_DELTA_RULE, **_SHARED_EXPERT},
+        "qwen3_5": {**_DELTA_RULE, "head_dim": 16},
+        "qwen3_5_moe": {**_DELTA_RULE, **_SHARED_EXPERT},
+        "olmo_hybrid": _DELTA_RULE,
+        "jamba": _FOUR
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4}
+        | {"mamba_d_state": 8, "mamba_expand": 1, "mamba_dt_rank": 8},
+        "kimi_linear": LATENT_LIKE
+        | _LATENT_LINEAR
+        | {"q_lora_rank": None, "linear_head_dim": 16, "linear_num_heads": 4},
+        "bailing_hybrid": {**LATENT_LIKE, **_LATENT_LINEAR, "head_dim": 16},
+    },
+    qwen3_5="qwen3_5_text",
+    qwen3_5_moe="qwen3_5_moe_text",
+)
 """The same of families with recurrent layers beside attention, which need transformers 5.22."""
-_NEWEST: dict[str, tuple[str, dict[str, Any]]] = {
-    "exaone": ("exaone", LLAMA_LIKE),
-    "apertus1p5": ("apertus1p5_text", LLAMA_LIKE),
-    "sarvam_moe": ("sarvam_moe", {**LLAMA_LIKE, **_LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1}),
-    "sarvam_mla": ("sarvam_mla", {**LATENT_LIKE, **_LATENT_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1}),
-    "dory": (
-        "dory",
-        {**_SLIDING, "num_hidden_layers": 6, "n_input_layers": 2, "n_output_layers": 2, "rope_parameters": None},
-    ),
-    "lara_mini": (
-        "lara_mini",
-        {
-            **_DELTA_RULE,
-            **_SHARED_EXPERT,
-            "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
-            "sliding_window": 24,
-        },
-    ),
-}
+_NEWEST = _with_types(
+    {
+        "exaone": LLAMA_LIKE,
+        "apertus1p5": LLAMA_LIKE,
+        "sarvam_moe": {**LLAMA_LIKE, **_LATENT_EXPERTS, "head_dim": 16, "first_k_dense_replace": 1},
+        "sarvam_mla": {**LATENT_LIKE, **_LATENT_EXPERTS, "q_lora_rank": None, "first_k_dense_replace": 1},
+        "dory": _SLIDING | {"num_hidden_layers": 6, "n_input_layers": 2, "n_output_layers": 2, "rope_parameters": None},
+        "lara_mini": _DELTA_RULE
+        | _SHARED_EXPERT
+        | {"layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]}
+        | {"sliding_window": 24},
+    },
+    apertus1p5="apertus1p5_text",
+)
 NEWEST = {family: made for family, made in _NEWEST.items() if made[0] in CONFIG_MAPPING}
 """The same of families that transformers has from 5.24 on."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

@@ -80,7 +80,7 @@ def run(forms, capture, *, batch: int = 2, tokens: int = T, **options):
 
 
 @each_value(door=["SDPA", "eager"], batch=[1, 2])
-def test_slopes_become_columns_with_the_same_output(door, batch, capture) -> None:
+def test_slopes_become_columns_with_the_same_output(door, batch, capture):
     forms = {name: form for name, form in FORMS.items() if name.startswith("SDPA") == (door == "SDPA")}
     gm, counts = run(list(forms.values()), capture, batch=batch)
     assert counts[-1] == len(forms)
@@ -90,7 +90,7 @@ def test_slopes_become_columns_with_the_same_output(door, batch, capture) -> Non
     assert counts[-2] == 0 and not counts_positions(gm), "differences of positions do no harm to padded rows"
 
 
-def test_the_columns_are_exact_in_sixteen_bits() -> None:
+def test_the_columns_are_exact_in_sixteen_bits():
     order = torch.arange(60_000)
     low = order.remainder(256)
     for dtype in (torch.bfloat16, torch.float16):
@@ -98,7 +98,7 @@ def test_the_columns_are_exact_in_sixteen_bits() -> None:
         assert torch.equal(high.long() + low.to(dtype).long(), order)
 
 
-def test_a_bias_beside_soft_capping_is_refused(capture) -> None:
+def test_a_bias_beside_soft_capping_is_refused(capture):
     def form(q, k, v):
         return (5 * torch.tanh(q @ k.mT / 5) + of_keys(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v
 
@@ -116,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_any_other_bias_is_refused(name, capture) -> None:
+def test_any_other_bias_is_refused(name, capture):
     bias = REFUSED[name]
     for form in (
         lambda q, k, v: (q @ k.mT + bias(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v,
@@ -129,7 +129,7 @@ def test_any_other_bias_is_refused(name, capture) -> None:
 
 
 @pytest.mark.parametrize("family", quick(ALIBI, ["bloom"]))
-def test_policies_that_score_keys_are_refused(family) -> None:
+def test_policies_that_score_keys_are_refused(family):
     _, fast = compiled_once(family, layers=1, policy="lava", budget=16, window=8, backend="eager")
     fast(random_ids(1, 30))
     for options in ({"policy": "knorm"}, {"policy": "snapkv", "window": 8, "decode_policy": "r_kv"}):

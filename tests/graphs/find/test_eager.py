@@ -161,7 +161,7 @@ def run(forms, capture, *, batch: int = 2, tokens: int = T, **options):
     ("dynamic", "batch", "tokens"),
     quick_rows([(True, 2, T), (True, 1, T), (False, 2, T), (False, 2, 1)], [(True, 2, T), (False, 2, 1)]),
 )
-def test_every_spelling_becomes_a_site_with_the_same_output(dynamic, batch, tokens, capture) -> None:
+def test_every_spelling_becomes_a_site_with_the_same_output(dynamic, batch, tokens, capture):
     gm, (found, *_) = run([form for form, *_ in FOUND.values()], capture, batch=batch, tokens=tokens, dynamic=dynamic)
     assert found == len(FOUND)
     got = {
@@ -172,12 +172,12 @@ def test_every_spelling_becomes_a_site_with_the_same_output(dynamic, batch, toke
     assert not any("softmax" in str(node.target) or "hidden" in str(node.target) for node in gm.graph.nodes)
 
 
-def test_a_head_dim_gives_its_exact_scale(capture) -> None:
+def test_a_head_dim_gives_its_exact_scale(capture):
     gm, _ = run([FOUND["divided"][0], FOUND["divided by a tensor"][0]], capture)
     assert [site.scale for site in find_sites(gm)] == [D**-0.5] * 2
 
 
-def test_soft_capping_and_window_are_measured(capture) -> None:
+def test_soft_capping_and_window_are_measured(capture):
     gm, _ = run([capped], capture)
     (site,) = find_sites(gm)
     assert (site.scale, site.softcap) == (pytest.approx(SCALE, rel=1e-6), pytest.approx(3.0, rel=1e-6))
@@ -186,7 +186,7 @@ def test_soft_capping_and_window_are_measured(capture) -> None:
 
 
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
-def test_half_precision_is_proved_and_keeps_entries_in_half(dtype, capture) -> None:
+def test_half_precision_is_proved_and_keeps_entries_in_half(dtype, capture):
     def attend(x: Tensor) -> list[Tensor]:
         q, k, v = x.transpose(1, 2).split([H, H, H], dim=1)
         mask = torch.full((q.shape[2], q.shape[2]), torch.finfo(dtype).min, dtype=dtype).triu(1)
@@ -199,7 +199,7 @@ def test_half_precision_is_proved_and_keeps_entries_in_half(dtype, capture) -> N
     assert [site.scale for site in find_sites(gm)] == [D**-0.5] * 2
 
 
-def test_keys_of_more_precision_than_values_are_refused(capture) -> None:
+def test_keys_of_more_precision_than_values_are_refused(capture):
     def attend(x: Tensor) -> Tensor:
         q, k, v = x.transpose(1, 2).split([H, H, H], dim=1)
         return weights((q.float() * 0.1) @ k.float().mT).bfloat16() @ v
@@ -219,10 +219,7 @@ REFUSED: dict[str, tuple[str, Attend]] = {
         lambda q, k, v: (q @ k.mT).masked_fill(hidden(q.shape[2]).triu(2), -torch.inf).softmax(-1) @ v,
     ),
     "weak mask": ("adds a bias", lambda q, k, v: (q @ k.mT - 1e4 * hidden(q.shape[2])).softmax(-1) @ v),
-    "distance": (
-        "adds a bias",
-        lambda q, k, v: (logits_of(q, k) - (torch.arange(q.shape[2]) % 3)).softmax(-1) @ v,
-    ),
+    "distance": ("adds a bias", lambda q, k, v: (logits_of(q, k) - (torch.arange(q.shape[2]) % 3)).softmax(-1) @ v),
     "clamped": ("not a multiple", lambda q, k, v: weights((q @ k.mT).clamp(-50, 50)) @ v),
     "one way": ("not a multiple", lambda q, k, v: weights(F.leaky_relu(q @ k.mT)) @ v),
     "scale of its own per head": (
@@ -244,7 +241,7 @@ REFUSED: dict[str, tuple[str, Attend]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_anything_else_is_refused_by_name(name, capture) -> None:
+def test_anything_else_is_refused_by_name(name, capture):
     reason, form = REFUSED[name]
     if name == "normalised logits":  # one product, used twice
 
@@ -263,12 +260,12 @@ def test_anything_else_is_refused_by_name(name, capture) -> None:
     lambda q, k, v: logits_of(q, k).softmax(-2) @ v,
     lambda q, k, v: weights(q @ k.mT + k @ q.mT) @ v,
 ], ids=["used twice", "sink", "over queries", "two products"])  # fmt: skip
-def test_what_has_another_structure_is_left_to_the_check_that_refuses_it(form, capture) -> None:
+def test_what_has_another_structure_is_left_to_the_check_that_refuses_it(form, capture):
     with pytest.raises(UnsupportedAttentionError, match="relates tokens to tokens"):
         run([form], capture)
 
 
-def test_softmax_over_heads_and_experts_is_let_alone(capture) -> None:
+def test_softmax_over_heads_and_experts_is_let_alone(capture):
     def mixed(x: Tensor) -> Tensor:
         q, k, v = x.transpose(1, 2).split([H, H, H], dim=1)
         rows = q.transpose(1, 2)
@@ -294,7 +291,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize(("dynamic", "tokens"), [(True, T), (False, T), (False, 1)])
-def test_a_mask_stored_by_the_module_is_proved_at_any_length(dynamic, tokens, capture) -> None:
+def test_a_mask_stored_by_the_module_is_proved_at_any_length(dynamic, tokens, capture):
     layers = nn.ModuleList([Layer(), Layer()]).eval()
 
     def attend(x: Tensor) -> Tensor:

@@ -122,20 +122,20 @@ FOUND = {
 
 
 @pytest.mark.parametrize(("dynamic", "tokens"), [(True, T), (False, 1)])
-def test_each_call_becomes_a_site_with_the_same_output(dynamic, tokens, capture) -> None:
+def test_each_call_becomes_a_site_with_the_same_output(dynamic, tokens, capture):
     gm, (found, _) = run([form for form, *_ in FOUND.values()], capture, tokens=tokens, dynamic=dynamic)
     assert found == len(FOUND)
     got = [(site.scale, site.softcap, site.k.meta["example_value"].shape[1]) for site in find_sites(gm)]
     assert got == [(scale, softcap, K) for _, scale, softcap in FOUND.values()]
 
 
-def test_a_window_to_the_left_counts_the_query_itself(capture) -> None:
+def test_a_window_to_the_left_counts_the_query_itself(capture):
     windowed = lambda f, q, k, v: f.flash_attn_func(q, k, v, causal=True, window_size=(4, 0))  # noqa: E731
     gm, _ = run([windowed], capture, execute=False)
     assert [site.sliding_window for site in find_sites(gm)] == [5]
 
 
-def test_padded_head_dims_keep_the_scale_of_the_real_ones(capture) -> None:
+def test_padded_head_dims_keep_the_scale_of_the_real_ones(capture):
     gm, _ = run([FOUND["plain"][0]], capture, dim=12)
     (site,) = find_sites(gm)
     assert (site.scale, site.k.meta["example_value"].shape[3]) == (pytest.approx(12**-0.5), 16)
@@ -156,13 +156,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_anything_but_causal_self_attention_is_refused(reason, capture) -> None:
+def test_anything_but_causal_self_attention_is_refused(reason, capture):
     with pytest.raises(UnsupportedAttentionError, match=reason) as refusal:
         run([REFUSED[reason]], capture)
     assert refusal.value.node
 
 
-def test_packed_sequences_are_refused_with_the_reason(capture) -> None:
+def test_packed_sequences_are_refused_with_the_reason(capture):
     def packed(x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         bounds = torch.arange(0, (x.shape[0] + 1) * x.shape[1], x.shape[1], dtype=torch.int32)
@@ -172,7 +172,7 @@ def test_packed_sequences_are_refused_with_the_reason(capture) -> None:
         capture(packed, [torch.randn(2, T, H, D)], PASSES, execute=False)
 
 
-def test_the_stand_in_computes_attention() -> None:
+def test_the_stand_in_computes_attention():
     q, k, v = (torch.randn(2, T, H, D) for _ in range(3))
     expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
     torch.testing.assert_close(flash_attn_func(q, k, v, causal=True), expected)

@@ -85,7 +85,7 @@ def run(repeats, capture, *, batch: int = 2, dynamic: bool = True) -> tuple[Grap
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_every_interleaved_repeat_is_undone(batch, dynamic, capture) -> None:
+def test_every_interleaved_repeat_is_undone(batch, dynamic, capture):
     repeats = [(repeat, repeat) for repeat in INTERLEAVED.values()]
     gm, stripped, heads = run(repeats, capture, batch=batch, dynamic=dynamic)
     assert dict(zip(INTERLEAVED, heads, strict=True)) == dict.fromkeys(INTERLEAVED, (2, 2))
@@ -94,19 +94,19 @@ def test_every_interleaved_repeat_is_undone(batch, dynamic, capture) -> None:
     assert not any(word in name for name in names for word in ("repeat", "stack", "flatten", "expand"))
 
 
-def test_any_other_repeat_is_left_as_it_is(capture) -> None:
+def test_any_other_repeat_is_left_as_it_is(capture):
     _, stripped, heads = run([(repeat, repeat) for repeat in OTHER_ORDER.values()], capture)
     assert dict(zip(OTHER_ORDER, heads, strict=True)) == dict.fromkeys(OTHER_ORDER, (4, 4))
     assert stripped == 0
 
 
-def test_keys_and_values_are_stripped_together_or_not_at_all(capture) -> None:
+def test_keys_and_values_are_stripped_together_or_not_at_all(capture):
     interleaved, tiled = INTERLEAVED["repeat_interleave"], OTHER_ORDER["tiled"]
     _, stripped, heads = run([(interleaved, tiled), (tiled, interleaved)], capture)
     assert (stripped, heads) == (0, [(4, 4), (4, 4)])
 
 
-def test_one_kv_head_expanded_to_all_query_heads_is_one_kv_head(capture) -> None:
+def test_one_kv_head_expanded_to_all_query_heads_is_one_kv_head(capture):
     def one_head(x: Tensor) -> Tensor:
         return x[:, :1].expand(-1, 4, -1, -1)
 
@@ -115,7 +115,7 @@ def test_one_kv_head_expanded_to_all_query_heads_is_one_kv_head(capture) -> None
 
 
 @pytest.mark.parametrize("repeat", [None, INTERLEAVED["before the transpose"]])
-def test_every_layer_of_a_decoder_is_stripped(repeat, decoder, capture, inputs) -> None:
+def test_every_layer_of_a_decoder_is_stripped(repeat, decoder, capture, inputs):
     def attend(m, q, k, v, p) -> Tensor:
         if repeat is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

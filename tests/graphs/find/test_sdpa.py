@@ -35,7 +35,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_the_call_becomes_a_site_with_the_same_output(form, decoder, capture, inputs) -> None:
+def test_each_form_of_the_call_becomes_a_site_with_the_same_output(form, decoder, capture, inputs):
     gm, (_, _, found, *_) = capture(decoder(FORMS[form]), inputs())
     assert found == 2
     assert not any(is_raw_attention(node) for node in gm.graph.nodes)
@@ -47,21 +47,21 @@ def test_each_form_of_the_call_becomes_a_site_with_the_same_output(form, decoder
     assert all(site.k.meta["example_value"].shape[1] == 2 for site in sites)
 
 
-def test_one_batch_row_is_enough(decoder, capture, inputs) -> None:
+def test_one_batch_row_is_enough(decoder, capture, inputs):
     capture(decoder(FORMS["masked"]), inputs(batch=1))
 
 
-def test_a_fixed_length_is_enough_without_numbers_in_the_mask(decoder, capture, inputs) -> None:
+def test_a_fixed_length_is_enough_without_numbers_in_the_mask(decoder, capture, inputs):
     capture(decoder(FORMS["masked"]), inputs(), [find_attention_pass], dynamic=False)
 
 
-def test_one_token_attends_causally_without_a_mask(decoder, capture, inputs) -> None:
+def test_one_token_attends_causally_without_a_mask(decoder, capture, inputs):
     plain = decoder(lambda m, q, k, v, p: sdpa(q, k, v, enable_gqa=True))
     _, (_, _, found, *_) = capture(plain, inputs(tokens=1), dynamic=False)
     assert found == 2
 
 
-def test_a_graph_without_attention_is_left_alone(capture, inputs) -> None:
+def test_a_graph_without_attention_is_left_alone(capture, inputs):
     _, counts = capture(lambda ids, positions: (ids + positions).float(), inputs(), [find_attention_pass])
     assert counts == [0]
 
@@ -72,13 +72,13 @@ def attend_with_item_assignment(m, q, k, v, p) -> Tensor:
     return sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def test_the_graph_of_the_mask_is_gone_even_when_it_was_written_in_place(decoder, capture, inputs) -> None:
+def test_the_graph_of_the_mask_is_gone_even_when_it_was_written_in_place(decoder, capture, inputs):
     gm, _ = capture(decoder(attend_with_item_assignment), inputs())
     names = {str(node.target) for node in gm.graph.nodes}
     assert not any(word in name for name in names for word in ("ones", "zeros", "tril", "setitem", "logical_not"))
 
 
-def test_in_place_writes_to_what_lives_on_are_kept(decoder, capture, inputs) -> None:
+def test_in_place_writes_to_what_lives_on_are_kept(decoder, capture, inputs):
     def attend(m, q, k, v, p) -> Tensor:
         mask = mask_of(q)
         weight = mask.float().mean()
@@ -94,7 +94,7 @@ FAMILIES = ["llama", "qwen3", "mistral", "phi3", "mixtral", "olmo2", "gpt_neox",
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["gpt2", "mixtral"]))
-def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs) -> None:
+def test_transformers_models_with_sdpa_pass_every_check_and_compute_the_same(family, capture, inputs):
     model = tiny_model(family, layers=1)
     gm, (_, _, found, _, _, stripped, *_) = capture(
         lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False).logits, inputs()
@@ -121,14 +121,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_not_causal_self_attention_is_refused(reason, decoder, capture, inputs) -> None:
+def test_what_is_not_causal_self_attention_is_refused(reason, decoder, capture, inputs):
     with pytest.raises(UnsupportedAttentionError, match=reason) as refusal:
         capture(decoder(REFUSED[reason]), inputs(), [find_attention_pass])
     assert refusal.value.module_path.endswith("layers.0")
     assert refusal.value.node.startswith(("scaled_dot_product_attention", "out"))
 
 
-def test_sites_and_raw_calls_in_one_graph_are_refused(decoder, capture, inputs) -> None:
+def test_sites_and_raw_calls_in_one_graph_are_refused(decoder, capture, inputs):
     def attend(m, q, k, v, p) -> Tensor:
         return SITE(q, k, v, 0.5, 0) + sdpa(q, k, v, is_causal=True, enable_gqa=True)
 

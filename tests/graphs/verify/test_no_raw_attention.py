@@ -107,7 +107,7 @@ EVERY_RUN = [*((name, "any length") for name in WRITTEN_OUT), *zip(WRITTEN_OUT, 
 @pytest.mark.parametrize(
     ("name", "length"), quick_rows([*itertools.product(WRITTEN_OUT, ["any length", *FIXED])], EVERY_RUN)
 )
-def test_written_out_attention_is_refused(name, length, decoder, capture, inputs) -> None:
+def test_written_out_attention_is_refused(name, length, decoder, capture, inputs):
     beside, dynamic = length == FIXED[2], length == "any length"
     reason = "relates tokens to tokens" if dynamic else "no attention that kvpass understands"
     model = decoder(layers=2 if beside else 1)
@@ -121,7 +121,7 @@ def test_written_out_attention_is_refused(name, length, decoder, capture, inputs
     assert not dynamic or refusal.value.module_path.endswith("layers.0")
 
 
-def test_written_out_attention_beside_a_site_is_refused(decoder, capture, inputs) -> None:
+def test_written_out_attention_beside_a_site_is_refused(decoder, capture, inputs):
     model = decoder()
     model.layers[1].attend = plain(WRITTEN_OUT["method"])
     with pytest.raises(UnsupportedAttentionError, match=r"layers\.1.*relates tokens to tokens"):
@@ -129,12 +129,12 @@ def test_written_out_attention_beside_a_site_is_refused(decoder, capture, inputs
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_attention_inside_a_call_is_refused(name, decoder, capture, inputs) -> None:
+def test_attention_inside_a_call_is_refused(name, decoder, capture, inputs):
     with pytest.raises(UnsupportedAttentionError, match=name):
         capture(decoder(plain(CALLS[name]), layers=1), inputs(), PASSES)
 
 
-def test_multi_head_attention_modules_are_refused(capture, inputs) -> None:
+def test_multi_head_attention_modules_are_refused(capture, inputs):
     attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
 
     def attend(ids: Tensor, positions: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_multi_head_attention_modules_are_refused(capture, inputs) -> None:
 
 
 @pytest.mark.parametrize(("dynamic", "tokens"), [(True, 11), (False, 11), (False, 1)])
-def test_softmax_over_experts_and_vocabulary_is_let_alone(dynamic, tokens, decoder, capture, inputs) -> None:
+def test_softmax_over_experts_and_vocabulary_is_let_alone(dynamic, tokens, decoder, capture, inputs):
     model = decoder()
 
     def routed(ids: Tensor, positions: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_softmax_over_experts_and_vocabulary_is_let_alone(dynamic, tokens, decod
 
 
 @pytest.mark.parametrize(("layer", "reason"), [("conv", "conv1d with a kernel of 3"), ("gru", "gru carries a state")])
-def test_other_state_between_tokens_is_refused(layer, reason, decoder, capture, inputs) -> None:
+def test_other_state_between_tokens_is_refused(layer, reason, decoder, capture, inputs):
     layers = {
         "conv": torch.nn.Conv1d(50, 50, 3, padding=2).eval(),
         "gru": torch.nn.GRU(50, 50, batch_first=True).eval(),
@@ -177,6 +177,6 @@ def test_other_state_between_tokens_is_refused(layer, reason, decoder, capture, 
         capture(hybrid, inputs(), PASSES, dynamic=layer != "gru")  # Dynamo fixes the length of a GRU
 
 
-def test_a_convolution_of_one_token_is_let_alone(decoder, capture, inputs) -> None:
+def test_a_convolution_of_one_token_is_let_alone(decoder, capture, inputs):
     model, pointwise = decoder(layers=1), torch.nn.Conv1d(50, 50, 1).eval()
     capture(lambda ids, positions: pointwise(model(ids, positions).transpose(1, 2)), inputs(), PASSES)

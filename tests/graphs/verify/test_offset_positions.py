@@ -230,21 +230,21 @@ def ids() -> Tensor:
 
 
 @pytest.mark.parametrize("name", quick([*COUNTED], [*COUNTED][::2]))
-def test_positions_go_on_from_the_tokens_seen(name, ids) -> None:
+def test_positions_go_on_from_the_tokens_seen(name, ids):
     model = OneLayer(COUNTED[name]).eval()
     expected = whole(model, ids)
     for seen in (12, 0, 22):
         torch.testing.assert_close(after(model, ids, seen), expected[:, seen:], msg=f"after {seen} tokens")
 
 
-def test_a_constant_row_is_not_taken_for_a_position(ids) -> None:
+def test_a_constant_row_is_not_taken_for_a_position(ids):
     model = OneLayer(lambda m, x, ids, p: x + m.table[:1] + m.learned(p)).eval()
     with pytest.raises(Exception, match="nothing is counted"):
         after(model, ids, 5)
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_decoder_that_is_told_its_positions_passes(name, capture, inputs) -> None:
+def test_a_decoder_that_is_told_its_positions_passes(name, capture, inputs):
     _, (found, changed) = capture(OneLayer(PASSING[name]).eval(), inputs(), PASSES)
     assert (found, changed) == (1, 0)
 
@@ -264,7 +264,7 @@ def test_a_decoder_that_numbers_its_tokens_or_computes_with_their_number_is_refu
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_counter_in_16_bit_is_rounded_once(dtype) -> None:
+def test_a_counter_in_16_bit_is_rounded_once(dtype):
     model = OneLayer(lambda m, x, ids, p: x + torch.arange(x.shape[1], dtype=dtype)[:, None].float()).eval()
     rounded = int(2 / torch.finfo(dtype).eps)  # from here on not every whole number has a value of its own
     ids = torch.randint(VOCABULARY, (1, 3 * rounded))
@@ -272,7 +272,7 @@ def test_a_counter_in_16_bit_is_rounded_once(dtype) -> None:
         torch.testing.assert_close(after(model, ids, seen), whole(model, ids)[:, seen:])
 
 
-def test_positions_that_enter_after_the_last_site_count(capture, inputs) -> None:
+def test_positions_that_enter_after_the_last_site_count(capture, inputs):
     model = OneLayer(PASSING["given learned"]).eval()
 
     def late(ids: Tensor, positions: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def test_positions_that_enter_after_the_last_site_count(capture, inputs) -> None
     assert capture(late, inputs(), PASSES)[1] == [1, 1]
 
 
-def test_positions_that_only_the_mask_sees_do_not_count(capture, inputs) -> None:
+def test_positions_that_only_the_mask_sees_do_not_count(capture, inputs):
     def masked(ids: Tensor, positions: Tensor) -> Tensor:
         q = F.one_hot(ids, VOCABULARY).float()[:, None]
         order = torch.arange(ids.shape[1])

@@ -117,7 +117,7 @@ class Mixed(nn.Module):
         ("mean", "after"),
     ],
 )
-def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs) -> None:
+def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs):
     ids, positions = inputs()
     reason = "no example shows .* pad fails" if "forty" in name else "outside of an attention site"
     with pytest.raises(UnsupportedAttentionError, match=reason) as refusal:
@@ -126,13 +126,13 @@ def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, c
 
 
 @pytest.mark.parametrize("tokens", [7, 64])
-def test_a_capture_of_fixed_length_is_refused(tokens, decoder, capture, inputs) -> None:
+def test_a_capture_of_fixed_length_is_refused(tokens, decoder, capture, inputs):
     with pytest.raises(UnsupportedAttentionError, match=f"captured for exactly {tokens} tokens"):
         capture(Mixed(decoder(), TOKEN_WISE["gated"], "before"), inputs(tokens=tokens), PASSES, dynamic=False)
 
 
 @each_value(name=[*TOKEN_WISE], place=["before", "after"])
-def test_what_is_done_to_each_token_is_let_alone(name, place, decoder, capture, inputs) -> None:
+def test_what_is_done_to_each_token_is_let_alone(name, place, decoder, capture, inputs):
     _, counts = capture(Mixed(decoder(), TOKEN_WISE[name], place), inputs(), PASSES)
     assert counts == [1, 0]
 
@@ -141,12 +141,12 @@ KEEP = [slice(-1, None), slice(-2, -1), slice(None, 1), slice(-5, None), slice(2
 
 
 @pytest.mark.parametrize("keep", quick(KEEP, KEEP[1:4]))
-def test_an_output_of_some_tokens_is_let_alone(keep, decoder, capture, inputs) -> None:
+def test_an_output_of_some_tokens_is_let_alone(keep, decoder, capture, inputs):
     model = decoder()
     capture(lambda ids, positions: model(ids, positions)[:, keep], inputs(), CANONICAL_PASSES)
 
 
-def test_tokens_that_are_the_only_axis_are_told_apart(decoder, capture, inputs) -> None:
+def test_tokens_that_are_the_only_axis_are_told_apart(decoder, capture, inputs):
     model = decoder()
     given = tuple(value[:1] for value in inputs())
     capture(lambda ids, positions: model(ids, positions)[0].mean(-1), given, PASSES)
@@ -156,7 +156,7 @@ def test_tokens_that_are_the_only_axis_are_told_apart(decoder, capture, inputs) 
             capture(over, given, PASSES)
 
 
-def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, capture, inputs) -> None:
+def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, capture, inputs):
     wanted = torch.zeros(5)
     torch._dynamo.mark_dynamic(wanted, 0)
 
@@ -171,7 +171,7 @@ def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, cap
 
 
 @pytest.mark.parametrize("number", quick([2.0, 2, [2], True], [[2], True]), ids=str)
-def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, inputs) -> None:
+def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, inputs):
     model, number = decoder(), torch.tensor(number)
     capture(lambda ids, positions, number: model(ids, positions) * number, (*inputs(), number), PASSES)
     with pytest.raises(UnsupportedAttentionError, match="outside of an attention site"):
@@ -193,7 +193,7 @@ TRIED = [*itertools.product(LOOKUPS, [1, 2, 3, 10], ["mean", "last token", "sort
     ("lookup", "rows", "mixing"),
     quick_rows(TRIED, [("embedding", 2, "mean"), ("index_select", 2, "last token"), ("index", 2, "sorted")]),
 )
-def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, decoder, capture, inputs) -> None:
+def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, decoder, capture, inputs):
     model, table = Mixed(decoder(), MIXING[mixing], "before"), torch.randn(rows, 1)
 
     def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, 
             capture(typed, given, PASSES)
 
 
-def test_a_small_table_that_is_looked_up_otherwise_is_refused(decoder, capture, inputs) -> None:
+def test_a_small_table_that_is_looked_up_otherwise_is_refused(decoder, capture, inputs):
     model, table = decoder(), torch.randn(2)
     with pytest.raises(UnsupportedAttentionError, match=r"no example shows .* looked up among 2"):
         capture(
@@ -235,7 +235,7 @@ INDEXED = {
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_an_index_out_of_range_is_seen_ahead_of_the_call(name) -> None:
+def test_an_index_out_of_range_is_seen_ahead_of_the_call(name):
     gm = torch.fx.symbolic_trace(INDEXED[name])
     table, index, *calls, output = gm.graph.nodes
     run = partial(evaluate, output, [*calls, output], sizes={})
@@ -244,7 +244,7 @@ def test_an_index_out_of_range_is_seen_ahead_of_the_call(name) -> None:
         run({table: torch.ones(10, 4), index: torch.tensor([10, 0])})
 
 
-def test_what_no_example_shows_is_refused(decoder, capture, inputs) -> None:
+def test_what_no_example_shows_is_refused(decoder, capture, inputs):
     model = decoder()
 
     def odd(ids: Tensor, positions: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def test_what_no_example_shows_is_refused(decoder, capture, inputs) -> None:
 
 
 @torch.no_grad()
-def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs) -> None:
+def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs):
     torch._dynamo.reset()
     model = Mixed(decoder(), MIXING["padded by one"], "before")
     fast = torch.compile(
@@ -314,13 +314,13 @@ BY_POSITION = {
 
 
 @each_value(name=[*BY_PLACE], place=["before", "after"])
-def test_contract_7_a_place_in_the_call_is_refused(name, place, decoder, capture, inputs) -> None:
+def test_contract_7_a_place_in_the_call_is_refused(name, place, decoder, capture, inputs):
     with pytest.raises(UnsupportedAttentionError, match="depends on a token's place in the input") as refusal:
         capture(Mixed(decoder(), BY_PLACE[name], place, True), inputs())
     assert refusal.value.node
 
 
-def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs) -> None:
+def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs):
     model = decoder()
     with pytest.raises(UnsupportedAttentionError, match="depends on a token's place in the input"):
         capture(lambda ids, positions: model(first_ids(ids), positions), inputs())
@@ -338,12 +338,12 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs) 
         ],
     ),
 )
-def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs) -> None:
+def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs):
     capture(Mixed(decoder(), BY_POSITION[name], place, True), inputs())
 
 
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
-def test_rounding_of_a_deep_model_is_not_taken_for_a_place_in_the_call(dtype, decoder, capture, inputs) -> None:
+def test_rounding_of_a_deep_model_is_not_taken_for_a_place_in_the_call(dtype, decoder, capture, inputs):
     model = Mixed(decoder(layers=6).to(dtype), lambda x, p: x, "before")
     capture(model, inputs(), tolerance=0.1)
 
@@ -360,7 +360,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight
 
 
-def test_a_choice_that_rounding_decides_is_the_same_in_a_piece(decoder, capture, inputs) -> None:
+def test_a_choice_that_rounding_decides_is_the_same_in_a_piece(decoder, capture, inputs):
     def choose(x: Tensor, _: Tensor) -> Tensor:
         score = product(x, weight)
         tied = (x.double() @ weight.double()).float()

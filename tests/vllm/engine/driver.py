@@ -54,12 +54,14 @@ def alone(llm: LLM, cases: Cases = CASES, new: int = NEW) -> Tokens:
     return {length: found for case in cases for length, found in together(llm, [case], new).items()}
 
 
+def preempt(scheduler: Any) -> int:
+    """Preempt all requests that run; return how many have been."""
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    return sum(request.num_preemptions for request in scheduler.requests.values())
+
+
 def joined(
-    llm: LLM,
-    every: int = 5,
-    preempt_at: int | None = None,
-    cases: Cases = CASES,
-    new: int = NEW,
+    llm: LLM, every: int = 5, preempt_at: int | None = None, cases: Cases = CASES, new: int = NEW
 ) -> tuple[Tokens, int]:
     """One more request every few steps; at a step, preempt all that run. Also return how many were preempted."""
     core = llm.llm_engine
@@ -72,8 +74,7 @@ def joined(
             if every:
                 break
         if step == preempt_at:
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
-            preempted = sum(request.num_preemptions for request in scheduler.requests.values())
+            preempted = preempt(scheduler)
         for out in core.step():
             if out.finished:
                 found[int(out.request_id)] = list(out.outputs[0].token_ids)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from driver import alone, engine, greedy, joined, together
+from driver import alone, engine, greedy, joined, preempt, together
 from tiny import CASES, LONG, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
@@ -71,8 +71,7 @@ def chunks(folder: str, settings: dict[str, Any], tokens: int, then: str) -> dic
             if then and (late if then == "preempt late" else half):
                 assert len(scheduler.running) > 1, "none runs meanwhile"
                 if then.startswith("preempt"):
-                    assert scheduler.reset_prefix_cache(reset_running_requests=True)
-                    preempted = sum(request.num_preemptions for request in scheduler.requests.values())
+                    preempted = preempt(scheduler)
                 else:
                     core.abort_request([str(LONG[1])])
                     send(*LONG)
@@ -145,8 +144,7 @@ def mixed(folder: str, settings: dict[str, Any], cases: list[list[int]], mib: in
             core.add_request(str(number), {"prompt_token_ids": prompt(seed, length)}, greedy(new))
         while core.has_unfinished_requests():
             if step == preempt_at:
-                assert scheduler.reset_prefix_cache(reset_running_requests=True)
-                preempted = sum(request.num_preemptions for request in scheduler.requests.values())
+                preempted = preempt(scheduler)
             found |= {int(out.request_id): list(out.outputs[0].token_ids) for out in core.step() if out.finished}
             held.add(tuple(sorted(map(len, manager.req_to_blocks.values()))))
             step += 1
@@ -213,21 +211,16 @@ def benched(
     """What ``kvpass bench --serve`` finds for four requests of each length, and the rows that it shows."""
     measured = {"contexts": ",".join(map(str, contexts)), "policies": policy, "budget": str(budget)}
     engine = {"requests": 4, "cache_mib": 16, "question_tokens": question_tokens}
-    usual = {"model": "small", "entries": "model,rot4", "new_tokens": 4, "repeats": 2, "backend": "eager"} | (
-        others or {}
-    )
+    usual = {"model": "small", "entries": "model,rot4", "new_tokens": 4, "repeats": 2, "backend": "eager"}
+    given = usual | (others or {}) | measured | engine
     with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
-        result = serve.Serve(BenchSettings(**usual, **measured, **engine)).run()
+        result = serve.Serve(BenchSettings(**given)).run()
     [(_, _, rows)] = serve.Serve.shown(result).tables
     return result, rows
 
 
 def cuda_kernels(
-    folder: str,
-    settings: dict[str, Any],
-    graphs: bool,
-    cases: Cases = SHORT,
-    options: dict[str, Any] | None = None,
+    folder: str, settings: dict[str, Any], graphs: bool, cases: Cases = SHORT, options: dict[str, Any] | None = None
 ) -> tuple[dict[int, list[int]], int]:
     """Tokens of short prompts by what runs on CUDA, in Triton's interpreter; three in a batch, preempted after 5 steps.
 

@@ -204,8 +204,7 @@ def test_a_prompt_that_waits_takes_of_the_memory_that_the_user_gives(ask):
 
 
 @pytest.mark.parametrize(
-    ("policy", "entries"),
-    [("snapkv", "int8"), ("lava", "fp8"), ("lava", "rot4"), ("snapkv", "rot3"), ("lava", "rot2")],
+    ("policy", "entries"), [("snapkv", "int8"), ("lava", "fp8"), ("lava", "rot4"), ("snapkv", "rot3"), ("lava", "rot2")]
 )
 def test_tokens_of_codes_equal_kvpass_alone_together_joined_and_preempted(ask_biased, policy, entries):
     folder, ask = ask_biased

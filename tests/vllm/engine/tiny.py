@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass import builtin
@@ -59,21 +53,10 @@ def make_model(folder: Path, seed: int = 3, key_bias: float = 0.0) -> None:
         key_bias: standard deviation of what is added to all keys of a head: the mean key of random weights is small.
     """
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=1344,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        initializer_range=0.12,
-        bos_token_id=1,
-        eos_token_id=4,
-        attention_bias=key_bias > 0,
-    )
+    sizes = {"vocab_size": 1344, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "attention_bias": key_bias > 0}
+    others = {"tie_word_embeddings": False, "initializer_range": 0.12, "bos_token_id": 1, "eos_token_id": 4}
+    config = LlamaConfig(**sizes, **heads, **others, max_position_embeddings=4096)
     model: Any = LlamaForCausalLM(config)
     for layer in model.model.layers if key_bias else ():
         layer.self_attn.k_proj.bias.data.normal_(std=key_bias)
@@ -85,21 +68,10 @@ def make_model(folder: Path, seed: int = 3, key_bias: float = 0.0) -> None:
 
 def make_latent_model(folder: Path) -> None:
     """Save a tiny model with latent attention; vLLM takes latents of few sizes."""
-    config = DeepseekV2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        kv_lora_rank=512,
-        q_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=64,
-        v_head_dim=64,
-        first_k_dense_replace=1,
-        max_position_embeddings=4096,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 16, "qk_rope_head_dim": 64}
+    others = {"v_head_dim": 64, "q_lora_rank": 32, "first_k_dense_replace": 1, "max_position_embeddings": 4096}
+    config = DeepseekV2Config(**sizes, **heads, **others, kv_lora_rank=512)
     DeepseekV2ForCausalLM(config).save_pretrained(folder)
 
 
