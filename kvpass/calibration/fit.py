@@ -14,7 +14,6 @@ Numbers are fp64.
 from __future__ import annotations
 
 import hashlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +40,6 @@ from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.options import check_float, check_int, option
 from kvpass.progress import progress_bar, progress_console
 from kvpass.ranks import Ranks
-from kvpass.replace_file import replacing
 
 _TEXTS = "kvpass_texts"
 _REQUEST = "\n\nRepeat the previous context exactly."
@@ -99,7 +97,6 @@ def calibrate(
     texts: Sequence[str] | None = None,
     tokens: int = 1000,
     ridge: float = 30.0,
-    resume: str | Path | None = None,
 ) -> Calibration:
     """Fit a file for policies of this model: ``kvpass.calibrate(model, tokenizer).save("kvzap.safetensors")``.
 
@@ -111,8 +108,6 @@ def calibrate(
         texts: what to fit on, as mixed as what will be compressed; None: generated ones. Eight pieces or more.
         tokens: of a piece; longer texts are cut into several. Scores depend on it: about the length to be compressed.
         ridge: added to the diagonal of ``x x'``, summed over tokens.
-        resume: file that is written now and then, from which the next call with the same model and texts goes on if
-            this one is interrupted, and which is removed at the end.
     Raises:
         ValueError: an argument is out of range, or too little text.
         UnsupportedAttentionError: kvpass does not find in this model what policy ``kvzip_plus`` or ``kvzap`` reads.
@@ -126,29 +121,28 @@ def calibrate(
     fitted = [piece for number, piece in enumerate(pieces) if number % _HELD_OUT != _HELD_OUT - 1]
     if not held_out:
         raise ValueError(f"texts: {len(pieces)} pieces of {tokens} tokens; at least {_HELD_OUT} are needed")
-    digests = {
-        MODEL: weights_digest(model, {}, rounded=True),
-        _TEXTS: hashlib.sha256(repr(pieces).encode()).hexdigest(),
-    }
-    partial_file = _PartialFile(None if resume is None else Path(resume), digests | {"ridge": str(ridge)})
-    seen = partial_file.read(model.device)
+    seen = _Seen()
     with _observed(model) as run, progress_bar(progress_console()) as progress:
-        task = progress.add_task("calibrate", total=len(pieces), completed=seen.pieces)
-        for piece in fitted[seen.pieces :]:
+        task = progress.add_task("calibrate", total=len(pieces))
+        for piece in fitted:
             seen.fit(run(piece))
-            partial_file.save(seen)
             progress.advance(task)
         maps = seen.solve(ridge)
-        for piece in held_out[seen.pieces - len(fitted) :]:
+        for piece in held_out:
             seen.tell(run(piece), *maps)
-            partial_file.save(seen)
             progress.advance(task)
-    partial_file.remove()
     heads = torch.stack(seen.heads).mean(0)
     return Calibration(
-        weight=maps[0], bias=maps[1], r2=seen.r2, head_shares=heads[0], head_maxima=heads[1], queries=seen.statistics,
-        model=digests[MODEL], texts=digests[_TEXTS], fitted=int(seen.sums[0][0, -1, -1]),
-    )  # fmt: skip
+        weight=maps[0],
+        bias=maps[1],
+        r2=seen.r2,
+        head_shares=heads[0],
+        head_maxima=heads[1],
+        queries=seen.statistics,
+        model=weights_digest(model, {}, rounded=True),
+        texts=hashlib.sha256(repr(pieces).encode()).hexdigest(),
+        fitted=int(seen.sums[0][0, -1, -1]),
+    )
 
 
 class Piece(NamedTuple):
@@ -220,13 +214,12 @@ class _Seen:
     """What the pieces so far gave, with sums over tokens in each layer.
 
     Attributes:
-        pieces: how many there were. heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``,
+        heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``,
             or without distances. sums: over fitted pieces, of ``x x'`` and ``x y'`` where x ends with a 1,
             ``[L, hidden + 1, hidden + 1]`` and ``[L, hidden + 1, K]``. queries: over fitted pieces, of each layer.
             told: over held-out pieces, of ones, y, squares of y and squared errors, each ``[L, K]``.
     """
 
-    pieces: int = 0
     heads: list[Tensor] = field(default_factory=list)
     sums: tuple[Tensor, ...] = ()
     queries: tuple[Tensor, ...] = ()
@@ -247,7 +240,6 @@ class _Seen:
             parts = tuple(map(torch.stack, zip(*(layer.sums for layer in queries), strict=True)))
             self.queries = tuple(map(torch.add, self.queries, parts)) if self.queries else parts
         self.heads.append(torch.stack(heads))
-        self.pieces += 1
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
         """Return weights ``[L, K, hidden]`` and biases ``[L, K]``; the biases are not penalised."""
@@ -264,7 +256,6 @@ class _Seen:
             found.append(torch.stack([torch.ones_like(y), y, y.square(), errors.square()]).sum(1))
         parts = torch.stack(found, 1).unbind()
         self.told = tuple(map(torch.add, self.told, parts)) if self.told else parts
-        self.pieces += 1
 
     @property
     def statistics(self) -> dict[str, Tensor]:
@@ -281,41 +272,6 @@ class _Seen:
         """Share of the variance that is explained, ``[L, K]``."""
         count, y, yy, error = self.told
         return 1 - error / (yy - y.square() / count).clamp(min=1e-12)
-
-
-@dataclass
-class _PartialFile:
-    """The file from which an interrupted fit goes on; none without a path.
-
-    Attributes:
-        of: model, texts and options. due: when it is written again, in seconds of the monotonic clock.
-    """
-
-    path: Path | None
-    of: Mapping[str, str]
-    due: float = 0.0
-
-    def read(self, device: torch.device) -> _Seen:
-        """Return what the file holds, or nothing if it is of another model, other texts, options or version."""
-        if self.path is None or not self.path.is_file():
-            return _Seen()
-        held = torch.load(self.path, map_location=device, weights_only=True)
-        return _Seen(**held) if held.pop("of") == self.of and held.keys() == vars(_Seen()).keys() else _Seen()
-
-    def save(self, seen: _Seen) -> None:
-        """Write the file, after a piece, where a tenth of the time is enough to."""
-        began = time.monotonic()
-        if self.path is None or began < self.due:
-            return
-        with replacing(self.path) as file:
-            torch.save({"of": dict(self.of), **vars(seen)}, file)
-        ended = time.monotonic()
-        self.due = ended + 9 * (ended - began)
-
-    def remove(self) -> None:
-        """Remove the file at the end."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
 
 def _shares(y: Tensor) -> Tensor:

@@ -161,12 +161,11 @@ def calibrate(options: CalibrateOptions) -> None:
     from kvpass.loading import load_model
 
     output, texts = options.output, options.texts
-    left = output.with_name(f"{output.name}.partial")
-    with _interruptible(f"{left} holds what is done; the same command goes on"), _bad_values():
+    with _interruptible("the same command begins anew"), _bad_values():
         read = None if texts is None else [_read_text(path) for path in sorted(texts.glob("*.txt"))]
         _make_folder("output", output.parent)
         loaded = load_model(options.model, dtype=options.dtype, device=options.device)
-        made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge, resume=left)
+        made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge)
         made.save(output)
     mean, least = float(made.r2.mean()), float(made.r2.mean(1).min())
     Console().print(f"R2 {mean:.2f} in texts held out, lowest of a layer {least:.2f}")

@@ -1,7 +1,6 @@
 """``kvpass.calibrate``: y against a brute force, the fit against another solver."""
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -168,50 +167,6 @@ def test_statistics_are_of_all_fitted_tokens_and_numbers_of_heads_are_means_of_t
         torch.testing.assert_close(made.head_maxima[layer], most)
         distances = sum(one.queries.distances for one in of_texts) / len(runs)
         torch.testing.assert_close(made.queries["head_distances"][layer], distances)
-
-
-@pytest.mark.parametrize("where", quick(["a piece", "its sums", "a piece held out"], ["its sums"]))
-def test_an_interrupted_fit_goes_on_where_it_was(where, monkeypatch, tmp_path):
-    """Sums to the last bit, whether it ends while the model runs or while its layers are added."""
-    model, texts = tiny_model("llama", layers=2), [text[:200] for text in generated_texts(words=60, rounds=2)]
-    given = {"texts": texts, "tokens": 90, "ridge": 2.0}
-    expected = kvpass.calibrate(model, Letters(), **given)
-    pieces, left, calls = len(fit._pieces(Letters(), texts, 90)), tmp_path / "left", []
-    last = {"a piece": 3, "its sums": 3, "a piece held out": pieces - 1}[where]
-    run, shares = fit._run, fit._shares
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == last and where != "its sums":
-            raise KeyboardInterrupt
-        return run(*args)
-
-    def counted(y):
-        if len(calls) == last and where == "its sums":
-            raise KeyboardInterrupt
-        return shares(y)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fit, "_run", interrupted)
-        patch.setattr(fit, "_shares", counted)
-        kvpass.calibrate(model, Letters(), **given, resume=left)
-    assert left.is_file()
-    other = kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}, resume=shutil.copy(left, tmp_path / "other"))
-    assert torch.equal(other.r2, kvpass.calibrate(model, Letters(), **given | {"ridge": 3.0}).r2), "it begins again"
-    held = torch.load(left)
-    del held["queries"]
-    torch.save(held, tmp_path / "older")
-    seen = [fit._PartialFile(path, held["of"]).read(model.device).pieces for path in (left, tmp_path / "older")]
-    assert seen == [held["pieces"], 0], "a file of an older version begins again"
-    monkeypatch.setattr(fit, "_run", lambda *args: calls.append(args) or run(*args))
-    found = kvpass.calibrate(model, Letters(), **given, resume=left)
-    assert pieces < len(calls) < pieces + last and not left.exists(), "the first piece is in the file at least"
-    for name in ("weight", "bias", "head_shares", "head_maxima", "r2"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert found.queries.keys() == {"head_distances", "query_mean", "query_modulus", "query_covariance"}
-    for name, x in expected.queries.items():
-        assert torch.equal(found.queries[name], x), name
-    assert (found.fitted, found.texts) == (expected.fitted, expected.texts)
 
 
 def test_a_file_serves_its_model_in_other_dtypes_and_no_other_model(tmp_path):
