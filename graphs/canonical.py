@@ -175,10 +175,13 @@ def _group(site: Site) -> LayerGroup:
     k, v = recorded(site.k), recorded(site.v)
     first_columns = (site.k, (..., slice(None, v.shape[3], None)))  # values written as k[..., :n]
     geometry = Geometry(
-        layers=1, kv_heads=int(k.shape[1]), key_dim=int(k.shape[3]), value_dim=int(v.shape[3]),
+        layers=1,
+        kv_heads=int(k.shape[1]),
+        key_dim=int(k.shape[3]),
+        value_dim=int(v.shape[3]),
         itemsize=k.dtype.itemsize,
         values_in_keys=site.v.target is operator.getitem and site.v.args == first_columns and window is None,
-    )  # fmt: skip
+    )
     return LayerGroup(geometry=geometry, layers=(site.layer,), sliding_window=window, chunked=site.chunked)
 
 

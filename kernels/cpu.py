@@ -102,10 +102,16 @@ def attend_function(dtype: torch.dtype, held: str = "") -> Callable[[bytes], int
 
 
 def _call_attend(
-    call: Attention, held: AppendBuffers | SlotCache, layer: int, used: int, *, start: Tensor | None = None,
-    line: Sequence[Tensor | None] = (None,) * 3, line_sizes: tuple[int, int, int] = (0, 0, 0),
+    call: Attention,
+    held: AppendBuffers | SlotCache,
+    layer: int,
+    used: int,
+    *,
+    start: Tensor | None = None,
+    line: Sequence[Tensor | None] = (None,) * 3,
+    line_sizes: tuple[int, int, int] = (0, 0, 0),
     rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, int, int]:  # fmt: skip
+) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
     Args:
@@ -276,9 +282,14 @@ def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) ->
 
 
 def pool_in_order(
-    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: str | None, kernel_size: int,
+    attention: Tensor,
+    position: Tensor,
+    storage_order: Tensor,
+    window: int,
+    pool: str | None,
+    kernel_size: int,
     group: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
     All tensors are on the CPU and contiguous; position and storage_order are int32.

@@ -152,8 +152,13 @@ def exact(x: Any) -> Any:
 
 
 KINDS: dict[str, EntryFormat] = {
-    "uniform": "model", "ragged": "model", "int8": "int8", "rot4": "rot4", "rot3": "rot3", "rot2": "rot2"
-}  # fmt: skip
+    "uniform": "model",
+    "ragged": "model",
+    "int8": "int8",
+    "rot4": "rot4",
+    "rot3": "rot3",
+    "rot2": "rot2",
+}
 """Entry format of each column; lengths are ragged but in the first."""
 
 

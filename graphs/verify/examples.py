@@ -118,9 +118,13 @@ def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
 
 
 def evaluate(
-    result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap, *,
+    result: Node,
+    nodes: Sequence[Node],
+    feeds: Mapping[Node, Tensor],
+    sizes: SizeMap,
+    *,
     instead: Mapping[Any, Callable[..., Any]] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Run ``nodes`` in the given order with the operators' real semantics; value of ``result`` after the last.
 
     Args:

@@ -189,9 +189,20 @@ def causal_conv1d(
 
 
 def _delta_rule(
-    chunked: str, step: str, module: str, layer: int | None, query: Tensor, key: Tensor, value: Tensor, g: Tensor,
-    beta: Tensor, initial_state: Tensor, output_final_state: bool, use_qk_l2norm_in_kernel: bool = False, **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    chunked: str,
+    step: str,
+    module: str,
+    layer: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     """``chunked``, ``step``: names of the functions of the module, for several tokens and for one."""
     return torch.ops.kvpass.delta_rule.default(
         query, key, value, g, beta, initial_state, module, chunked, step, use_qk_l2norm_in_kernel
@@ -199,17 +210,38 @@ def _delta_rule(
 
 
 def _mamba2(
-    module: str, layer: int | None, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, D: Tensor,
-    dt_bias: Tensor, initial_states: Tensor, dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    module: str,
+    layer: int | None,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_states: Tensor,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     low, high = (float(bound) for bound in dt_limit)
     return torch.ops.kvpass.mamba2.default(x, dt, a, b, c, initial_states, D, dt_bias, module, chunk_size, low, high)
 
 
 def _mamba(
-    module: str, layer: int | None, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor,
-    delta_bias: Tensor, return_last_state: bool, **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    module: str,
+    layer: int | None,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    return_last_state: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     """The layer's call has no state, since transformers begins a call of several tokens with zeros: it is read here."""
     shape = (x.shape[1], a.shape[1])
     state = torch.ops.kvpass.read_state.default(x, layer, "recurrent0", shape, torch.float32)

@@ -190,10 +190,16 @@ class LayerRun:
         self.known.update({node: value.contiguous() for node, value in made.items()})  # as they are recorded
 
     def attend(
-        self, layer: Layer, edges: Sequence[int], *, num_queries: int, results_from: int = 0,
-        behind: Attention | None = None, of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
+        self,
+        layer: Layer,
+        edges: Sequence[int],
+        *,
+        num_queries: int,
+        results_from: int = 0,
+        behind: Attention | None = None,
+        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
         on_block: Callable[[Attention, Tensor | None], None] | None = None,
-    ) -> LayerCall:  # fmt: skip
+    ) -> LayerCall:
         """Run a layer, block by block.
 
         Args:

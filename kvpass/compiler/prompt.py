@@ -99,9 +99,13 @@ class _ScoredPrompt(PromptRun):
         num_queries = max((self._rows_read(fill.policy) for fill in scored), default=0)
         scoring = [fill for fill in scored if fill.policy.scores_tokens]
         call, lse, found = self.attend(
-            layer, edges, num_queries=num_queries, results_from=results_from,
-            of_entering=[self._token_scores(fill.policy, layer.site, location) for fill in scoring], on_block=on_block,
-        )  # fmt: skip
+            layer,
+            edges,
+            num_queries=num_queries,
+            results_from=results_from,
+            of_entering=[self._token_scores(fill.policy, layer.site, location) for fill in scoring],
+            on_block=on_block,
+        )
         entered, replayed = dict(zip(scoring, found, strict=True)), dict[Fill, Tensor]()
         for behind in self.behind:
             with record_function("kvpass::replay"):
@@ -147,9 +151,14 @@ class _ScoredPrompt(PromptRun):
         return found
 
     def _compress(
-        self, fill: Fill, site: Site, location: SiteLocation, call: Attention, lse: Tensor | None,
+        self,
+        fill: Fill,
+        site: Site,
+        location: SiteLocation,
+        call: Attention,
+        lse: Tensor | None,
         found: Mapping[str, Tensor | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
         policy, buffers = fill.policy, location.buffers(PrefillBuffers, fill.state)
         if policy.scores_keys:
@@ -215,9 +224,13 @@ class _Repetition(PromptRun):
                     self._compact(fill, prompt, location, found, [parts for _, parts in behind.turns])
 
     def _compact(
-        self, fill: Fill, prompt: Attention, location: SiteLocation, replayed: Sequence[Attention],
+        self,
+        fill: Fill,
+        prompt: Attention,
+        location: SiteLocation,
+        replayed: Sequence[Attention],
         turns: Sequence[list[RowReplay]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compact what one cache holds of a layer.
 
         Args:
@@ -239,8 +252,12 @@ class _Repetition(PromptRun):
                 if end - first == window - column:
                     continue  # nothing was dropped
                 fitted = fit_entries(
-                    prompt.k[row, kv_head, column:window], prompt.v[row, kv_head, column:window],
-                    buffers.slots[POSITION, row, first:end].long(), reference, prompt.scale, prompt.softcap,
-                )  # fmt: skip
+                    prompt.k[row, kv_head, column:window],
+                    prompt.v[row, kv_head, column:window],
+                    buffers.slots[POSITION, row, first:end].long(),
+                    reference,
+                    prompt.scale,
+                    prompt.softcap,
+                )
                 buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
                 errors[:, row, kv_head] = fitted.errors

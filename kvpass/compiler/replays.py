@@ -55,9 +55,14 @@ class PromptRun(LayerRun):
     """
 
     def __init__(
-        self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int, readers: Sequence[Fill],
+        self,
+        decoder: SplitDecoder,
+        fills: Sequence[Fill],
+        inputs: Sequence[Any],
+        block: int,
+        readers: Sequence[Fill],
         replays_of: Callable[[Policy, Tensor], Sequence[Replay]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.fills, state = fills, fills[0].state  # what a prompt begins with is the same for all
         columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
         real = (columns >= state["first"][:, None]).long()
@@ -130,12 +135,22 @@ class PromptRun(LayerRun):
                 replay.begin()
 
     def run_replay(
-        self, layer: Layer, prompt: Attention, replay: LayerRun, location: SiteLocation,
-        of_entering: Sequence[Callable[[Tensor], Tensor]] = (), *, is_last: bool,
-    ) -> LayerCall:  # fmt: skip
+        self,
+        layer: Layer,
+        prompt: Attention,
+        replay: LayerRun,
+        location: SiteLocation,
+        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
+        *,
+        is_last: bool,
+    ) -> LayerCall:
         """Run a replay through a layer, behind the prompt; of a layer with a sliding window without its queries."""
         replay.known.update({node: self.known[node] for node in self.states})
         return replay.attend(
-            layer, replay.edges, num_queries=0 if location.ring else replay.tokens,
-            results_from=replay.tokens if is_last else 0, behind=prompt, of_entering=of_entering,
-        )  # fmt: skip
+            layer,
+            replay.edges,
+            num_queries=0 if location.ring else replay.tokens,
+            results_from=replay.tokens if is_last else 0,
+            behind=prompt,
+            of_entering=of_entering,
+        )

@@ -13,9 +13,17 @@ from kvpass.ranks import Ranks
 
 
 def compress_layer(
-    ops: ModuleType, call: Attention, lse: Tensor | None, start: Tensor, first: Tensor, layer: int, policy: Policy,
-    buffers: PrefillBuffers, ranks: Ranks, policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
-) -> None:  # fmt: skip
+    ops: ModuleType,
+    call: Attention,
+    lse: Tensor | None,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    policy: Policy,
+    buffers: PrefillBuffers,
+    ranks: Ranks,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
+) -> None:
     """Score the entries of a layer; keep those that the policy chooses among them and the ones kept of earlier layers.
 
     After the last layer, ``ops.pack`` brings what was kept into its order.

@@ -44,9 +44,16 @@ def column_sums(call: Attention, lse: Tensor, start: Tensor, first: Tensor) -> T
 
 
 def score_layer(
-    call: Attention, lse: Tensor, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy,
-    policy_inputs: PolicyInputs = NO_POLICY_INPUTS, ranks: Ranks = ONE_PROCESS,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: Attention,
+    lse: Tensor,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
+    ranks: Ranks = ONE_PROCESS,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.score_layer`; one launch per statistic covers all rows."""
     call = readable(call)
     site = SiteStatistics(call, first, lse, policy.window)

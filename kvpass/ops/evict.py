@@ -24,9 +24,14 @@ from kvpass.rotation import is_rotated, rotated_back
 
 
 def attend_evict(
-    call: Attention, held: EvictBuffers, layer: int, policy: Policy, implementation: ModuleType = reference,
-    ranks: Ranks = ONE_PROCESS, entering: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    call: Attention,
+    held: EvictBuffers,
+    layer: int,
+    policy: Policy,
+    implementation: ModuleType = reference,
+    ranks: Ranks = ONE_PROCESS,
+    entering: Tensor | None = None,
+) -> Tensor:
     """Attend pool and tail with T new tokens; after each one, evict by the policy's decode rule.
 
     Args:
@@ -61,11 +66,19 @@ def attend_evict(
         if due is not None and due.is_cpu and not bool(due.any()):
             continue
         before = Slots(
-            position, state, quota, new.v[:, :, 0], implementation.pool_in_order, due=due,
+            position,
+            state,
+            quota,
+            new.v[:, :, 0],
+            implementation.pool_in_order,
+            due=due,
             keys=_keys_of(held, layer, call.q.shape[3]) if rule.reads_keys else None,
-            token_scores=None if scores is None else scores[..., step], rows=rows, scale=call.scale,
-            softcap=call.softcap, ranks=ranks,
-        )  # fmt: skip
+            token_scores=None if scores is None else scores[..., step],
+            rows=rows,
+            scale=call.scale,
+            softcap=call.softcap,
+            ranks=ranks,
+        )
         worth, state_after = rule.observe(attention, before)
         allowed = rule.quota_now(quota, due, worth, position)
         keep = implementation.evict_lowest(worth, position, allowed, rule.window)

@@ -48,9 +48,13 @@ def absorbed(call: Attention, expansion: Expansion | None) -> Attention:
 
 
 def attend_prompt(
-    call: Attention, expansion: Expansion | None, start: Tensor, ops: ModuleType, sliding_window: int | None = None,
+    call: Attention,
+    expansion: Expansion | None,
+    start: Tensor,
+    ops: ModuleType,
+    sliding_window: int | None = None,
     chunked: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """As ``attend_prompt`` of an implementation, of queries of expanded heads where an expansion is given.
 
     Keys and values of as many heads are expanded at a time as :data:`EXPANDED_BYTES` hold; where that takes more

@@ -42,9 +42,14 @@ class HeldObservation(Observation):
 
 
 def observe_held(
-    call: Attention, held: AppendBuffers, found: RecompressBuffers, layer: int, num_layers: int, policy: Policy,
+    call: Attention,
+    held: AppendBuffers,
+    found: RecompressBuffers,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
     ranks: Ranks,
-) -> None:  # fmt: skip
+) -> None:
     """Score the entries of pool and tail after new tokens were appended, before they count as used.
 
     The newest ``recompress_window`` tokens of a row will be kept; those of them among the new tokens observe. Rows of

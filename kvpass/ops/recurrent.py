@@ -19,9 +19,17 @@ _TOKENS = 64
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor,
-    module: str, chunked: str, step: str, normalize: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    module: str,
+    chunked: str,
+    step: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
     """Return output ``[B, T, H, V]`` and state after it, fp32, of a gated delta rule.
 
     Args:
@@ -31,16 +39,32 @@ def delta_rule(
     """
     run = getattr(importlib.import_module(module), step if query.shape[1] == 1 else chunked)
     out, state = run(
-        query, key, value, g=g, beta=beta, initial_state=state.clone(), output_final_state=True,
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        initial_state=state.clone(),
+        output_final_state=True,
         use_qk_l2norm_in_kernel=normalize,
-    )  # fmt: skip
+    )
     return out.to(query.dtype).contiguous(), state.float().contiguous()
 
 
 def mamba2(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, d: Tensor, dt_bias: Tensor,
-    module: str, chunk: int, low: float, high: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    module: str,
+    chunk: int,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
     """Return output ``[B, T, H, V]`` and state after it, both fp32, of the selective state space of Mamba 2.
 
     Args:
@@ -53,22 +77,48 @@ def mamba2(
         head, size = x.shape[3], state.shape[3]
         state = state.clone()
         out = functions.mamba2_selective_state_update(
-            state, x[:, 0], dt[:, 0, :, None].expand(-1, -1, head), a[:, None, None].expand(-1, head, size),
-            b[:, 0], c[:, 0], d[:, None].expand(-1, head),
-            z=None, dt_bias=dt_bias[:, None].expand(-1, head), dt_softplus=True,
-        )[:, None]  # fmt: skip
+            state,
+            x[:, 0],
+            dt[:, 0, :, None].expand(-1, -1, head),
+            a[:, None, None].expand(-1, head, size),
+            b[:, 0],
+            c[:, 0],
+            d[:, None].expand(-1, head),
+            z=None,
+            dt_bias=dt_bias[:, None].expand(-1, head),
+            dt_softplus=True,
+        )[:, None]
     else:
         out, state = functions.mamba2_chunk_scan(
-            x, dt, a, b, c, chunk_size=chunk, D=d, z=None, return_final_states=True, dt_bias=dt_bias, dt_softplus=True,
-            initial_states=state, dt_limit=(low, high),
-        )  # fmt: skip
+            x,
+            dt,
+            a,
+            b,
+            c,
+            chunk_size=chunk,
+            D=d,
+            z=None,
+            return_final_states=True,
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            initial_states=state,
+            dt_limit=(low, high),
+        )
     return out.float().contiguous(), state.float().contiguous()
 
 
 def mamba(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, d: Tensor, z: Tensor, dt_bias: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    d: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
     module: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return output ``[B, C, T]``, times silu(z), and state after it, both fp32, of the selective scan of Mamba.
 
     The function of transformers, and the kernel, begin with zeros: what the state adds is added here,

@@ -132,9 +132,12 @@ def attend_prompt(
 
 
 def attend_rows(
-    call: Attention, start: Tensor, sliding_window: int | None, chunked: bool,
+    call: Attention,
+    start: Tensor,
+    sliding_window: int | None,
+    chunked: bool,
     attend: Callable[[Attention, int | None], tuple[Tensor, L]],
-) -> tuple[Tensor, Tensor | L]:  # fmt: skip
+) -> tuple[Tensor, Tensor | L]:
     """As :func:`attend_prompt`: rows that begin at the same column are one call without their padding.
 
     Args:
@@ -181,10 +184,17 @@ def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Ten
 
 
 def score_layer(
-    call: Attention, lse: None, start: Tensor, first: Tensor, layer: int, num_layers: int, policy: Policy,
-    policy_inputs: PolicyInputs = NO_POLICY_INPUTS, ranks: Ranks = ONE_PROCESS,
+    call: Attention,
+    lse: None,
+    start: Tensor,
+    first: Tensor,
+    layer: int,
+    num_layers: int,
+    policy: Policy,
+    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
+    ranks: Ranks = ONE_PROCESS,
     observed: Callable[[Observation, slice, int], Observation] = lambda obs, rows, column: obs,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
 
     Args:
@@ -246,9 +256,13 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
 
 
 def cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS,
+    buffers: PrefillBuffers,
+    candidates: Candidates,
+    layer: int,
+    policy: Policy,
+    ranks: Ranks = ONE_PROCESS,
     move: Callable[[Tensor, Tensor, Candidates, PrefillBuffers, int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
 
     With ``ranks`` the scores are those of all heads, everything else is of the heads of this process. Writes all

@@ -73,10 +73,18 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
 
 
 def _site(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, sliding_window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, refusal: str | None = None, chunked: bool = False, up: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    refusal: str | None = None,
+    chunked: bool = False,
+    up: Tensor | None = None,
     nope: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     call, expansion = Attention(q, k, v, scale, softcap, sinks), None if up is None else Expansion(up, nope)
     start = torch.zeros(len(q), dtype=torch.int64, device="cpu")
     return latents.attend_prompt(call, expansion, start, implementation(q), sliding_window, chunked)[0]
@@ -144,10 +152,20 @@ def _fake_nothing(*args: Any) -> None:
 # -- schemas ----------------------------------------------------------------------------------------------------------
 
 _TYPES = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "int", int | None: "int?",
-    Sequence[int]: "int[]", str: "str", str | None: "str?", bool: "bool", torch.dtype: "ScalarType", Policy: "str",
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    int | None: "int?",
+    Sequence[int]: "int[]",
+    str: "str",
+    str | None: "str?",
+    bool: "bool",
+    torch.dtype: "ScalarType",
+    Policy: "str",
     Ranks: "str",
-}  # fmt: skip
+}
 """Schema text of operand types; policies and ranks are passed as their specs."""
 _REQUIRED = inspect.Parameter.empty
 

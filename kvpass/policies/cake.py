@@ -18,12 +18,17 @@ from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
-    ("llama-3.1-8b", 1024): (1.6, 0.4), ("llama-3.1-8b", 128): (1.6, 0.6),
-    ("llama-2-7b", 1024): (1.9, 1.8), ("llama-2-7b", 128): (0.9, 2.3),
-    ("llama-2-13b", 1024): (0.5, 0.4), ("llama-2-13b", 128): (1.8, 2.0),
-    ("mistral-7b-v0.3", 1024): (0.8, 0.5), ("mistral-7b-v0.3", 128): (1.0, 0.8),
-    ("qwen2.5-7b", 1024): (1.5, 0.6), ("qwen2.5-7b", 128): (0.4, 0.6),
-}  # fmt: skip
+    ("llama-3.1-8b", 1024): (1.6, 0.4),
+    ("llama-3.1-8b", 128): (1.6, 0.6),
+    ("llama-2-7b", 1024): (1.9, 1.8),
+    ("llama-2-7b", 128): (0.9, 2.3),
+    ("llama-2-13b", 1024): (0.5, 0.4),
+    ("llama-2-13b", 128): (1.8, 2.0),
+    ("mistral-7b-v0.3", 1024): (0.8, 0.5),
+    ("mistral-7b-v0.3", 128): (1.0, 0.8),
+    ("qwen2.5-7b", 1024): (1.5, 0.6),
+    ("qwen2.5-7b", 128): (0.4, 0.6),
+}
 """(model, budget) -> (tau1, tau2) as published in the released code (github.com/antgroup/cakekv)."""
 
 Indicator = Literal["sum", "mean", "var", "product"]
@@ -116,9 +121,12 @@ class Cake(Policy):
         if not self.evict_during_decode:
             return None
         return PooledLastQuery(
-            window=self.window, pool=self.pool, kernel_size=self.kernel_size, group=self.group,
+            window=self.window,
+            pool=self.pool,
+            kernel_size=self.kernel_size,
+            group=self.group,
             released=self.parity == "code",
-        )  # fmt: skip
+        )
 
     def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
         """As in the base class; for a prompt that it spared, the released code records the uniform budget."""

@@ -131,9 +131,13 @@ def fit_entries(
 
 
 def _descent(
-    own: Sequence[Tensor], units: Sequence[Tensor], reference: Reference, target: Tensor, scale: float,
+    own: Sequence[Tensor],
+    units: Sequence[Tensor],
+    reference: Reference,
+    target: Tensor,
+    scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return keys and values, fp32, that give the queries nearly the outputs ``target``.
 
     Args:

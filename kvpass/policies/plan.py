@@ -199,9 +199,16 @@ def _judged(
 
 
 def decode_layer(
-    rule: DecodeRule | None, obs: Observation, keep: Tensor, decode_state: Tensor | None, quota: Tensor,
-    queries: Tensor, keys: Tensor, values: Tensor, token_scores: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    rule: DecodeRule | None,
+    obs: Observation,
+    keep: Tensor,
+    decode_state: Tensor | None,
+    quota: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    token_scores: Tensor | None = None,
+) -> Tensor:
     """Entries of one layer after each of S decoded tokens, bool ``[S, B, K, N + S]``; slots are positions.
 
     Args:
@@ -230,10 +237,17 @@ def decode_layer(
         if rows is not None:
             rows = rule.next_rows(rows, q, position.amax((1, 2)))
         slots = Slots(
-            position, torch.where(live, decode_state, 0.0), quota, values[s], due=due, keys=k,
-            token_scores=None if token_scores is None else token_scores[s], rows=rows, scale=obs.scale,
+            position,
+            torch.where(live, decode_state, 0.0),
+            quota,
+            values[s],
+            due=due,
+            keys=k,
+            token_scores=None if token_scores is None else token_scores[s],
+            rows=rows,
+            scale=obs.scale,
             softcap=obs.softcap,
-        )  # fmt: skip
+        )
         worth, decode_state = rule.observe(attention, slots)
         live = keep_mask(worth, position, rule.quota_now(quota, due, worth, position), rule.window)
         masks.append(live)
@@ -279,9 +293,14 @@ def _of_layers(
 
 
 def _attended(
-    policy: Policy, replays: Sequence[Replayed], q: Tensor, k: Tensor, v: Tensor, projections: Sequence[Tensor | None],
+    policy: Policy,
+    replays: Sequence[Replayed],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    projections: Sequence[Tensor | None],
     scale: float,
-) -> Sequence[Tensor | None]:  # fmt: skip
+) -> Sequence[Tensor | None]:
     """Return :func:`most_attended` of each layer, None for each if the policy does not read it."""
     layers, batch, kv_heads, length, dim = k.shape
     if not policy.reads_replays:

@@ -30,9 +30,14 @@ class Replay:
 
 
 def repetitions(
-    ids: Tensor, sinks: int = 4, chunk: int = 2000, overlap: int = 8, prompt_ids: Sequence[int] = (),
-    again_ids: Sequence[int] = (), suffix_ids: Sequence[int] = (),
-) -> list[Replay]:  # fmt: skip
+    ids: Tensor,
+    sinks: int = 4,
+    chunk: int = 2000,
+    overlap: int = 8,
+    prompt_ids: Sequence[int] = (),
+    again_ids: Sequence[int] = (),
+    suffix_ids: Sequence[int] = (),
+) -> list[Replay]:
     """Return prompts repeated behind themselves, ``chunk`` tokens at a time, without the first ``sinks``.
 
     Args:
@@ -63,9 +68,14 @@ class Replayed(NamedTuple):
 
 
 def most_attended(
-    keys: Tensor, replays: Iterable[Replayed], scale: float, softcap: float | None = None, sinks: Tensor | None = None,
-    *, value_norms: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    keys: Tensor,
+    replays: Iterable[Replayed],
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    value_norms: Tensor | None = None,
+) -> Tensor:
     """Return the most attention that any row and query head of the group pays an entry, fp32 ``[B, K, N]``.
 
     The softmax of a row is over the first ``sinks`` entries of its replay, the entries that it observes, and the tokens

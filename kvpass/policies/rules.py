@@ -41,9 +41,15 @@ class Rules:
 
 
 def read_rules(
-    policy: str | Policy, budget: BudgetLike, recompress: str, *, window: int | None, options: Mapping[str, Any],
-    model_name: str, entries: str = "model",
-) -> Rules:  # fmt: skip
+    policy: str | Policy,
+    budget: BudgetLike,
+    recompress: str,
+    *,
+    window: int | None,
+    options: Mapping[str, Any],
+    model_name: str,
+    entries: str = "model",
+) -> Rules:
     """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
 
     Raises:

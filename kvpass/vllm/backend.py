@@ -74,10 +74,14 @@ class KVPassBackend(AttentionBackend):
         geometry.check_format(settings.entry_format, torch.device(cls.config.device_config.device))
         dtype = CODES.get(settings.entry_format, spec.dtype)
         return KVPassSpec(
-            block_size=-(-cls.config.model_config.max_model_len // 128) * 128, num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size, head_size_v=spec.head_size_v, dtype=dtype,
-            state_content_bytes=layout.width * dtype.itemsize, layout=layout,
-        )  # fmt: skip
+            block_size=-(-cls.config.model_config.max_model_len // 128) * 128,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            dtype=dtype,
+            state_content_bytes=layout.width * dtype.itemsize,
+            layout=layout,
+        )
 
 
 def configured(config: Any, kv_heads: int, head_dim: int) -> tuple[Settings, BlockLayout]:
@@ -195,11 +199,19 @@ class KVPassImpl(AttentionImpl):
     """Attention of one layer."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any = None,
-        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = get_current_vllm_config()
         check_layer(
             alibi=alibi_slopes is not None,
@@ -218,10 +230,17 @@ class KVPassImpl(AttentionImpl):
             cpu.attend_function(config.model_config.dtype, codes)  # without a compiler: refused at start
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
-        attn_metadata: KVPassMetadata | None, output: Tensor, output_scale: Tensor | None = None,
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KVPassMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Write the attention of all rows of a step to ``output`` ``[tokens, H, D]``; q, k and v likewise."""
         if attn_metadata is None:
             return output.zero_()
@@ -263,9 +282,13 @@ class KVPassImpl(AttentionImpl):
             assert meta.documents is not None
             buffers = buffers | meta.documents.pools
         held = AppendBuffers(
-            **buffers, offsets=tables.offsets[:rows], tail_start=tables.start[:rows], tail_used=tables.used[:rows],
-            arrivals=tables.arrivals[: len(block) * self.num_kv_heads], row_index=block,
-        )  # fmt: skip
+            **buffers,
+            offsets=tables.offsets[:rows],
+            tail_start=tables.start[:rows],
+            tail_used=tables.used[:rows],
+            arrivals=tables.arrivals[: len(block) * self.num_kv_heads],
+            row_index=block,
+        )
         if tables.means is not None:
             call = entry_formats.centred(call, tables.means, (site, tables.number[block]))
         return meta.run.attend_blocks(call, held, site)

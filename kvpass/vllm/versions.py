@@ -59,15 +59,34 @@ def attend_prompt(call: Attention, out: Tensor) -> None:
     lengths = torch.tensor([n], dtype=torch.int32)
     ops.cpu_attn_reshape_and_cache(k, v, keys, values, torch.arange(n), isa)
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, seq_lens=lengths, dtype=q.dtype,
-        query_start_loc=bounds, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True,
-    )  # fmt: skip
+        num_reqs=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        seq_lens=lengths,
+        dtype=q.dtype,
+        query_start_loc=bounds,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=True,
+    )
     ops.cpu_attention_with_kv_cache(
-        query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=bounds, seq_lens=lengths,
-        scale=call.scale, causal=True, alibi_slopes=None, sliding_window=-1,
-        block_table=torch.arange(pages, dtype=torch.int32)[None], softcap=call.softcap or 0.0,
-        scheduler_metadata=schedule, s_aux=None if call.sinks is None else call.sinks.float(),
-    )  # fmt: skip
+        query=q,
+        key_cache=keys,
+        value_cache=values,
+        output=out,
+        query_start_loc=bounds,
+        seq_lens=lengths,
+        scale=call.scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=torch.arange(pages, dtype=torch.int32)[None],
+        softcap=call.softcap or 0.0,
+        scheduler_metadata=schedule,
+        s_aux=None if call.sinks is None else call.sinks.float(),
+    )
 
 
 def forget_backend() -> None:

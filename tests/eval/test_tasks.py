@@ -156,9 +156,16 @@ def test_moving_a_fact_changes_its_place_alone():
 NEEDLE = re.compile(r"A magic (number|uuid) of (\S+) is (\S+)\.")
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 NIAH = {  # needles (None: all of the text) and answers
-    "single_1": (1, 1), "single_2": (1, 1), "single_3": (1, 1), "multikey_1": (4, 1), "multikey_2": (None, 1),
-    "multikey_3": (None, 1), "multivalue": (4, 4), "multiquery": (4, 4), "requests": (4, 1),
-}  # fmt: skip
+    "single_1": (1, 1),
+    "single_2": (1, 1),
+    "single_3": (1, 1),
+    "multikey_1": (4, 1),
+    "multikey_2": (None, 1),
+    "multikey_3": (None, 1),
+    "multivalue": (4, 4),
+    "multiquery": (4, 4),
+    "requests": (4, 1),
+}
 
 
 @pytest.mark.parametrize("name", NIAH)

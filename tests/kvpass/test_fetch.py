@@ -27,12 +27,24 @@ def write(path, architecture="llama"):
     """A random llama of two layers with a tokenizer of letters."""
     writer, rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(0)
     numbers = {
-        "context_length": 512, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": 2 * HIDDEN,
-        "head_count": HEADS, "head_count_kv": KV_HEADS, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4,
-        "vocab_size": len(TOKENS), "tokenizer_model": "gpt2", "token_list": TOKENS, "token_merges": ["t h"],
-        "token_types": [2, 3, 3, *[1] * (len(TOKENS) - 3)], "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0,
+        "context_length": 512,
+        "embedding_length": HIDDEN,
+        "block_count": LAYERS,
+        "feed_forward_length": 2 * HIDDEN,
+        "head_count": HEADS,
+        "head_count_kv": KV_HEADS,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 1e4,
+        "vocab_size": len(TOKENS),
+        "tokenizer_model": "gpt2",
+        "token_list": TOKENS,
+        "token_merges": ["t h"],
+        "token_types": [2, 3, 3, *[1] * (len(TOKENS) - 3)],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
         "chat_template": TEMPLATE,
-    }  # fmt: skip
+    }
     for name, value in numbers.items():
         getattr(writer, f"add_{name}")(value)
     kv = HIDDEN * KV_HEADS // HEADS
