@@ -90,7 +90,7 @@ _OPTIONS = {
     "CompressedCache": [
         "    options: { show_bases: false, members: "
         "[nbytes, lengths, positions, layer_ids, device, get_seq_length, clone, to, save, reset] }"
-    ],
+    ]
 }
 """The rest of a cache is for kvpass and transformers."""
 _COMPILED = """::: kvpass.frontends.transformers.CompressedModel

@@ -18,15 +18,7 @@ from kvpass.cache.metadata import saved_names
 from kvpass.cache.part import CachePart, PromptFacts
 from kvpass.cache.prompt_record import LayersRecord, entries_of
 from kvpass.config import EntryFormat, LayerGroup, PoolFacts
-from kvpass.operands import (
-    BITS,
-    BUFFERS,
-    CODES,
-    AppendBuffers,
-    EvictBuffers,
-    PrefillBuffers,
-    written_in,
-)
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, written_in
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION

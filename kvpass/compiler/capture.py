@@ -28,13 +28,7 @@ from kvpass.graphs.verify.tables import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
 from kvpass.ranks import run_on_all_ranks
-from kvpass.torch_compat import (
-    BackendCompilerFailed,
-    TorchRuntimeError,
-    Unsupported,
-    UserError,
-    maybe_mark_dynamic,
-)
+from kvpass.torch_compat import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError, maybe_mark_dynamic
 
 Further = Callable[[Tensor], dict[str, Any]]
 """Makes arguments of a forward from the positions; traced with it."""

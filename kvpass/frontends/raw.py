@@ -42,15 +42,7 @@ from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader
 from kvpass.graphs.canonical import find_sites
-from kvpass.graphs.fx_utils import (
-    dim_of,
-    is_integral,
-    is_module_tensor,
-    module_tensor,
-    recorded,
-    shape_of,
-    source_of,
-)
+from kvpass.graphs.fx_utils import dim_of, is_integral, is_module_tensor, module_tensor, recorded, shape_of, source_of
 from kvpass.graphs.verify.length_guards import fixed_length, longest_length
 from kvpass.graphs.verify.offset_positions import counts_positions
 from kvpass.graphs.verify.same_capture import is_same_decoder, value_of

@@ -180,11 +180,7 @@ MACHINES = {
     "lava, every turn": machine("llama", "lava", "every_turn"),
     "one layer, when full": machine("llama", "streaming_llm", "when_full", layers=1),
     "ring": machine(
-        "gemma3",
-        "ada_snapkv",
-        "when_full",
-        sliding_window=7,
-        layer_types=["sliding_attention", "full_attention"],
+        "gemma3", "ada_snapkv", "when_full", sliding_window=7, layer_types=["sliding_attention", "full_attention"]
     ),
     "evicts": machine("llama", "h2o"),
 }

@@ -102,8 +102,7 @@ GPT_OSS = pytest.param("gpt_oss", "pyramidkv", marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [("llama", "lava"), ("llama", "ada_snapkv"), ("llama", "cake"), ("gemma3", "lava"), GPT_OSS],
+    ("family", "policy"), [("llama", "lava"), ("llama", "ada_snapkv"), ("llama", "cake"), ("gemma3", "lava"), GPT_OSS]
 )
 def test_over_many_turns_the_budget_is_exact_and_the_logits_are_those_of_the_masked_model(family, policy):
     model, fast = two_layers(family, policy=policy, recompress="every_turn", **LIKE_A_PROMPT[policy])

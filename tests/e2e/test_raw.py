@@ -218,8 +218,7 @@ def test_a_prompt_in_inference_mode_is_continued_outside(decoder, compiler):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "pieces"),
-    [("eager", [20, 1, 3]), pytest.param("inductor", [20, 1], marks=pytest.mark.exhaustive)],
+    ("compiler", "pieces"), [("eager", [20, 1, 3]), pytest.param("inductor", [20, 1], marks=pytest.mark.exhaustive)]
 )
 def test_every_batch_size_is_compiled_for_itself(decoder, compiler, pieces):
     fast = compiled(decoder, budget=10**6, compiler=compiler)

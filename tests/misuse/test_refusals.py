@@ -557,8 +557,7 @@ def test_report_after_guidance_is_of_the_prompt(tight):
 
 
 @pytest.mark.parametrize(
-    "read",
-    [lambda c: c[0], list, lambda c: c.layers[0].keys, lambda c: c.max_cache_len, lambda c: c.max_batch_size],
+    "read", [lambda c: c[0], list, lambda c: c.layers[0].keys, lambda c: c.max_cache_len, lambda c: c.max_batch_size]
 )
 def test_cache_read_as_layers_says_what_to_read(tight, read):
     cache = tight(random_ids(1, 20)).past_key_values
