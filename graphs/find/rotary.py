@@ -82,8 +82,7 @@ def _found(q: Node) -> Node | None:
     def queries(positions: Sequence[int]) -> Tensor:
         feeds = {node: feed(node, positions) for node in (*inputs, *given)}
         calls = [node for node in sources if node not in feeds and not is_scalar(node)]
-        result: Tensor = evaluate(q, calls, feeds, sizes)
-        return result
+        return evaluate(q, calls, feeds, sizes)
 
     positions = _POSITIONS if counted else tuple(range(len(_POSITIONS)))
     made, first, half = queries(positions), queries((0,) * len(positions))[:, :, :1].double(), dim // 2

@@ -301,8 +301,7 @@ class _Run(ExampleRun):
         for place, node in enumerate(missing):
             if not set(missing[:place]).issuperset(mutated_inputs(node)):
                 raise _no_example(node, "it writes into a tensor that was made before a state is read")
-        state: Tensor = evaluate(target, missing, self.env, self.sizes, instead=self.instead)
-        return state
+        return evaluate(target, missing, self.env, self.sizes, instead=self.instead)
 
 
 class _Lockstep:

@@ -163,8 +163,7 @@ class _Traced(Cache):
 
     def _read(self, layer: int, name: str) -> Tensor:
         shape, dtype = self.states[layer, name]
-        state: Tensor = torch.ops.kvpass.read_state.default(self.real, layer, name, shape, dtype)
-        return state
+        return torch.ops.kvpass.read_state.default(self.real, layer, name, shape, dtype)
 
     def _write(self, state: Tensor, layer: int, name: str) -> None:
         torch.ops.kvpass.write_state.default(state.to(self.states[layer, name][1]), layer, name)

@@ -138,20 +138,17 @@ def _summed(self: Any, x: Tensor) -> Tensor:
 def _split(self: Any, x: Tensor) -> Tensor:
     """As :func:`_summed`, of an input that each process has as a whole."""
     width = self.weight.shape[1]
-    total: Tensor = _summed(self, x[..., self.ranks.rank * width : (self.ranks.rank + 1) * width])
-    return total
+    return _summed(self, x[..., self.ranks.rank * width : (self.ranks.rank + 1) * width])
 
 
 def _gathered(self: Any, x: Tensor) -> Tensor:
     """Forward of a linear layer of which each process has some rows of the weight; gives the results of all."""
-    found: Tensor = self.ranks.gather(F.linear(x, self.weight, self.bias), -1)
-    return found
+    return self.ranks.gather(F.linear(x, self.weight, self.bias), -1)
 
 
 def _experts(self: Any, *args: Any) -> Tensor:
     """Forward of experts of which each process has a part."""
-    total: Tensor = self.ranks.sum(type(self).forward(self, *args))
-    return total
+    return self.ranks.sum(type(self).forward(self, *args))
 
 
 def _rows(self: Any, ids: Tensor) -> Tensor:
@@ -160,8 +157,7 @@ def _rows(self: Any, ids: Tensor) -> Tensor:
     own = ids - self.ranks.rank * count
     here = (own >= 0) & (own < count)
     found = type(self).forward(self, torch.where(here, own, 0))
-    total: Tensor = self.ranks.sum(torch.where(here[..., None], found, 0))
-    return total
+    return self.ranks.sum(torch.where(here[..., None], found, 0))
 
 
 _STYLES: dict[str, tuple[dict[str, tuple[int | None, ...]], Callable[..., Tensor] | None]] = {

@@ -82,8 +82,7 @@ def attend_ring_once(
         implementation: module whose ``attend_slots`` does the work.
     """
     position = held[:, None].expand(-1, call.k.shape[1], -1)
-    out: Tensor = implementation.attend_slots(call, SlotCache(None, None, None, *ring, position), layer)[0]
-    return out
+    return implementation.attend_slots(call, SlotCache(None, None, None, *ring, position), layer)[0]
 
 
 def keep_newest(ring: RingBuffers, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:

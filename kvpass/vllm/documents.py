@@ -31,8 +31,7 @@ class SavedDocument(NamedTuple):
     @property
     def ids(self) -> list[int]:
         """Token ids, without padding."""
-        found: list[int] = self.tensors["ids"][0, int(self.tensors["start"]) :].tolist()
-        return found
+        return self.tensors["ids"][0, int(self.tensors["start"]) :].tolist()
 
     def of_rank(self, ranks: Ranks) -> dict[str, Tensor]:
         """Return the buffers of the KV heads of this process, by their names in a cache."""

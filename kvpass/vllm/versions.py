@@ -34,8 +34,7 @@ def stock_backend() -> type:
     """Return the backend that is overridden."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    found: type = resolve_obj_by_qualname(_STOCK)
-    return found
+    return resolve_obj_by_qualname(_STOCK)
 
 
 def head_sizes() -> list[int]:
