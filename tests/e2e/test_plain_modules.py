@@ -21,7 +21,7 @@ import kvpass
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from small_decoders import HEADS, VOCABULARY, WIDTH, OneLayer
+from small_decoders import HEADS, VOCABULARY, WIDTH, SmallDecoder
 from tiny_models import in_session, left_pad, random_ids, raw
 
 LONGEST = 96
@@ -247,7 +247,7 @@ COUNTED = {
 }
 
 
-class Unasserted(OneLayer):
+class Unasserted(SmallDecoder):
     """Nothing but the table of positions ends."""
 
     def __init__(self, counted) -> None:
@@ -299,7 +299,7 @@ TABLE = 64
 BEGIN, PIECES = 29, (1, 1, 5, 1)
 
 
-class ScaledByAttributes(OneLayer):
+class ScaledByAttributes(SmallDecoder):
     """litgpt: a scale made of a float attribute, which Dynamo makes a symbol of."""
 
     def __init__(self) -> None:
@@ -311,7 +311,7 @@ class ScaledByAttributes(OneLayer):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale * self.mscale * self.mscale)
 
 
-class PlainTables(OneLayer):
+class PlainTables(SmallDecoder):
     """gpt-fast: a mask and a table of positions that are attributes, no buffers: Dynamo makes their sizes symbols."""
 
     def __init__(self) -> None:
@@ -342,7 +342,7 @@ class TablesOnFirstCall(PlainTables):
         return super().positions(ids)
 
 
-class BiasOfLongestCall(OneLayer):
+class BiasOfLongestCall(SmallDecoder):
     """x-transformers: an ALiBi table that is kept for shorter texts; the longest text was before the compilation."""
 
     def __init__(self) -> None:
@@ -411,7 +411,7 @@ def test_a_tensor_attribute_of_another_size_is_another_capture_with_an_end_of_it
             fast(ids[:, :1].clone())
 
 
-class WritesCache(OneLayer):
+class WritesCache(SmallDecoder):
     """gpt-fast, litgpt, torchtune after setup_caches: rows are written into buffers that all calls share."""
 
     def __init__(self) -> None:
@@ -439,10 +439,10 @@ class CountsInBuffer(WritesCache):
         self.seen.add_(ids.shape[1])
         return found
 
-    attend = OneLayer.attend
+    attend = SmallDecoder.attend
 
 
-class CountsInAttribute(OneLayer):
+class CountsInAttribute(SmallDecoder):
     """LLMs-from-scratch with its cache: an int that counts tokens."""
 
     def __init__(self) -> None:
@@ -463,12 +463,12 @@ class TableOfThisLength(BiasOfLongestCall):
         self.bias = None
 
 
-class ScaledByLength(OneLayer):
+class ScaledByLength(SmallDecoder):
     def attend(self, q, k, v, layer):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[2])
 
 
-class LoopsOverTokens(OneLayer):
+class LoopsOverTokens(SmallDecoder):
     """litgpt with a sliding window: a Python loop makes a constant of the length."""
 
     def attend(self, q, k, v, layer):
@@ -478,7 +478,7 @@ class LoopsOverTokens(OneLayer):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class BranchesOnLength(OneLayer):
+class BranchesOnLength(SmallDecoder):
     def embedded(self, ids, positions=None):
         x = super().embedded(ids, positions)
         return 2 * x if x.shape[1] > 8 else x
@@ -518,7 +518,7 @@ def test_contract_7_what_goes_on_by_itself_is_refused_by_the_line_that_does_it(m
     assert code is None or f"{__file__}:{line_that_reads(code)})" in str(refusal.value)
 
 
-class KeepsLast(OneLayer):
+class KeepsLast(SmallDecoder):
     """A token shift that is carried in an attribute: without it, the graph of one token looks like any other."""
 
     def __init__(self, states: bool) -> None:
@@ -549,7 +549,7 @@ def test_contract_7_state_in_an_attribute_is_refused_before_it_is_read(states):
         assert session.cache.columns == cache.columns
 
 
-class WithMask(OneLayer):
+class WithMask(SmallDecoder):
     """torchtune, x-transformers: a mask that the caller may give; gpt-fast: one of blocks."""
 
     def forward(self, ids, mask=None):

@@ -22,7 +22,7 @@ import kvpass
 from compiled_models import greedy, padded
 from numeric_checks import assert_close
 from pairwise import quick_rows
-from small_decoders import OneLayer
+from small_decoders import SmallDecoder
 from support_table import REFUSED as FAIL_CLOSED
 from tiny_models import compiled_once, random_ids, raw, tiny_model
 from versions import before
@@ -426,7 +426,7 @@ def test_ids_beyond_the_embedding_are_refused_and_the_cache_is_as_it_was(tight):
     assert torch.equal(tight(random_ids(1, 1), past_key_values=cache).logits, expected)
 
 
-class Learned(OneLayer):
+class Learned(SmallDecoder):
     """With a table of positions in which an index may be negative."""
 
     def embedded(self, ids, where):
