@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kvpass
+from compiled_models import padded, prompts_of
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from small_decoders import HEADS, VOCABULARY, WIDTH, SmallDecoder
-from tiny_models import in_session, left_pad, random_ids, raw
+from tiny_models import in_session, random_ids, raw
 
 LONGEST = 96
 PROMPT, NEW = 37, 11
@@ -88,18 +89,11 @@ class SlicedRotary(nn.Module):
         angles = torch.arange(LONGEST)[:, None] / 50.0 ** (torch.arange(0, self.dim, 2) / self.dim)
         self.register_buffer("cos", angles.cos()[:, None])
         self.register_buffer("sin", angles.sin())
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "q": nn.Linear(width, width, bias=False),
-                    "kv": nn.Linear(width, 2 * kv_heads * self.dim, bias=False),
-                    "o": nn.Linear(width, width, bias=False),
-                    "norm": nn.RMSNorm(width),
-                }
-            )
-            for _ in range(layers)
-        )
+        self.embed, self.layers = nn.Embedding(VOCABULARY, width), nn.ModuleList()
+        for _ in range(layers):
+            sizes = {"q": width, "kv": 2 * kv_heads * self.dim, "o": width}
+            linears = {name: nn.Linear(width, size, bias=False) for name, size in sizes.items()}
+            self.layers.append(nn.ModuleDict({**linears, "norm": nn.RMSNorm(width)}))
         self.keep: Tensor | None = None
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -265,10 +259,10 @@ def test_a_session_ends_where_the_table_of_positions_does(name):
     model = Unasserted(COUNTED[name])
     fast = compiled(model, 10**6)
     ids = random_ids(2, LONGEST + 1)
+    logits, cache = in_session(fast, [LONGEST - 3, 2, 1], ids[:, :LONGEST])
+    assert_close("logits", logits, model(ids[:, :LONGEST]), atol=1e-4)
     with kvpass.session() as session:
-        pieces = [fast(ids[:, : LONGEST - 3]), fast(ids[:, LONGEST - 3 : LONGEST - 1].clone())]
-        pieces.append(fast(ids[:, LONGEST - 1 : LONGEST].clone()))
-        assert_close("logits", torch.cat(pieces, 1), model(ids[:, :LONGEST]), atol=1e-4)
+        session.cache = cache
         with pytest.raises(ValueError, match=f"1 tokens after {LONGEST}: the decoder does not take more"):
             fast(ids[:, LONGEST:].clone())
         assert session.cache.columns == LONGEST
@@ -283,10 +277,9 @@ def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_cou
     torch.manual_seed(0)
     model = Alibi().eval()
     fast = compiled(model, 14)
-    prompts, new = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 25)], random_ids(2, 3, seed=5)
-    ids, mask = left_pad(prompts)
+    (ids, mask), new = padded(PROMPT, 25), random_ids(2, 3, seed=5)
     together, _ = in_session(fast, [PROMPT, 1, 1, 1], torch.cat([ids, new], 1), attention_mask=mask)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts_of(PROMPT, 25)):
         text = torch.cat([prompt, new[row]])[None]
         alone, _ = in_session(fast, [len(prompt), 1, 1, 1], text)
         assert_close(f"row {row}", together[row, -4:], alone[0, -4:], atol=1e-5)
