@@ -34,14 +34,23 @@ class SmallDecoder(nn.Module):
         """What enters the first layer, ``[B, T, WIDTH]``."""
         return self.embed(ids) + (self.positions(ids) if positions is None else self.places(positions))
 
+    def turned(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """Queries or keys ``[B, heads, T, DIM]`` as attention takes them, at positions ``[B, T]``."""
+        return x
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Attention output of a layer, ``[B, HEADS, T, DIM]``."""
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+        """What leaves a layer that ``x`` enters, ``[B, T, WIDTH]``."""
+        b, t, _ = x.shape
+        q, k, v = (part.view(b, t, -1, DIM).transpose(1, 2) for part in self.layers[i](x).split(self.sizes, -1))
+        y = self.attend(self.turned(q, positions), self.turned(k, positions), v, i)
+        return x + y.transpose(1, 2).reshape(b, t, WIDTH)
+
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        b, t = ids.shape
         x = self.embedded(ids, positions)
-        for i, layer in enumerate(self.layers):
-            q, k, v = (part.view(b, t, -1, DIM).transpose(1, 2) for part in layer(x).split(self.sizes, -1))
-            x = x + self.attend(q, k, v, i).transpose(1, 2).reshape(b, t, WIDTH)
+        for i in range(len(self.layers)):
+            x = self.layer(x, positions, i)
         return self.head(x)
