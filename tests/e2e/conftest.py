@@ -2,20 +2,18 @@
 
 import pytest
 
+from compiled_models import UNLIMITED, two_layers
 from kvpass.compiler.capture import CaptureCache
-from tiny_models import compiled_once
-
-SMALL = {"layers": 2, "backend": "eager", "policy": "lava", "window": 8}
 
 
 @pytest.fixture
 def model():
-    return compiled_once(budget=10**6, **SMALL)[0]
+    return two_layers(budget=UNLIMITED)[0]
 
 
 @pytest.fixture
 def fast():
-    return compiled_once(budget=10**6, **SMALL)[1]
+    return two_layers(budget=UNLIMITED)[1]
 
 
 @pytest.fixture
@@ -33,4 +31,4 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def tight():
-    return compiled_once(budget=16, **SMALL)[1]
+    return two_layers(budget=16)[1]

@@ -7,7 +7,7 @@ from torch import nn
 import kvpass
 from compiled_models import padded, prompts_of
 from kvpass.frontends import generation
-from small_decoders import OneLayer
+from small_decoders import SmallDecoder
 from tiny_models import random_ids, raw, tiny_model
 
 NEW = 7
@@ -15,7 +15,7 @@ NEW = 7
 
 @pytest.fixture
 def decoder():
-    return OneLayer(wide=2)
+    return SmallDecoder(wide=2)
 
 
 def compiled(decoder, budget=1000):

@@ -11,17 +11,8 @@ from transformers.models.llama import modeling_llama
 
 import kvpass
 from compiled_models import compiled_anew, greedy, padded, prompts_of
-from kvpass.operands import (
-    BITS,
-    LEVELS,
-    AppendBuffers,
-    Attention,
-    Candidates,
-    PolicyInputs,
-    PrefillBuffers,
-    RingBuffers,
-    SlotCache,
-)
+from kvpass import operands
+from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers, SlotCache
 from kvpass.ops import reference, slots
 from kvpass.ops.entry_formats import entries_held, packed, side_at
 from kvpass.ops.sliding import keep_newest
@@ -248,7 +239,7 @@ def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
         for name, found, expected in (("k", k, appended.tail_k), ("v", v, appended.tail_v)):
             check(f"new {name}", found, expected[1, :, :, 63 : 63 + tokens], 1e-6)
         return
-    widest = torch.tensor(LEVELS[BITS[entry_format]]).diff().max()
+    widest = torch.tensor(operands.LEVELS[operands.BITS[entry_format]]).diff().max()
     for found, expected in zip(tail_levels(held, dim, value_dim), tail_levels(twin, dim, value_dim), strict=True):
         apart = (found - expected)[1, :, :, 63 : 63 + tokens].abs()
         assert (apart > 1e-3).float().mean() <= 0.02

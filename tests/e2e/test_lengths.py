@@ -9,14 +9,14 @@ from torch.nn.functional import one_hot
 import kvpass
 from numeric_checks import assert_close
 from pairwise import each_value
-from small_decoders import WIDTH, OneLayer
+from small_decoders import WIDTH, SmallDecoder
 from tiny_models import in_session, random_ids, raw
 
 PROMPTS = (20, 40)  # before and behind the numbers of the modules below
 TEXT = 60
 
 
-class Decoder(OneLayer):
+class Decoder(SmallDecoder):
     """Embeddings, whatever a test does to them, one layer of attention and a head.
 
     Args:

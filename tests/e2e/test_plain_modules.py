@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import kvpass
+from compiled_models import padded, prompts_of
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from small_decoders import HEADS, VOCABULARY, WIDTH, OneLayer
-from tiny_models import in_session, left_pad, random_ids, raw
+from small_decoders import HEADS, VOCABULARY, WIDTH, SmallDecoder
+from tiny_models import in_session, random_ids, raw
 
 LONGEST = 96
 PROMPT, NEW = 37, 11
@@ -88,18 +89,11 @@ class SlicedRotary(nn.Module):
         angles = torch.arange(LONGEST)[:, None] / 50.0 ** (torch.arange(0, self.dim, 2) / self.dim)
         self.register_buffer("cos", angles.cos()[:, None])
         self.register_buffer("sin", angles.sin())
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "q": nn.Linear(width, width, bias=False),
-                    "kv": nn.Linear(width, 2 * kv_heads * self.dim, bias=False),
-                    "o": nn.Linear(width, width, bias=False),
-                    "norm": nn.RMSNorm(width),
-                }
-            )
-            for _ in range(layers)
-        )
+        self.embed, self.layers = nn.Embedding(VOCABULARY, width), nn.ModuleList()
+        for _ in range(layers):
+            sizes = {"q": width, "kv": 2 * kv_heads * self.dim, "o": width}
+            linears = {name: nn.Linear(width, size, bias=False) for name, size in sizes.items()}
+            self.layers.append(nn.ModuleDict({**linears, "norm": nn.RMSNorm(width)}))
         self.keep: Tensor | None = None
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -247,7 +241,7 @@ COUNTED = {
 }
 
 
-class Unasserted(OneLayer):
+class Unasserted(SmallDecoder):
     """Nothing but the table of positions ends."""
 
     def __init__(self, counted) -> None:
@@ -265,10 +259,10 @@ def test_a_session_ends_where_the_table_of_positions_does(name):
     model = Unasserted(COUNTED[name])
     fast = compiled(model, 10**6)
     ids = random_ids(2, LONGEST + 1)
+    logits, cache = in_session(fast, [LONGEST - 3, 2, 1], ids[:, :LONGEST])
+    assert_close("logits", logits, model(ids[:, :LONGEST]), atol=1e-4)
     with kvpass.session() as session:
-        pieces = [fast(ids[:, : LONGEST - 3]), fast(ids[:, LONGEST - 3 : LONGEST - 1].clone())]
-        pieces.append(fast(ids[:, LONGEST - 1 : LONGEST].clone()))
-        assert_close("logits", torch.cat(pieces, 1), model(ids[:, :LONGEST]), atol=1e-4)
+        session.cache = cache
         with pytest.raises(ValueError, match=f"1 tokens after {LONGEST}: the decoder does not take more"):
             fast(ids[:, LONGEST:].clone())
         assert session.cache.columns == LONGEST
@@ -283,10 +277,9 @@ def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_cou
     torch.manual_seed(0)
     model = Alibi().eval()
     fast = compiled(model, 14)
-    prompts, new = [random_ids(1, n, seed=n)[0] for n in (PROMPT, 25)], random_ids(2, 3, seed=5)
-    ids, mask = left_pad(prompts)
+    (ids, mask), new = padded(PROMPT, 25), random_ids(2, 3, seed=5)
     together, _ = in_session(fast, [PROMPT, 1, 1, 1], torch.cat([ids, new], 1), attention_mask=mask)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(prompts_of(PROMPT, 25)):
         text = torch.cat([prompt, new[row]])[None]
         alone, _ = in_session(fast, [len(prompt), 1, 1, 1], text)
         assert_close(f"row {row}", together[row, -4:], alone[0, -4:], atol=1e-5)
@@ -299,7 +292,7 @@ TABLE = 64
 BEGIN, PIECES = 29, (1, 1, 5, 1)
 
 
-class ScaledByAttributes(OneLayer):
+class ScaledByAttributes(SmallDecoder):
     """litgpt: a scale made of a float attribute, which Dynamo makes a symbol of."""
 
     def __init__(self) -> None:
@@ -311,7 +304,7 @@ class ScaledByAttributes(OneLayer):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale * self.mscale * self.mscale)
 
 
-class PlainTables(OneLayer):
+class PlainTables(SmallDecoder):
     """gpt-fast: a mask and a table of positions that are attributes, no buffers: Dynamo makes their sizes symbols."""
 
     def __init__(self) -> None:
@@ -342,7 +335,7 @@ class TablesOnFirstCall(PlainTables):
         return super().positions(ids)
 
 
-class BiasOfLongestCall(OneLayer):
+class BiasOfLongestCall(SmallDecoder):
     """x-transformers: an ALiBi table that is kept for shorter texts; the longest text was before the compilation."""
 
     def __init__(self) -> None:
@@ -411,7 +404,7 @@ def test_a_tensor_attribute_of_another_size_is_another_capture_with_an_end_of_it
             fast(ids[:, :1].clone())
 
 
-class WritesCache(OneLayer):
+class WritesCache(SmallDecoder):
     """gpt-fast, litgpt, torchtune after setup_caches: rows are written into buffers that all calls share."""
 
     def __init__(self) -> None:
@@ -439,10 +432,10 @@ class CountsInBuffer(WritesCache):
         self.seen.add_(ids.shape[1])
         return found
 
-    attend = OneLayer.attend
+    attend = SmallDecoder.attend
 
 
-class CountsInAttribute(OneLayer):
+class CountsInAttribute(SmallDecoder):
     """LLMs-from-scratch with its cache: an int that counts tokens."""
 
     def __init__(self) -> None:
@@ -463,12 +456,12 @@ class TableOfThisLength(BiasOfLongestCall):
         self.bias = None
 
 
-class ScaledByLength(OneLayer):
+class ScaledByLength(SmallDecoder):
     def attend(self, q, k, v, layer):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[2])
 
 
-class LoopsOverTokens(OneLayer):
+class LoopsOverTokens(SmallDecoder):
     """litgpt with a sliding window: a Python loop makes a constant of the length."""
 
     def attend(self, q, k, v, layer):
@@ -478,7 +471,7 @@ class LoopsOverTokens(OneLayer):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class BranchesOnLength(OneLayer):
+class BranchesOnLength(SmallDecoder):
     def embedded(self, ids, positions=None):
         x = super().embedded(ids, positions)
         return 2 * x if x.shape[1] > 8 else x
@@ -518,7 +511,7 @@ def test_contract_7_what_goes_on_by_itself_is_refused_by_the_line_that_does_it(m
     assert code is None or f"{__file__}:{line_that_reads(code)})" in str(refusal.value)
 
 
-class KeepsLast(OneLayer):
+class KeepsLast(SmallDecoder):
     """A token shift that is carried in an attribute: without it, the graph of one token looks like any other."""
 
     def __init__(self, states: bool) -> None:
@@ -549,7 +542,7 @@ def test_contract_7_state_in_an_attribute_is_refused_before_it_is_read(states):
         assert session.cache.columns == cache.columns
 
 
-class WithMask(OneLayer):
+class WithMask(SmallDecoder):
     """torchtune, x-transformers: a mask that the caller may give; gpt-fast: one of blocks."""
 
     def forward(self, ids, mask=None):

@@ -12,47 +12,32 @@ from kvpass.ops import reference, slots
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
+from small_decoders import DIM, SmallDecoder
 from tiny_models import in_session, random_ids, raw
 
 NEW = 8
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, repeat: bool) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.dim, self.repeat = heads, kv_heads, width // heads, repeat
-        self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.dim)
-        self.out = nn.Linear(width, width)
+class Decoder(SmallDecoder):
+    """With grouped heads, or keys and values repeated to all heads, and its own RoPE of positions that are given."""
 
-    def forward(self, x, cos, sin):
-        b, t, _ = x.shape
-        sizes = [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim]
-        q, k, v = (part.view(b, t, -1, self.dim).transpose(1, 2) for part in self.qkv(x).split(sizes, -1))
-        q, k = (torch.cat([a * cos - b_ * sin, b_ * cos + a * sin], -1) for a, b_ in (q.chunk(2, -1), k.chunk(2, -1)))
-        if self.repeat:
-            k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
-        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeat)
-        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+    def __init__(self, repeat: bool, layers: int = 2, wide: float = 2) -> None:
+        super().__init__(wide=wide, layers=layers, kv_heads=2)
+        self.repeat = repeat
+        self.register_buffer("frequencies", 100.0 ** -torch.linspace(0, 1, DIM // 2))
 
+    def embedded(self, ids, positions):
+        return self.embed(ids)
 
-class Decoder(nn.Module):
-    """A small pre-norm decoder with its own RoPE; positions come in as an argument."""
-
-    def __init__(self, repeat: bool, width: int = 48, heads: int = 4, kv_heads: int = 2, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(128, width)
-        self.blocks = nn.ModuleList(Attention(width, heads, kv_heads, repeat) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
-        self.head = nn.Linear(width, 128)
-        self.register_buffer("frequencies", 100.0 ** -torch.linspace(0, 1, width // heads // 2))
-
-    def forward(self, ids, positions):
+    def turned(self, x, positions):
         angles = positions[:, None, :, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embed(ids)
-        for block, norm in zip(self.blocks, self.norms, strict=True):
-            x = x + block(norm(x), cos, sin)
-        return self.head(x)
+        (one, other), cos, sin = x.chunk(2, -1), angles.cos(), angles.sin()
+        return torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
+
+    def attend(self, q, k, v, layer):
+        if self.repeat:
+            k, v = (part.repeat_interleave(2, 1) for part in (k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.repeat)
 
 
 PARTS = slice(0, 90), slice(90, 92), slice(92, 93)
@@ -61,15 +46,6 @@ PARTS = slice(0, 90), slice(90, 92), slice(92, 93)
 class SelfNumbering(Decoder):
     def forward(self, ids):
         return super().forward(ids, torch.arange(ids.shape[1], device=ids.device)[None])
-
-
-def build(repeat, layers, kind=Decoder):
-    """A decoder with grouped heads, or with keys and values repeated to all heads."""
-    torch.manual_seed(0)
-    module = kind(repeat, layers=layers).eval()
-    for parameter in module.parameters():
-        parameter.data.mul_(2)
-    return module
 
 
 def compiled(module, *, dynamic=True, **options):
@@ -85,12 +61,12 @@ def counted(ids):
 @pytest.fixture
 def decoder(request):
     """Of one layer, with grouped heads unless a test asks for repeated ones."""
-    return build(getattr(request, "param", False), layers=1)
+    return Decoder(getattr(request, "param", False), layers=1)
 
 
 @pytest.mark.parametrize(("block", "numbered"), quick_rows([(2, False), (13, True), (89, False)], [(13, True)]))
 def test_blocks_of_a_prompt_change_nothing(block, numbered):
-    module = build(False, layers=2, kind=SelfNumbering if numbered else Decoder)
+    module = (SelfNumbering if numbered else Decoder)(False)
     ids = random_ids(2, 93)
     text = (ids,) if numbered else (ids, counted(ids))
     found = []
@@ -127,7 +103,7 @@ def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(deco
 
 @pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
 def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(repeat):
-    fast = compiled(build(repeat, layers=2))
+    fast = compiled(Decoder(repeat))
     ids, mask = padded(40, 25, 12)
     _, cache = in_session(fast, [40], ids, (mask.cumsum(1) - 1).clamp(min=0), attention_mask=mask)
     assert cache.lengths.sum((1, 2)).tolist() == [16 * 4, 16 * 4, 12 * 4]
@@ -156,7 +132,7 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
 
 
 def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
-    fast = compiled(SelfNumbering(False, layers=1).eval())
+    fast = compiled(SelfNumbering(False, layers=1))
     ids, mask = padded(40, 31)
     with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
         fast(ids)
@@ -181,7 +157,7 @@ def by_hand(fast, cache, ids):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_an_interrupted_step_is_refused_or_did_not_happen(policy):
-    fast = compiled(build(False, layers=2), policy=policy)
+    fast = compiled(Decoder(False), policy=policy)
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=1)
     _, cache = in_session(fast, [40], ids, counted(ids))
     expected, _ = by_hand(fast, cache.clone(), token)
@@ -232,17 +208,14 @@ class Broken(Decoder):
     """Dynamo makes two graphs of it."""
 
     def forward(self, ids, positions):
-        angles = positions[:, None, :, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embed(ids)
-        x = x + self.blocks[0](x, cos, sin)
+        x = self.layer(self.embed(ids), positions, 0)
         torch._dynamo.graph_break()
-        return self.head(x + self.blocks[1](x, cos, sin))
+        return self.head(self.layer(x, positions, 1))
 
 
 def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
     options = {"policy": "snapkv", "budget": 16, "window": 8, "compiler": "eager"}
-    fast = torch.compile(Broken(False, layers=2).eval(), backend="kvpass", dynamic=True, options=options)
+    fast = torch.compile(Broken(False), backend="kvpass", dynamic=True, options=options)
     with torch.no_grad(), kvpass.session() as session:
         with pytest.raises(kvpass.CacheMismatchError, match="fullgraph=True"):
             fast(random_ids(1, 30), torch.arange(30)[None])
@@ -254,7 +227,7 @@ def test_contract_7_a_graph_break_does_not_mix_two_graphs_in_one_cache():
 )
 def test_a_session_refuses_another_module_and_another_batch(decoder, difference):
     layers = 2 if difference == "layers" else 1
-    other = Decoder(False, layers=layers).eval() if difference in ("weights", "layers") else decoder
+    other = Decoder(False, layers=layers, wide=1) if difference in ("weights", "layers") else decoder
     changed = {"policy": {"policy": "tova"}, "budget": {"budget": 20}}.get(difference, {})
     first, second = compiled(decoder), compiled(other, **changed)
     token, position = random_ids(2, 1, seed=1), torch.full((2, 1), 40)
@@ -326,7 +299,7 @@ class WithLoss(Decoder):
 
 
 def test_outputs_without_a_token_axis_are_let_alone(decoder):
-    module = WithLoss(False, layers=1).eval()
+    module = WithLoss(False, layers=1)
     ids, positions = random_ids(1, 40), torch.arange(41)[None]
     fast = compiled(module, budget=100)
     with torch.no_grad(), kvpass.session():

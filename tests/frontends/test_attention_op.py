@@ -4,26 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import kvpass
 from numeric_checks import exact_attention
+from small_decoders import DIM, HEADS, SmallDecoder
 from tiny_models import random_ids
 
-VOCABULARY, HEADS, KV_HEADS, DIM = 128, 4, 2, 8
-
-
-class Layer(nn.Module):
-    def __init__(self, declared: bool, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.declared, self.options = declared, options
-        self.qkv = nn.Linear(HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM)
-        self.out = nn.Linear(HEADS * DIM, HEADS * DIM)
-
-    def forward(self, x):
-        parts = self.qkv(x).unflatten(-1, (-1, DIM)).transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        y = (kvpass.attention if self.declared else attention)(*parts, **self.options)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+KV_HEADS = 2
 
 
 def attention(query, key, value, sliding_window=None, softcap=None, sinks=None):
@@ -35,18 +22,15 @@ def attention(query, key, value, sliding_window=None, softcap=None, sinks=None):
     return exact_attention(query, key, value, DIM**-0.5, **given).out.value.float()
 
 
-class Decoder(nn.Module):
-    def __init__(self, declared: bool, options: dict[str, Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, HEADS * DIM)
-        self.layers = nn.ModuleList(Layer(declared, options) for _ in range(2))
+class Decoder(SmallDecoder):
+    """With ``kvpass.attention``, or with what it promises."""
 
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x @ self.embedding.weight.T
+    def __init__(self, declared: bool, options: dict[str, Any]) -> None:
+        super().__init__(layers=2, kv_heads=KV_HEADS)
+        self.declared, self.options = declared, options
+
+    def attend(self, q, k, v, layer):
+        return (kvpass.attention if self.declared else attention)(q, k, v, **self.options)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +45,7 @@ def fresh_dynamo():
 )
 @torch.no_grad()
 def test_a_declared_attention_op_computes_and_decodes_what_it_promises(options):
-    declared, plain = (Decoder(name, options).eval() for name in (True, False))
+    declared, plain = (Decoder(name, options) for name in (True, False))
     ids = random_ids(2, 30)
     torch.testing.assert_close(declared(ids), plain(ids), atol=1e-4, rtol=1e-4)
     settings = {"policy": "full", "compiler": "eager"}

@@ -19,12 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mamba import MambaForCausalLM
 
 import kvpass
-from compiled_models import greedy, padded
+from compiled_models import greedy, padded, two_layers
 from numeric_checks import assert_close
 from pairwise import quick_rows
-from small_decoders import OneLayer
+from small_decoders import SmallDecoder
 from support_table import REFUSED as FAIL_CLOSED
-from tiny_models import compiled_once, random_ids, raw, tiny_model
+from tiny_models import random_ids, raw, tiny_model
 from versions import before
 
 IDS = random_ids(1, 40)
@@ -32,18 +32,17 @@ TOKEN = IDS[:, :1]
 NAMES_OF_THE_CACHE = ("past_key_values", "cache")
 RIGHT_PADDED = torch.ones(1, 40).tril(29)
 TINY = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1}
-SMALL = {"layers": 2, "policy": "lava", "window": 8, "backend": "eager"}
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 @pytest.fixture
 def tight():
-    return compiled_once(budget=16, **SMALL)[1]
+    return two_layers(budget=16)[1]
 
 
 @pytest.fixture
 def model():
-    return compiled_once(budget=16, **SMALL)[0]
+    return two_layers(budget=16)[0]
 
 
 @pytest.mark.skipif(not before("5.22"), reason="make test-versions has older ones")
@@ -139,7 +138,7 @@ def trocr():
         (lambda: Path("folder/gpt2"), "is a name: load it with transformers.AutoModelForCausalLM.from_pretrained("),
         (lambda: nn.Linear(2, 2), "takes a transformers model; for any other decoder use torch.compile(module, ba"),
         (lambda: tiny_model("llama").train(), "the model is in training mode; call model.eval() first"),
-        (lambda: compiled_once(budget=16, **SMALL)[1], "already compiled"),
+        (lambda: two_layers(budget=16)[1], "already compiled"),
         (lambda: tiny_model("gpt2", output_hidden_states=True), "config.output_hidden_states=True"),
         (lambda: tiny_model("gpt2", output_attentions=True), "config.output_attentions=True"),
         (lambda: tiny_model("mixtral", output_router_logits=True), "config.output_router_logits=True"),
@@ -378,7 +377,7 @@ def test_positions_that_fall_back_or_jump_are_refused(tight, use_cache):
 
 
 def test_ascending_positions_are_taken_from_any_start_and_padding_may_have_any():
-    model, fast = compiled_once(budget=100, **SMALL)
+    model, fast = two_layers(budget=100)
     ids = random_ids(1, 40)
     later = torch.arange(7, 47)[None]
     assert_close("at 7", fast(ids, position_ids=later).logits, model(ids, position_ids=later).logits, atol=1e-4)
@@ -426,7 +425,7 @@ def test_ids_beyond_the_embedding_are_refused_and_the_cache_is_as_it_was(tight):
     assert torch.equal(tight(random_ids(1, 1), past_key_values=cache).logits, expected)
 
 
-class Learned(OneLayer):
+class Learned(SmallDecoder):
     """With a table of positions in which an index may be negative."""
 
     def embedded(self, ids, where):
