@@ -328,7 +328,7 @@ def test_steps_one_after_another_are_one_long_step():
         step = case.changed(**{name: getattr(case.call, name)[:, :, at] for name in "qkv"})
         found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT, 3)
         assert not held.arrivals.any(), f"token {token}: the counters are not ready for the next step"
-        assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
+        assert_rounded(f"token {token}", found, expected.tokens(at))
         case.held.tail_used.add_(1)
 
 

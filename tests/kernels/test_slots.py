@@ -75,8 +75,8 @@ class SlotsCase(CacheCase):
                 line[~live] = 0.0
                 sides.append(line)
             of_head = slice(head * group, (head + 1) * group)
-            of_line = {"hidden": ~live, "softcap": softcap, "sinks": None if sinks is None else sinks[of_head]}
-            lines.append(exact_attention(q[row, of_head, 0], *sides, scale, **of_line, rounds_weights=True))
+            call = Attention(q[row, of_head], *sides, scale, softcap, None if sinks is None else sinks[of_head])
+            lines.append(exact_attention(call, ~live, rounds_weights=True))
         out, weights = (Exact.cat([getattr(line, name) for line in lines]) for name in ("out", "weights"))
         return out.view(rows, heads, 1, -1), weights.view(rows, heads, width)
 
