@@ -265,9 +265,6 @@ def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs)
         fast(*inputs())
 
 
-# -- places in a call, and positions ---------------------------------------------------------------------------------
-
-
 def written(write):
     """A change of a copy in place."""
 
