@@ -29,12 +29,9 @@ TURNS = 0.2 ** torch.arange(DIM // 2)
 
 
 def site(seed, tokens=TOKENS, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
+    given = {"generator": torch.Generator().manual_seed(seed), "dtype": dtype}
     shapes = ((KV_HEADS * GROUP, DIM), (KV_HEADS, DIM), (KV_HEADS, VALUE_DIM))
-    rows = STARTS.numel()
-    return [
-        torch.randn(rows, tokens, heads, dim, generator=generator, dtype=dtype).transpose(1, 2) for heads, dim in shapes
-    ]
+    return [torch.randn(len(STARTS), tokens, *shape, **given).transpose(1, 2) for shape in shapes]
 
 
 @pytest.mark.parametrize("backend", [reference, device], ids=["eager", "device"])

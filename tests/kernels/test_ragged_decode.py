@@ -104,18 +104,9 @@ def test_head_dims(dim, value_dim):
 )
 def test_values_stored_in_keys(group, dim, value_dim, tokens, dtype):
     """As those of latent rows are, which all query heads read."""
-    case = decode_case(
-        [[19], [33]],
-        group=group,
-        dim=dim,
-        value_dim=value_dim,
-        tokens=tokens,
-        dtype=dtype,
-        start=[0, 2],
-        in_keys=True,
-        softcap=30.0 if group == 16 else None,
-        sinks=group == 16,
-    )
+    given = {"group": group, "dim": dim, "value_dim": value_dim, "tokens": tokens, "dtype": dtype, "start": [0, 2]}
+    options = {"softcap": 30.0, "sinks": True} if group == 16 else {}
+    case = decode_case([[19], [33]], **given, **options, in_keys=True)
     check(case, [lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
 
 
@@ -158,9 +149,8 @@ def test_codes(entry_format, dtype):
     ],
 )
 def test_codes_of_few_bits(entry_format, dtype, dim, value_dim):
-    case = decode_case(
-        [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
-    ).packed(entry_format)
+    given = {"group": 3, "dim": dim, "value_dim": value_dim, "tokens": 2, "dtype": dtype, "start": [2, 0]}
+    case = decode_case([[0, 33, 70], [40, 1, 32]], **given).packed(entry_format)
     check(case, [*BOTH, lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
 
 
@@ -274,10 +264,8 @@ def test_any_number_of_chunks_and_the_usual_config(chunks):
 def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks):
     """Tails of one tile and of two; the other heads and rows are in fewer chunks, or have nothing in the pool."""
     for used in (TAIL_TILE - 1, TAIL_TILE):
-        lengths = [[CHUNK_STEP * chunks, 0], [1, 40]]
-        case = decode_case(
-            lengths, group=3, tokens=2, slots=TAIL_TILE + 9, used=used, start=[0, 60], dim=16, sinks=True
-        )
+        tail = {"slots": TAIL_TILE + 9, "used": used, "start": [0, 60]}
+        case = decode_case([[CHUNK_STEP * chunks, 0], [1, 40]], **tail, group=3, tokens=2, dim=16, sinks=True)
         check(case, [lambda given: ragged(given, chunks=chunks)])
 
 

@@ -338,9 +338,8 @@ def test_contract_5_cake_decodes_like_the_released_code_from_its_own_storage_ord
         state = torch.zeros(order.shape[0], length + 1).scatter(1, torch.where(order < 0, length, order), places)
         keep = case.want["keep_mask"][None, layer]
         quota = policy.decode_quota(keep[..., : obs.evictable].sum(2), entries, torch.tensor([length - policy.window]))
-        steps = decode_layer(
-            policy.decode_rule(), obs, keep, state[None, None, :, :length], quota, *(x[:, layer] for x in decode)
-        )
+        state, new = state[None, None, :, :length], (x[:, layer] for x in decode)
+        steps = decode_layer(policy.decode_rule(), obs, keep, state, quota, *new)
         want = case.want["decode_keep_mask"][:, layer]
         if case.ties:
             assert torch.equal(steps[:, 0].sum(-1), want.sum(-1))

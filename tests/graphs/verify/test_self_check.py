@@ -212,12 +212,12 @@ def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, 
 
 def test_a_small_table_that_is_looked_up_otherwise_is_refused(decoder, capture, inputs):
     model, table = decoder(), torch.randn(2)
+
+    def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
+        return model(ids, positions) + table.take(types)[..., None]
+
     with pytest.raises(UnsupportedAttentionError, match=r"no example shows .* looked up among 2"):
-        capture(
-            lambda ids, positions, types: model(ids, positions) + table.take(types)[..., None],
-            (*inputs(), torch.zeros_like(inputs()[0])),
-            PASSES,
-        )
+        capture(typed, (*inputs(), torch.zeros_like(inputs()[0])), PASSES)
 
 
 INDEXED = {
@@ -258,9 +258,8 @@ def test_what_no_example_shows_is_refused(decoder, capture, inputs):
 def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs):
     torch._dynamo.reset()
     model = Mixed(decoder(), MIXING["padded by one"], "before")
-    fast = torch.compile(
-        model, backend="kvpass", fullgraph=True, dynamic=True, options={"policy": "full", "compiler": "eager"}
-    )
+    options = {"policy": "full", "compiler": "eager"}
+    fast = torch.compile(model, backend="kvpass", fullgraph=True, dynamic=True, options=options)
     with pytest.raises(Exception, match="outside of an attention site"), kvpass.session():
         fast(*inputs())
 
