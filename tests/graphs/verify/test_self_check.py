@@ -60,10 +60,12 @@ TOKEN_WISE = {
 }
 
 
-MIXING_IN_EVERY_RUN = [
+MIXED = [*((name, "before") for name in MIXING), ("cut and joined", "after"), ("mean", "after")]
+IN_EVERY_RUN = [
     *("padded by one", "padded by forty", "cut and joined far away", "running sum", "last token", "norm over tokens"),
     *("sorted", "previous ids", "written in place", "scaled by tokens", "previous by index"),
 ]
+MIXED_IN_EVERY_RUN = [*((name, "before") for name in IN_EVERY_RUN), ("mean", "after")]
 
 
 @pytest.fixture
@@ -106,17 +108,7 @@ class Mixed(nn.Module):
         return self.mix(x, given) if self.place == "after" else x
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(
-            pytest.param(name, "before", marks=() if name in MIXING_IN_EVERY_RUN else pytest.mark.exhaustive)
-            for name in MIXING
-        ),
-        pytest.param("cut and joined", "after", marks=pytest.mark.exhaustive),
-        ("mean", "after"),
-    ],
-)
+@pytest.mark.parametrize(("name", "place"), quick_rows(MIXED, MIXED_IN_EVERY_RUN))
 def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs):
     ids, positions = inputs()
     reason = "no example shows .* pad fails" if "forty" in name else "outside of an attention site"
@@ -322,17 +314,12 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs):
         capture(lambda ids, positions: model(first_ids(ids), positions), inputs())
 
 
+POSITIONS_IN_EVERY_RUN = [("nothing", "before"), ("the first that is given", "after"), ("first feature", "before")]
+POSITIONS_IN_EVERY_RUN += [("not a number", "after")]
+
+
 @pytest.mark.parametrize(
-    ("name", "place"),
-    quick_rows(
-        [*itertools.product(BY_POSITION, ["before", "after"])],
-        [
-            ("nothing", "before"),
-            ("the first that is given", "after"),
-            ("first feature", "before"),
-            ("not a number", "after"),
-        ],
-    ),
+    ("name", "place"), quick_rows([*itertools.product(BY_POSITION, ["before", "after"])], POSITIONS_IN_EVERY_RUN)
 )
 def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs):
     capture(Mixed(decoder(), BY_POSITION[name], place, True), inputs())
