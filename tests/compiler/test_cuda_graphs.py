@@ -112,11 +112,10 @@ def test_caches_that_take_turns_do_not_drop_each_others_captures(monkeypatch):
     assert recorder.recorded == 1, "caches that were seen once dropped the one in use"
 
 
-@pytest.mark.parametrize(
-    "view",
-    [lambda ids: ids[:1].expand(3, -1), lambda ids: ids[:, 1:3], lambda ids: ids.T],
-    ids=["expanded", "cut", "transposed"],
-)
+VIEWS = {"expanded": lambda x: x[:1].expand(3, -1), "cut": lambda x: x[:, 1:3], "transposed": lambda x: x.T}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_an_input_keeps_its_strides(view):
     """Compiled code is made for them."""
     strides = []

@@ -31,10 +31,19 @@ def logged():
     logger.setLevel(level)
 
 
-def test_the_first_call_of_several_rows_says_what_it_does(monkeypatch, logged):
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr(kvpass.progress, "progress_console", lambda: terminal)
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
+@pytest.fixture
+def terminal(monkeypatch):
+    made = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(kvpass.progress, "progress_console", lambda: made)
+    return made
+
+
+@pytest.fixture
+def fast():
+    return kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
+
+
+def test_the_first_call_of_several_rows_says_what_it_does(terminal, logged, fast):
     fast(random_ids(2, 50))
     assert "capturing the decoder for 2 or more rows" in terminal.file.getvalue()
     assert any(line.startswith("capturing the decoder for 2 or more rows: ") for line in logged)
@@ -43,15 +52,12 @@ def test_the_first_call_of_several_rows_says_what_it_does(monkeypatch, logged):
     assert len(terminal.file.getvalue()) == drawn and logged == []
 
 
-def test_a_command_says_that_it_imports(monkeypatch):
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
-    monkeypatch.setattr(kvpass.progress, "progress_console", lambda: terminal)
+def test_a_command_says_that_it_imports(terminal):
     assert CliRunner().invoke(app, ["demo", "--output", "map.txt"]).exit_code == 2
     assert "importing torch and transformers" in terminal.file.getvalue()
 
 
-def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
+def test_after_a_warmup_calls_capture_and_compile_nothing(logged, fast):
     fast.warmup([1, 2], turns=True)
     with pytest.raises(ValueError, match="nothing to report"):
         fast.report()
@@ -64,8 +70,7 @@ def test_after_a_warmup_calls_capture_and_compile_nothing(logged):
 
 
 @pytest.mark.parametrize("bad", [{"batch_sizes": [0]}, {"batch_sizes": ["1"]}, {"prompt_tokens": 1}])
-def test_a_warmup_of_no_row_or_one_token_is_an_error(bad):
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
+def test_a_warmup_of_no_row_or_one_token_is_an_error(bad, fast):
     with pytest.raises(ValueError, match=r"batch_sizes=.*must be an int|prompt_tokens=1: must be an int"):
         fast.warmup(**bad)
 

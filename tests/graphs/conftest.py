@@ -62,10 +62,8 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = 100.0 ** (-torch.arange(half, dtype=torch.float32) / half)
     angles = (positions[:, None, :, None] * frequencies).to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat(
-        [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], dim=-1
-    )
+    (first, second), cos, sin = x.split(half, -1), angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 def token_inputs(batch: int = 2, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,8 @@ SLIDING = {"mistral_sliding"}
 
 def results_of_projections(model, ids):
     """What the output projections of a model give, without their bias, ``[1, N, hidden]`` each."""
-    projections = [
-        module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] in PROJECTIONS and "mlp" not in path
-    ]
+    modules = {path: module for path, module in model.named_modules() if "mlp" not in path}
+    projections = [module for path, module in modules.items() if path.rsplit(".", 1)[-1] in PROJECTIONS]
     biases = [getattr(module, "bias", None) for module in projections]
     with torch.no_grad(), inputs_and_outputs(projections) as found:
         model(ids, use_cache=False)
@@ -126,16 +125,14 @@ def test_another_module_is_compressed_if_its_linear_layer_reads_attention_at_mos
 
 
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [("gpt2", {"policy": "criticalkv", "window": 8}), ("llama", {"policy": "expected_attention"})],
-    ids=["projection", "rotary embedding"],
+    ("family", "policy"), [("gpt2", {"policy": "criticalkv", "window": 8}), ("llama", {"policy": "expected_attention"})]
 )
 def test_one_token_has_it_too(family, policy):
+    """Or the rotary embedding."""
     model, ids = tiny_model(family, layers=1), random_ids(2, 50)
     fast = kvpass.compile(model, **policy, budget=24, backend="eager")
-    out = fast(ids[:, :1])
-    logits = torch.cat(
-        [out.logits, *(fast(ids[:, i : i + 1], past_key_values=out.past_key_values).logits for i in range(1, 9))], 1
-    )
+    cache = (out := fast(ids[:, :1])).past_key_values
+    later = [fast(ids[:, i : i + 1], past_key_values=cache).logits for i in range(1, 9)]
+    logits = torch.cat([out.logits, *later], 1)
     with torch.no_grad():
         assert_close("logits", logits, model(ids[:, :9]).logits, atol=1e-5)

@@ -50,10 +50,8 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(("dims", "dtype"), [((36, 20), torch.float32), ((80, 64), torch.bfloat16)])
 def test_values_stored_in_keys(dims, dtype):
-    dim, value_dim = dims
-    case = decode_case(
-        [[37], [130]], group=8, dim=dim, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], in_keys=True
-    )
+    given = {"group": 8, "dim": dims[0], "value_dim": dims[1], "tokens": 3, "start": [0, 3]}
+    case = decode_case([[37], [130]], **given, dtype=dtype, in_keys=True)
     assert case.held.pool_v.shape[2] == 0
     check(case)
 
@@ -65,8 +63,8 @@ def test_values_stored_in_keys(dims, dtype):
     tokens=[1, 3],
 )
 def test_equals_exact_attention(dtype, group, dims, tokens):
-    dim, value_dim = dims
-    check(decode_case(RAGGED, group=group, dim=dim, value_dim=value_dim, tokens=tokens, dtype=dtype, start=[0, 3]))
+    given = {"group": group, "dim": dims[0], "value_dim": dims[1], "tokens": tokens, "start": [0, 3]}
+    check(decode_case(RAGGED, **given, dtype=dtype))
 
 
 @each_value(
@@ -78,10 +76,8 @@ def test_equals_exact_attention(dtype, group, dims, tokens):
     softcap=[None, 1.5],
 )
 def test_codes(entry_format, dtype, group, dims, tokens, softcap):
-    case = decode_case(
-        RAGGED, group=group, dim=dims[0], value_dim=dims[1], tokens=tokens, dtype=dtype, start=[0, 3], softcap=softcap
-    )
-    check(case.packed(entry_format))
+    given = {"group": group, "dim": dims[0], "value_dim": dims[1], "tokens": tokens, "start": [0, 3]}
+    check(decode_case(RAGGED, **given, dtype=dtype, softcap=softcap).packed(entry_format))
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
@@ -305,9 +301,7 @@ def test_narrower_instruction_sets(arch, dtype, entry_format, tmp_path, monkeypa
     monkeypatch.setattr(cpu, "attend_function", lambda *_: function)
     for group in (1, 2, 4, 7):
         value_dim = 40 if BITS.get(entry_format, 8) < 8 else 50
-        case = decode_case(
-            RAGGED, group=group, dim=72, value_dim=value_dim, tokens=3, dtype=dtype, start=[0, 3], sinks=True
-        )
-        check(case.packed(entry_format))
+        given = {"group": group, "dim": 72, "value_dim": value_dim, "tokens": 3, "start": [0, 3]}
+        check(decode_case(RAGGED, **given, dtype=dtype, sinks=True).packed(entry_format))
     if entry_format == "model":
         test_every_value_survives_and_means_round_to_even(dtype)

@@ -71,14 +71,21 @@ def test_gather_winners(rows, kv_heads, columns, entries, dim, value_dim, dtype,
         assert same_bits(found, wanted)
 
 
+def arguments(winner: int) -> dict[str, Tensor]:
+    """Of a call in which all slots take the same entry of a prompt that is NaN; none with -1."""
+    return {
+        "source": torch.full((1, 40), winner, dtype=torch.int32),
+        **dict.fromkeys(["k", "v"], torch.full((1, 2, 9, 16), torch.nan)),
+        "rank": torch.zeros(1, 2, 9, dtype=torch.int32),
+        "stats": torch.zeros(2, 1, 2, 9),
+        "start": torch.zeros(1, dtype=torch.int64),
+    }
+
+
 def test_nothing_moves_where_nothing_is_kept():
     given = make_pool(1, 40, 16, 16, torch.float32)
     before = [tensor.clone() for tensor in given]
-    table = torch.zeros(1, 2, 9, dtype=torch.int32)
-    prompt = torch.full((1, 2, 9, 16), torch.nan)
-    source = torch.full((1, 40), -1, dtype=torch.int32)
-    stats, start = torch.zeros(2, 1, 2, 9), torch.zeros(1, dtype=torch.int64)
-    gather_winners(source, table, given, 0, k=prompt, v=prompt, stats=stats, start=start)
+    gather_winners(pool=given, layer=0, **arguments(-1))
     assert all(same_bits(found, wanted) for found, wanted in zip(given, before, strict=True))
 
 
@@ -97,15 +104,7 @@ def test_bad_arguments_are_named(change, named):
     names = ("pool_k", "pool_v", "slots", "slot_stats")
     pool = dict(zip(names, make_pool(1, 40, 16, 16, torch.float32), strict=True))
     before = [tensor.clone() for tensor in pool.values()]
-    prompt = torch.randn(1, 2, 9, 16)
-    arguments = {
-        "source": torch.zeros(1, 40, dtype=torch.int32),
-        **dict.fromkeys(["k", "v"], prompt),
-        "rank": torch.zeros(1, 2, 9, dtype=torch.int32),
-        "stats": torch.zeros(2, 1, 2, 9),
-        "start": torch.zeros(1, dtype=torch.int64),
-    }
-    given = {**arguments, **pool, **change}
+    given = {**arguments(0), **pool, **change}
     with pytest.raises(ValueError, match=named):
         gather_winners(pool=[given.pop(name) for name in names], layer=0, **given)
     assert all(same_bits(found, wanted) for found, wanted in zip(pool.values(), before, strict=True))

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.merge_attention import merge_attention
-from kvpass.operands import PartialAttention
+from kvpass.operands import Attention, PartialAttention
 from numeric_checks import EPS, Exact, assert_rounded, exact_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,11 +72,11 @@ def test_the_halves_of_the_keys_give_the_attention_to_all():
     v = v[:, :, :50]
 
     def attended(columns: slice) -> PartialAttention:
-        found = exact_attention(q, k[:, :, columns], v[:, :, columns], 0.2)
+        found = exact_attention(Attention(q, k[:, :, columns], v[:, :, columns], 0.2))
         return PartialAttention(found.out.value.float().to(DEVICE), found.lse.value.float().to(DEVICE))
 
     found = merge_attention(attended(slice(30)), attended(slice(30, None)))
-    whole = exact_attention(q, k, v, 0.2)
+    whole = exact_attention(Attention(q, k, v, 0.2))
     assert_rounded("out", found.out, whole.out)
     assert_rounded("lse", found.lse, whole.lse)
 

@@ -38,9 +38,9 @@ LAYERS, KV_HEADS, GROUP, DIM, WINDOW, TOKENS, CAPACITY = 3, 2, 2, 16, 4, 37, 64
 HEADS = KV_HEADS * GROUP
 STARTS = torch.tensor([0, 9, 9])
 ROWS = STARTS.numel()
-EVICTING = [
-    name for name in sorted(POLICIES) if resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {})).decode_rule()
-]
+PLAIN = [(name, POLICY_OPTIONS.get(name, {})) for name in sorted(POLICIES)]
+WITH_OPTIONS = [variant for variant in VARIANTS if variant[1]]
+EVICTING = [name for name, options in PLAIN if resolve(name, window=WINDOW, **options).decode_rule()]
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,10 +73,7 @@ def check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -
     assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
 
 
-PREFILLED = [*((name, POLICY_OPTIONS.get(name, {})) for name in sorted(POLICIES)), *(v for v in VARIANTS if v[1])]
-
-
-@pairwise(variant=PREFILLED, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
+@pairwise(variant=PLAIN + WITH_OPTIONS, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
 def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monkeypatch):
     """By Triton's kernel, and by that of a library."""
     monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))

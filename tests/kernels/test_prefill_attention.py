@@ -23,7 +23,7 @@ from kvpass.kernels.prompt_attention import Machine, attend, choose
 from kvpass.operands import Attention
 from kvpass.ops.cuda import attend_prompt
 from kvpass.ops.reference import causal_attention
-from numeric_checks import Exact, PromptCase, assert_rounded, exact_attention, strided
+from numeric_checks import Exact, PromptCase, assert_rounded, exact_attention, hidden_in_prompt, strided
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 
@@ -65,28 +65,13 @@ CASES = [
 ]
 
 
-def exact(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, case: Case, sinks: Tensor | None = None
-) -> tuple[Exact, Exact]:
+def exact(call: Attention, start: Tensor, sliding_window: int | None = None) -> list[Exact]:
     """Output and log-sum-exp; zeros and -inf in padding."""
-    group = q.shape[1] // k.shape[1]
-    start, n = start.cpu(), q.shape[2]
-    row, column = torch.arange(n)[:, None], torch.arange(n)
-    seen = (column <= row) & (column >= start[:, None, None])
-    if case.sliding_window is not None:
-        seen &= row - column < case.sliding_window
-    found = exact_attention(
-        q,
-        k.repeat_interleave(group, 1),
-        v.repeat_interleave(group, 1),
-        scale,
-        hidden=~seen[:, None],
-        softcap=case.softcap,
-        sinks=None if sinks is None else sinks[:, None],
-        rounds_weights=case.dtype != torch.float32,
-    )
-    padding = (column < start[:, None])[:, None]
-    return found.out, Exact(found.lse.value.masked_fill(padding, float("-inf")), found.lse.error)
+    column = torch.arange(call.k.shape[2])
+    hidden = hidden_in_prompt(column, column, start, sliding_window)
+    found = exact_attention(call, hidden, rounds_weights=call.q.dtype != torch.float32)
+    padding = (column < start.cpu()[:, None])[:, None]
+    return [found.out, Exact(found.lse.value.masked_fill(padding, float("-inf")), found.lse.error)]
 
 
 def attended(
@@ -111,20 +96,18 @@ def check(found, expected, dtype):
 
 @pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:2], *CASES[18:21]]), ids=str)
 def test_output_and_lse_are_those_of_a_masked_softmax(case):
-    q, k, v, start, sinks = case.tensors()
-    scale = case.d**-0.5
-    call, config = Attention(q, k, v, scale, case.softcap, sinks), case.config if DEVICE == "cpu" else None
-    check(attended(call, start, case.sliding_window, config), exact(q, k, v, start, scale, case, sinks), q.dtype)
+    (call, start), config = case.call(), case.config if DEVICE == "cpu" else None
+    found = attended(call, start, case.sliding_window, config)
+    check(found, exact(call, start, case.sliding_window), case.dtype)
 
 
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)])
 def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap, with_sinks):
     case = Case(70, 64, heads=4, kv_heads=2, starts=(0, 13, 69), softcap=softcap, sinks=with_sinks)
-    q, k, v, start, sinks = case.tensors()
-    expected, _ = exact(q, k, v, start, 0.3, case, sinks)
-    call = Attention(q, k, v, 0.3, softcap, sinks)
+    call, start = case.call()
+    expected, _ = exact(call, start)
     assert_rounded("kernel", attended(call, start)[0], expected)
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(call.q)
     for row, first in enumerate(case.starts):
         live = slice(row, row + 1), slice(first, None)
         out[live[0], :, live[1]] = causal_attention(call.rows(*live))
@@ -146,9 +129,9 @@ def test_contract_4_padding_changes_no_bit(sliding_window):
 
 
 def test_large_logits_do_not_overflow():
-    case = Case(40, 64, dtype=torch.float16)
-    q, k, v, start, _ = case.tensors()
-    check(attended(Attention(q * 30, k * 30, v, 1.0), start), exact(q * 30, k * 30, v, start, 1.0, case), q.dtype)
+    q, k, v, start, _ = Case(40, 64, dtype=torch.float16).tensors()
+    call = Attention(q * 30, k * 30, v, 1.0)
+    check(attended(call, start), exact(call, start), q.dtype)
 
 
 def test_any_strides_and_the_layout_of_the_output():
@@ -279,22 +262,20 @@ LAST_CASES = [
 def test_queries_of_the_last_tokens_attend_what_they_do_in_the_whole_prompt(name, case, last, monkeypatch):
     if name != "triton":
         wanted_machine(name, monkeypatch)
-    q, k, v, start, sinks = case.tensors()
-    scale = case.d**-0.5
-    call = Attention(q[:, :, -last:], k, v, scale, case.softcap, sinks)
-    expected = [Exact(x.value[:, :, -last:], x.error[:, :, -last:]) for x in exact(q, k, v, start, scale, case, sinks)]
-    check(attend_prompt(call, start.cpu(), case.sliding_window), expected, q.dtype)
+    call, start = case.call()
+    expected = [x.tokens(slice(-last, None)) for x in exact(call, start, case.sliding_window)]
+    call = call._replace(q=call.q[:, :, -last:])
+    check(attend_prompt(call, start.cpu(), case.sliding_window), expected, case.dtype)
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(("name", "case"), LIBRARY_CASES, ids=str)
 def test_a_kernel_of_a_library_gets_the_rows_without_their_padding(name, case, stand_ins, monkeypatch):
     wanted_machine(name, monkeypatch)
-    q, k, v, start, sinks = case.tensors()
-    scale = case.d**-0.5
-    out, lse = attend_prompt(Attention(q, k, v, scale, None, sinks), start.cpu(), case.sliding_window)
+    call, start = case.call()
+    out, lse = attend_prompt(call, start.cpu(), case.sliding_window)
     assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
-    check((out, lse), exact(q, k, v, start, scale, case, sinks), q.dtype)
+    check((out, lse), exact(call, start, case.sliding_window), case.dtype)
     if DEVICE == "cpu":
         assert stand_ins == [(name, case.n - first) for first in dict.fromkeys(case.starts)]
 

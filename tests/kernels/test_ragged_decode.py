@@ -16,7 +16,7 @@ from kvpass.operands import LEVELS, AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.rotation import rotated_call, rotated_output
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
-from pairwise import each_value, quick
+from pairwise import each_value, quick, quick_rows
 
 SPLIT = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
@@ -78,62 +78,43 @@ def test_tokens_and_groups(group, tokens):
     check(decode_case(LENGTHS, group=group, tokens=tokens, start=[0, 3]), ways)
 
 
-@pytest.mark.parametrize(
-    ("dim", "value_dim"),
-    [
-        (64, 64),
-        (100, 100),
-        (192, 128),
-        (16, 48),
-        *(pytest.param(dim, dim, marks=pytest.mark.exhaustive) for dim in (80, 96, 128, 256)),
-    ],
-)
+DIMS = [(64, 64), (100, 100), (192, 128), (16, 48)]
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), quick_rows([*DIMS, (80, 80), (96, 96), (128, 128), (256, 256)], DIMS))
 def test_head_dims(dim, value_dim):
     check(decode_case([[19, 40]], dim=dim, value_dim=value_dim, tokens=2))
 
 
-@pytest.mark.parametrize(
-    ("group", "dim", "value_dim", "tokens", "dtype"),
-    [
-        (4, 72, 64, 2, torch.float32),
-        (16, 576, 512, 1, torch.float16),
-        pytest.param(16, 576, 512, 2, torch.float32, marks=pytest.mark.exhaustive),
-        pytest.param(128, 576, 512, 1, torch.float16, marks=pytest.mark.exhaustive),
-        pytest.param(5, 288, 256, 3, torch.float16, marks=pytest.mark.exhaustive),
-    ],
-)
+IN_KEYS = [(4, 72, 64, 2, torch.float32), (16, 576, 512, 1, torch.float16)]
+WIDE = [(16, 576, 512, 2, torch.float32), (128, 576, 512, 1, torch.float16), (5, 288, 256, 3, torch.float16)]
+
+
+@pytest.mark.parametrize(("group", "dim", "value_dim", "tokens", "dtype"), quick_rows([*IN_KEYS, *WIDE], IN_KEYS))
 def test_values_stored_in_keys(group, dim, value_dim, tokens, dtype):
     """As those of latent rows are, which all query heads read."""
-    case = decode_case(
-        [[19], [33]],
-        group=group,
-        dim=dim,
-        value_dim=value_dim,
-        tokens=tokens,
-        dtype=dtype,
-        start=[0, 2],
-        in_keys=True,
-        softcap=30.0 if group == 16 else None,
-        sinks=group == 16,
-    )
+    given = {"group": group, "dim": dim, "value_dim": value_dim, "tokens": tokens, "dtype": dtype, "start": [0, 2]}
+    options = {"softcap": 30.0, "sinks": True} if group == 16 else {}
+    case = decode_case([[19], [33]], **given, **options, in_keys=True)
     check(case, [lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
 
 
+TAKEN = "kernels on CUDA take 1..256, and up to .* what 16 divides"
+
+
 @pytest.mark.parametrize(
-    ("dim", "value_dim", "message"),
-    [(577, 64, "keys have head dim 577"), (576, 528, "values have head dim 528"), (300, 64, "keys have head dim 300")],
+    ("dim", "value_dim", "entry_format", "message"),
+    [
+        (577, 64, "model", f"keys have head dim 577: {TAKEN}"),
+        (576, 528, "model", f"values have head dim 528: {TAKEN}"),
+        (300, 64, "model", f"keys have head dim 300: {TAKEN}"),
+        (288, 256, "int8", "codes of 288 columns: kernels on CUDA read codes of at most 256"),
+    ],
 )
-def test_wider_rows_are_refused(dim, value_dim, message):
-    case = decode_case([[3]], dim=dim, value_dim=value_dim)
+def test_wider_rows_are_refused(dim, value_dim, entry_format, message):
+    case = decode_case([[3]], dim=dim, value_dim=value_dim).packed(entry_format)
     for way in BOTH:
-        with pytest.raises(ValueError, match=f"{message}: kernels on CUDA take 1..256, and up to .* what 16 divides"):
-            way(case)
-
-
-def test_codes_of_wide_rows_are_refused():
-    case = decode_case([[3]], dim=288, value_dim=256).packed("int8")
-    for way in BOTH:
-        with pytest.raises(ValueError, match="codes of 288 columns: kernels on CUDA read codes of at most 256"):
+        with pytest.raises(ValueError, match=message):
             way(case)
 
 
@@ -158,9 +139,8 @@ def test_codes(entry_format, dtype):
     ],
 )
 def test_codes_of_few_bits(entry_format, dtype, dim, value_dim):
-    case = decode_case(
-        [[0, 33, 70], [40, 1, 32]], group=3, dim=dim, value_dim=value_dim, tokens=2, dtype=dtype, start=[2, 0]
-    ).packed(entry_format)
+    given = {"group": 3, "dim": dim, "value_dim": value_dim, "tokens": 2, "dtype": dtype, "start": [2, 0]}
+    case = decode_case([[0, 33, 70], [40, 1, 32]], **given).packed(entry_format)
     check(case, [*BOTH, lambda given: ragged(given, None, None), lambda given: extend(given, config=None)])
 
 
@@ -247,10 +227,10 @@ def test_other_layers(layer):
     check(decode_case(LENGTHS, layer=layer, tokens=2))
 
 
-@pytest.mark.parametrize(
-    ("softcap", "sinks", "tokens"),
-    [(4.0, False, 6), (None, True, 1), pytest.param(30.0, True, 6, marks=pytest.mark.exhaustive)],
-)
+CAPPED = [(4.0, False, 6), (None, True, 1)]
+
+
+@pytest.mark.parametrize(("softcap", "sinks", "tokens"), quick_rows([*CAPPED, (30.0, True, 6)], CAPPED))
 def test_softcap_and_sinks(softcap, sinks, tokens):
     check(decode_case(LENGTHS, group=4, tokens=tokens, softcap=softcap, sinks=sinks, dim=32))
 
@@ -274,10 +254,8 @@ def test_any_number_of_chunks_and_the_usual_config(chunks):
 def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks):
     """Tails of one tile and of two; the other heads and rows are in fewer chunks, or have nothing in the pool."""
     for used in (TAIL_TILE - 1, TAIL_TILE):
-        lengths = [[CHUNK_STEP * chunks, 0], [1, 40]]
-        case = decode_case(
-            lengths, group=3, tokens=2, slots=TAIL_TILE + 9, used=used, start=[0, 60], dim=16, sinks=True
-        )
+        tail = {"slots": TAIL_TILE + 9, "used": used, "start": [0, 60]}
+        case = decode_case([[CHUNK_STEP * chunks, 0], [1, 40]], **tail, group=3, tokens=2, dim=16, sinks=True)
         check(case, [lambda given: ragged(given, chunks=chunks)])
 
 
@@ -301,7 +279,7 @@ def test_a_large_layer_has_longer_chunks(entries, chunks):
     assert chunks_of(entries) == chunks
 
 
-@pytest.mark.parametrize(("group", "tokens"), [pytest.param(70, 1, marks=pytest.mark.exhaustive), (20, 4)])
+@pytest.mark.parametrize(("group", "tokens"), quick_rows([(70, 1), (20, 4)], [(20, 4)]))
 def test_more_query_rows_than_a_block(group, tokens):
     check(decode_case([[20, 3]], group=group, tokens=tokens, dim=16))
 
@@ -328,7 +306,7 @@ def test_steps_one_after_another_are_one_long_step():
         step = case.changed(**{name: getattr(case.call, name)[:, :, at] for name in "qkv"})
         found = extend(step) if token == 1 else attend_ragged(step.call, held, step.layer, SPLIT, 3)
         assert not held.arrivals.any(), f"token {token}: the counters are not ready for the next step"
-        assert_rounded(f"token {token}", found, Exact(expected.value[:, :, at], expected.error[:, :, at]))
+        assert_rounded(f"token {token}", found, expected.tokens(at))
         case.held.tail_used.add_(1)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import attend_ragged
@@ -29,16 +27,16 @@ BUFFERS, TAILS = (0, 1, 3, 4, 8, 9, 10, 11), (3, 4, 10, 11)
 """Fields of pool and tail, and those of the tail; nothing but new slots of these is written."""
 
 
-def reference_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
-    return reference.attend_cache(call, held, layer)
+def reference_of(*given):
+    return reference.attend_cache(*given[:3])  # without a config
 
 
-def cpu_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
-    return cpu.attend_cache(call, held, layer)
+def cpu_of(*given):
+    return cpu.attend_cache(*given[:3])
 
 
-def cuda_of(call: Attention, held: AppendBuffers, layer: int, config: object = None) -> Tensor:
-    return cuda.attend_cache(call, held, layer)
+def cuda_of(*given):
+    return cuda.attend_cache(*given[:3])
 
 
 WAYS = (attend_ragged, cpu_of)
@@ -47,16 +45,7 @@ WAYS = (attend_ragged, cpu_of)
 class Case:
     """Rows 4, 0 and 2 of five; NaN outside of their segments and used tail slots."""
 
-    def __init__(
-        self,
-        tokens: int = 1,
-        group: int = 2,
-        dim: int = 16,
-        dtype: torch.dtype = torch.float32,
-        *,
-        options: bool = False,
-        entries: EntryFormat = "model",
-    ) -> None:
+    def __init__(self, tokens=1, group=2, dim=16, dtype=torch.float32, *, options=False, entries="model") -> None:
         torch.manual_seed(0)
         self.layout = BlockLayout(LAYERS, KV_HEADS, dim, pool=200, tail=TAIL)
         heads = KV_HEADS * group
@@ -107,9 +96,7 @@ class Case:
         scales += [x if x is None else x[:, at].clone() for x in tails]
         return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, arrivals, *scales)
 
-    def check(
-        self, layer: int, config: KernelConfig | None = SMALL, way: Callable[..., Tensor] = attend_ragged
-    ) -> Tensor:
+    def check(self, layer, config=SMALL, way=attend_ragged) -> Tensor:
         buffers = [i for i in BUFFERS if self.held[i] is not None]
         before = [self.held[i].clone() for i in buffers]
         expected = []

@@ -75,8 +75,8 @@ class SlotsCase(CacheCase):
                 line[~live] = 0.0
                 sides.append(line)
             of_head = slice(head * group, (head + 1) * group)
-            of_line = {"hidden": ~live, "softcap": softcap, "sinks": None if sinks is None else sinks[of_head]}
-            lines.append(exact_attention(q[row, of_head, 0], *sides, scale, **of_line, rounds_weights=True))
+            call = Attention(q[row, of_head], *sides, scale, softcap, None if sinks is None else sinks[of_head])
+            lines.append(exact_attention(call, ~live, rounds_weights=True))
         out, weights = (Exact.cat([getattr(line, name) for line in lines]) for name in ("out", "weights"))
         return out.view(rows, heads, 1, -1), weights.view(rows, heads, width)
 
@@ -318,14 +318,12 @@ def test_neighbours_in_storage_order(way, width, pooling, group):
     generator = torch.Generator().manual_seed(width)
     line = (2, 3, width)
     attention = torch.rand(2, 12, width, generator=generator)
-    position, storage_order = (
-        torch.stack([torch.randperm(999, generator=generator)[:width] for _ in range(6)]) for _ in "pp"
-    )
-    position = position.view(line).int()
+    drawn = [torch.randperm(999, generator=generator)[:width].int() for _ in range(12)]
+    position, storage_order = torch.stack(drawn).view(2, *line).clone()
     position[torch.rand(line, generator=generator) < 0.2] = EMPTY
     position[..., -1] = 1000
     position[1, 0, :-1] = ABSENT
-    storage_order = storage_order.view(line).int() + (1 << 30)
+    storage_order = storage_order + (1 << 30)
     for window in (0, 40):
         how = (position, storage_order, window, pool, kernel_size, group)
         expected = torch.zeros(line)

@@ -87,15 +87,8 @@ def true_lse(q: Tensor, k: Tensor, start: Tensor, scale: float, case: Case, sink
 def exact_statistics(q: Tensor, k: Tensor, v: Tensor, case: Case, sinks: Tensor | None) -> dict[str, Exact]:
     """By name, of one row of a batch without its padding; an error of the weights goes into each by its derivative."""
     n = k.shape[2]
-    attention = exact_attention(
-        q,
-        k.repeat_interleave(case.heads // case.kv_heads, 1),
-        v.repeat_interleave(case.heads // case.kv_heads, 1),
-        case.d**-0.5,
-        hidden=torch.ones(n, n, dtype=torch.bool).triu(1),
-        softcap=case.softcap,
-        sinks=None if sinks is None else sinks[:, None],
-    )
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    attention = exact_attention(Attention(q, k, v, case.d**-0.5, case.softcap, sinks), hidden)
 
     def last(rows: int) -> tuple[Tensor, Tensor]:
         return (x[0, :, max(n - rows, 0) :] for x in (attention.weights.value, attention.weights.error))  # type: ignore[return-value]

@@ -10,45 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpass import builtin
 from kvpass.eval.tasks.needle import Task, hide
 
-FACTS = {"bara dador": "482 913", "lato tepas": "703", "gosha zulum": "192 048", "mivi fegil": "661"}
-FILLER = [
-    "the old farmer carried the lamp near the river .",
-    "in the evening a baker quietly opened the window .",
-    "the silver drum was very heavy beside the market , and one poet admired the garden .",
-    "every clerk often counted the candle behind the tower .",
-]
-
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     assert huggingface_hub.constants.HF_HUB_OFFLINE
     return builtin.load()
-
-
-def answer(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase], text: str, new: int = 3) -> str:
-    model, tokenizer = loaded
-    prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-    assert tokenizer.unk_token_id not in prompt["input_ids"]
-    tokens = model.generate(**prompt, max_new_tokens=new, do_sample=False)
-    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :])
-
-
-def asked(facts: dict[str, str], name: str) -> str:
-    """Filler with one fact after each of its four stretches, 170 tokens or so, and a question."""
-    stretches = [" ".join(FILLER[i:] + FILLER[:i]) for i in range(len(FILLER))]
-    sentences = [f"the code of {name} is {code} ." for name, code in facts.items()]
-    context = " ".join(f"{stretch} {sentence}" for stretch, sentence in zip(stretches, sentences, strict=True))
-    return f"{context} question the code of {name} is"
-
-
-@pytest.mark.parametrize("name", FACTS)
-def test_it_finds_the_value_of_each_name(loaded, name):
-    assert answer(loaded, asked(FACTS, name)) == f"{FACTS[name]} ."
-
-
-def test_it_answers_from_the_prompt_and_not_from_memory(loaded):
-    exchanged = dict(zip(FACTS, reversed(FACTS.values()), strict=True))
-    assert answer(loaded, asked(exchanged, "gosha zulum")) == "703 ."
 
 
 def test_the_dtype_is_the_one_asked_for(loaded):
@@ -66,11 +32,14 @@ def test_the_folder_holds_model_tokenizer_and_card():
 
 
 def test_it_answers_about_names_it_has_never_seen(loaded):
-    config = loaded[0].config
-    assert config.num_hidden_layers >= 6 and config.num_key_value_heads >= 4
-    right = [
-        answer(loaded, sample.context + sample.question, sample.max_new_tokens) == f"{sample.answers[0]} ."
-        for seed in range(3)
-        for sample in hide(Task(keys=8, questions=8), 512, seed)
-    ]
+    """From its prompt: the codes are drawn."""
+    model, tokenizer = loaded
+    assert model.config.num_hidden_layers >= 6 and model.config.num_key_value_heads >= 4
+    right = []
+    for seed in range(3):
+        for sample in hide(Task(keys=8, questions=8), 512, seed):
+            prompt = tokenizer(sample.context + sample.question, return_tensors="pt", return_token_type_ids=False)
+            assert tokenizer.unk_token_id not in prompt["input_ids"]
+            tokens = model.generate(**prompt, max_new_tokens=sample.max_new_tokens, do_sample=False)
+            right.append(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :]) == f"{sample.answers[0]} .")
     assert sum(right) >= 0.95 * len(right), f"{sum(right)} of {len(right)}"

@@ -17,7 +17,7 @@ from kvpass.ops import reference, slots
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
-from numeric_checks import Exact, assert_close, assert_rounded, exact_attention, observe, prefill_buffers
+from numeric_checks import assert_close, assert_rounded, exact_attention, hidden_in_prompt, observe, prefill_buffers
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -67,7 +67,7 @@ def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
     made = torch.einsum("bnr,hdr->bhnd", rows[:, 0, :, :rank].double(), up.double())
     k = torch.cat([made[..., :nope], rows[..., rank:].double().expand(-1, h, -1, -1)], -1)
     hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
-    expected = exact_attention(q, k, made[..., nope:], SCALE, hidden=hidden).out.value.float()
+    expected = exact_attention(Attention(q, k, made[..., nope:], SCALE), hidden).out.value.float()
     assert_close("site", OPS.site.default(q, rows, rows[..., :rank], SCALE, **latent), expected, atol=1e-5)
     absorbed = OPS.site.default(OPS.absorbed_query(q, **latent), rows, rows[..., :rank], SCALE)
     assert_close("absorbed", OPS.expanded_output(absorbed, **latent), expected, atol=1e-5)
@@ -144,7 +144,6 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, ch
     """A padded prompt, then one token and three at once; nothing in padding."""
     q, k, v = qkv(n=27, dv=6)
     call = Attention(q, k, v, SCALE, **options)
-    capped = options | ({"sinks": options["sinks"][:, None]} if options else {})
     start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
     for ring in rings:
         ring[1] = 0.0
@@ -157,11 +156,7 @@ def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, ch
         seen = torch.tensor(part.start)
         held = OPS.columns_held.default(seen, start, window, chunked)
         outs.append(OPS.attend_ring.default(*new, *rings, held, seen, 1, start if chunked else None, impl))
-    seen = (columns <= columns[:, None]) & (columns[:, None] - columns < window) & (columns >= start[:, None, None])
-    if chunked:
-        chunk = (columns - start[:, None]).div(window, rounding_mode="floor")
-        seen &= chunk[:, :, None] == chunk[:, None]
-    expected = exact_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), SCALE, hidden=~seen[:, None], **capped)
+    expected = exact_attention(call, hidden_in_prompt(columns, columns, start, window, chunked=chunked))
     assert_rounded("out", torch.cat(outs, 2), expected.out)
     assert all(ring[0].isnan().all() for ring in rings), "a ring of another layer changed"
 
@@ -175,12 +170,9 @@ def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, 
     q, k, v = qkv(h=h, k=kv, n=23, dv=dv)
     start, columns = torch.tensor([5, 0]), torch.arange(23)  # rows in any order
     softcap, sinks = options.get("softcap"), torch.linspace(-1, 2, h) if options.get("sinks") else None
-    seen = (columns <= columns[:, None]) & (columns >= start[:, None, None])
-    keys, values = (x.repeat_interleave(h // kv, 1) for x in (k, v))
-    capped = {"softcap": softcap, "sinks": None if sinks is None else sinks[:, None]}
-    expected = exact_attention(q, keys, values, SCALE, hidden=~seen[:, None], **capped)
-    out = reference.attend_prompt(Attention(q[:, :, -last:], k, v, SCALE, softcap, sinks), start)[0]
-    assert_rounded("out", out, Exact(expected.out.value[:, :, -last:], expected.out.error[:, :, -last:]))
+    call = Attention(q, k, v, SCALE, softcap, sinks)
+    expected = exact_attention(call, hidden_in_prompt(columns, columns, start)).out.tokens(slice(-last, None))
+    assert_rounded("out", reference.attend_prompt(call._replace(q=q[:, :, -last:]), start)[0], expected)
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
@@ -339,7 +331,7 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
 def test_site_equals_sdpa_with_grouped_heads():
     q, k, v = qkv()
     hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    expected = exact_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), SCALE, hidden=hidden).out
+    expected = exact_attention(Attention(q, k, v, SCALE), hidden).out
     assert_rounded("site", OPS.site.default(q, k, v, SCALE), expected)
     of_torch = scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
     assert_rounded("torch", of_torch, expected)

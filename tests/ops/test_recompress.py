@@ -45,7 +45,7 @@ def attention_of(q, keys, rows, **options):
     """
     n = keys.shape[0]
     future = torch.arange(n) > torch.arange(n - rows, n)[:, None]
-    weights = exact_attention(q[:, -rows:], keys, keys, 0.3, hidden=future, **options).weights
+    weights = exact_attention(Attention(q[:, -rows:], keys, keys, 0.3, **options), future).weights
     return weights.value, float((weights.error / weights.value).nan_to_num().max()) + 8 * EPS
 
 
@@ -93,7 +93,7 @@ def test_sinks_and_softcap_take_part():
     observe_held(call._replace(softcap=2.0, sinks=sinks), held, turn, 1, 2, policy, ONE_PROCESS)
     for head in range(2):
         heads = slice(2 * head, 2 * head + 2)
-        a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads, None])
+        a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads])
         found, expected = turn.recompress_scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
         assert_close(f"scores of head {head}", found, expected, atol=0, rtol=error)
 

@@ -6,7 +6,7 @@ import torch
 
 from kvpass.operands import Attention, RingBuffers
 from kvpass.ops.sliding import ROW_BLOCK, attend_ring, columns_held
-from numeric_checks import Largest, assert_rounded, exact_attention
+from numeric_checks import Largest, assert_rounded, exact_attention, hidden_in_prompt
 from pairwise import pairwise
 
 ROWS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
@@ -45,14 +45,9 @@ def test_a_turn_of_any_length_equals_attention_over_all_columns(before, tokens, 
     call, ring = Attention(q, k, v, 0.3, softcap, sinks), RingBuffers(ring_k, ring_v)
     out = attend_ring(call, ring, held, seen, 0, first if chunked else None)
     all_k, all_v = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
-    query, column = torch.arange(before, before + tokens)[:, None], torch.arange(before + tokens)
-    seen = (column <= query) & (query - column < slots) & (column >= first[:, None, None])
-    if chunked:
-        chunks = [(x - first[:, None, None]).div(slots, rounding_mode="floor") for x in (query, column)]
-        seen &= chunks[0] == chunks[1]
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (all_k, all_v))
-    capped = {"softcap": softcap, "sinks": None if sinks is None else sinks[:, None]}
-    expected = exact_attention(q, keys, values, 0.3, hidden=~seen[:, None], **capped)
+    query, column = torch.arange(before, before + tokens), torch.arange(before + tokens)
+    hidden = hidden_in_prompt(query, column, first, slots, chunked=chunked)
+    expected = exact_attention(Attention(q, all_k, all_v, 0.3, softcap, sinks), hidden)
     assert_rounded("out", out, expected.out)
     after_k, after_v = filled_ring(all_k, all_v, slots)
     assert torch.equal(ring_k, after_k) and torch.equal(ring_v, after_v)

@@ -65,22 +65,16 @@ def arguments(folder: str, params: dict[str, Any]) -> tuple[str, int, dict[str, 
         if policy == "vatp":
             options |= {"sinks": params["sinks_protected"], "indicator": folder.removeprefix("vatp_")}
         return policy, params["heavy_entries"] + params["recent_entries"], options
-    if "window" in params:
-        options["window"] = params["window"]
-    if "sinks" in params:
-        options["sinks"] = params["sinks"]
+    names = {"window": "window", "sinks": "sinks", "floor_alpha": "alpha"}
+    options |= {ours: params[theirs] for theirs, ours in names.items() if theirs in params}
     if policy not in ("tova", "streaming_llm"):
         options["pool"] = POOLS[params["pool"]]
         if params["kernel"]:
             options["kernel_size"] = params["kernel"]
         if params["gqa"] in ("mean", "max"):
             options["group"] = params["gqa"]
-    if "floor_alpha" in params:
-        options["alpha"] = params["floor_alpha"]
-    if params.get("pyramid_beta"):
-        options["beta"] = params["pyramid_beta"]
-    if params.get("normalize"):
-        options["normalize"] = True
+    names = {"pyramid_beta": "beta", "normalize": "normalize"}
+    options |= {ours: params[theirs] for theirs, ours in names.items() if params.get(theirs)}
     if policy == "cake":
         options |= {name: params[name] for name in ("gamma", "tau1", "tau2")}
     if folder == "pyramidkv_adakv_repo":
@@ -338,9 +332,8 @@ def test_contract_5_cake_decodes_like_the_released_code_from_its_own_storage_ord
         state = torch.zeros(order.shape[0], length + 1).scatter(1, torch.where(order < 0, length, order), places)
         keep = case.want["keep_mask"][None, layer]
         quota = policy.decode_quota(keep[..., : obs.evictable].sum(2), entries, torch.tensor([length - policy.window]))
-        steps = decode_layer(
-            policy.decode_rule(), obs, keep, state[None, None, :, :length], quota, *(x[:, layer] for x in decode)
-        )
+        state, new = state[None, None, :, :length], (x[:, layer] for x in decode)
+        steps = decode_layer(policy.decode_rule(), obs, keep, state, quota, *new)
         want = case.want["decode_keep_mask"][:, layer]
         if case.ties:
             assert torch.equal(steps[:, 0].sum(-1), want.sum(-1))

@@ -144,6 +144,10 @@ def test_published_temperatures():
 policy_class = dataclasses.dataclass(frozen=True, kw_only=True)
 
 
+def registered(kind):
+    return register_policy(policy_class(kind))
+
+
 @pytest.fixture
 def registry():
     before = dict(POLICIES)
@@ -154,8 +158,7 @@ def registry():
 
 
 def test_a_policy_of_ones_own_needs_only_a_score(registry):
-    @register_policy
-    @policy_class
+    @registered
     class Newest(Policy):
         name: ClassVar[str] = "newest"
 
@@ -173,8 +176,7 @@ def test_a_policy_of_ones_own_needs_only_a_score(registry):
 
 def test_a_policy_can_be_defined_again_as_in_a_notebook(registry):
     def define(window):
-        @register_policy
-        @policy_class
+        @registered
         class Mine(SnapKV):
             name: ClassVar[str] = "mine"
             kernel_size: int = window
@@ -219,8 +221,7 @@ def test_only_a_registered_class_can_be_compiled(registry):
         with pytest.raises(Exception, match=rf"{kind.__name__} is not registered"), kvpass.session():
             torch.compile(model, backend="kvpass", options={"policy": kind(window=4), "budget": 12})(random_ids(1, 40))
 
-    @register_policy
-    @policy_class
+    @registered
     class Oldest(First):
         name: ClassVar[str] = "oldest"
 
@@ -233,8 +234,7 @@ def test_a_score_that_breaks_its_contract(registry):
     """A wrong shape is refused; NaN counts as the lowest score, since no value is read while compiling."""
     wanted: list[Callable[[Observation], object]] = []
 
-    @register_policy
-    @policy_class
+    @registered
     class Odd(Policy):
         name: ClassVar[str] = "odd"
 
@@ -274,8 +274,7 @@ def test_a_layer_split_that_breaks_its_contract(wrong, registry):
         def weight(self, obs, scores):
             return weights[obs.layer]
 
-    @register_policy
-    @policy_class
+    @registered
     class Uneven(SnapKV):
         name: ClassVar[str] = "uneven"
 
@@ -297,8 +296,7 @@ def test_a_policy_that_is_defined_again_is_compiled_again(registry):
     lengths = []
     for evicts in (False, True, False):
 
-        @register_policy
-        @policy_class
+        @registered
         class Mine(SnapKV):
             name: ClassVar[str] = "mine"
             decode_rule = Tova.decode_rule if evicts else SnapKV.decode_rule

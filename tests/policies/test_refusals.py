@@ -62,11 +62,11 @@ REFUSED = [
     *((given | {"critical": True}, f"critical=True.*{said}") for given, said in REFINED),
     ({"policy": "snapkv", "threshold": -5}, "threshold=-5: not an option of policy 'snapkv'"),
     *(
-        ({**KVZAP, "split": split, "threshold": -5}, f"threshold=-5 with split='{split}': must be with split='layers'")
+        (KVZAP | {"split": split, "threshold": -5}, f"threshold=-5 with split='{split}': must be with split='layers'")
         for split in ("heads", "none", "file")
     ),
     (
-        {**KVZAP, "split": "file", "evict_during_decode": True},
+        KVZAP | {"split": "file", "evict_during_decode": True},
         "evict_during_decode=True with split='file': must be with another split",
     ),
     *(({"policy": "kvzip", "prompt_ids": bad}, "must be a list of token ids") for bad in ("12", (1, -2), (True,), 5)),

@@ -156,9 +156,6 @@ def compare_dialogues(found: Sequence[Dialogue], expected: Dialogue) -> None:
         compare_reports(part.report, expected.report)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def saved(folder: Path, policy: str, path: Path, **given: Any) -> Entries:
     """The entries after a prompt and a turn, which are in the file now."""
     fast = with_policy(folder, policy, **given)
@@ -183,9 +180,6 @@ def saved_where_nothing_can_be(folder: Path, path: Path) -> None:
     except OSError:
         return
     raise AssertionError("saved")
-
-
-# -- what is agreed upon ----------------------------------------------------------------------------------------------
 
 
 def refused(run: Callable[[], Any], *said: str, kind: type[Exception] = ValueError) -> None:
@@ -265,9 +259,6 @@ def agree_on_captures(folder: Path) -> Dialogue:
     return talk(fast, cache)
 
 
-# -- what is sent -----------------------------------------------------------------------------------------------------
-
-
 def sent_of_a_prompt(folder: Path, policy: str) -> list[tuple[torch.Size, int]]:
     """Shape and bytes of what this process sends to be gathered while a prompt is read, but for logits."""
     fast = with_policy(folder, policy)
@@ -282,9 +273,6 @@ def sent_of_a_prompt(folder: Path, policy: str) -> list[tuple[torch.Size, int]]:
     with mock.patch.object(ranks.dist, "all_gather", counted):
         fast.compress(IDS)
     return sent
-
-
-# -- commands and scripts ---------------------------------------------------------------------------------------------
 
 
 def small_builtin(folder: Path) -> Path:

@@ -67,22 +67,14 @@ _ORACLE_MASKS: list[Tensor] = []
 
 
 def _masked_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
+    scaling, window, softcap, sinks = (given.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
     group = query.shape[1] // key.shape[1]
     allowed = _ORACLE_MASKS.pop(0).repeat_interleave(group, 1)
-    if sliding_window is not None:
+    if window is not None:
         rows = torch.arange(query.shape[2])
-        allowed = allowed & (rows[:, None] - rows < sliding_window)
+        allowed = allowed & (rows[:, None] - rows < window)
     config: Any = module.config
     kinds = getattr(config, "layer_types", None)
     if kinds and kinds[module.layer_idx] == "chunked_attention":
@@ -93,8 +85,8 @@ def _masked_attention(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~allowed, float("-inf"))
-    if s_aux is not None:
-        logits = torch.cat([logits, s_aux[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(*logits.shape[:3], 1)], -1)
     return (logits.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 

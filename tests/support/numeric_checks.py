@@ -120,6 +120,10 @@ class Exact:
     def cat(parts: Sequence[Exact], dim: int = 0) -> Exact:
         return Exact(*(torch.cat([getattr(part, name) for part in parts], dim) for name in ("value", "error")))
 
+    def tokens(self, at: slice) -> Exact:
+        """Of some places of the third axis."""
+        return Exact(self.value[:, :, at], self.error[:, :, at])
+
     def view(self, *shape: int) -> Exact:
         return Exact(self.value.reshape(shape), self.error.reshape(shape))
 
@@ -148,29 +152,27 @@ class ExactAttention:
 
 
 def exact_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
+    call: Attention,
     hidden: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    *,
     rounds_weights: int = 0,
     rounds_keys: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ExactAttention:
-    """Attention from its definition. On the CPU; the leading axes broadcast.
+    """Attention from its definition. On the CPU; the leading axes of keys and values broadcast.
 
     Args:
-        q: ``[..., T, D]``. k: ``[..., S, D]``. v: ``[..., S, Dv]``. hidden: bool ``[..., T, S]``, by default nothing.
-        sinks: one more logit, broadcast to ``[..., T]``.
+        call: q ``[..., H, T, D]``, k ``[..., K, S, D]``, v ``[..., K, S, Dv]``, without heads too; sinks ``[H]``.
+        hidden: bool ``[..., T, S]``, by default nothing.
         rounds_weights: how often the computation may round weights or values to ``dtype``, by default that of the
             values. rounds_keys: whether it may round keys to it, once.
     """
+    q, k, v, scale, softcap, sinks = call
     once = torch.finfo(dtype or v.dtype).eps / 2
     half = rounds_weights * once
     q, k, v = (x.cpu().double() for x in (q, k, v))
+    if k.ndim > 2:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     logits = q @ k.mT * scale
     size = q.abs() @ k.abs().mT * abs(scale)
     if softcap is not None:
@@ -180,7 +182,7 @@ def exact_attention(
         logits, size = logits.masked_fill(hidden, -torch.inf), size.masked_fill(hidden, 0.0)
     seen = logits.isfinite().sum(-1).double()
     if sinks is not None:
-        extra = sinks.cpu().double().expand(logits.shape[:-1])[..., None]
+        extra = sinks.cpu().double()[:, None].expand(logits.shape[:-1])[..., None]
         logits, size = torch.cat([logits, extra], -1), torch.cat([size, extra.abs()], -1)
     lse = logits.logsumexp(-1)
     weights = (logits - lse[..., None]).exp().nan_to_num()[..., : v.shape[-2]]
@@ -194,6 +196,25 @@ def exact_attention(
         Exact(lse, shift + total + EPS * lse.abs().nan_to_num(posinf=0.0)),
         Exact(weights, (2 * shift + total)[..., None] * weights),
     )
+
+
+def hidden_in_prompt(
+    queries: Tensor, columns: Tensor, start: Tensor, window: int | None = None, *, chunked: bool = False
+) -> Tensor:
+    """What queries at some columns may not see, bool ``[B, 1, T, S]``: the future and padding.
+
+    Args:
+        start: first real column of each row. window: nor what is as far away; if chunked, what is in another chunk of
+            as many tokens, counted from the first real one.
+    """
+    away, start = queries[:, None] - columns, start.cpu()[:, None]
+    seen = (away >= 0) & (columns >= start[:, None])
+    if chunked:
+        own, others = ((x - start).div(window, rounding_mode="floor") for x in (queries, columns))
+        seen &= own[:, :, None] == others[:, None]
+    elif window is not None:
+        seen &= away < window
+    return ~seen[:, None]
 
 
 @dataclass(frozen=True)
@@ -224,6 +245,11 @@ class PromptCase:
         )
         sinks = torch.randn(self.heads, device=device) * 3 if self.sinks else None
         return q, k, v, torch.tensor(self.starts, device=device), sinks
+
+    def call(self) -> tuple[Attention, Tensor]:
+        """The same as a call with the usual scale, and start."""
+        q, k, v, start, sinks = self.tensors()
+        return Attention(q, k, v, self.d**-0.5, self.softcap, sinks), start
 
 
 OF_CODES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")
@@ -356,14 +382,10 @@ class DecodeCase(CacheCase):
             keys = torch.cat([pool_k[row, segment], tail_k[in_tail]])
             values = torch.cat([pool_v[row, segment], tail_v[in_tail]])[:, : v.shape[3]]
             of_head = slice(head * group, (head + 1) * group)
+            call = Attention(q[row, of_head], keys, values, scale, softcap, None if sinks is None else sinks[of_head])
             found = exact_attention(
-                q[row, of_head],
-                keys,
-                values,
-                scale,
-                hidden=torch.arange(len(keys)) > torch.arange(len(keys) - tokens, len(keys))[:, None],
-                softcap=softcap,
-                sinks=None if sinks is None else sinks[of_head, None],
+                call,
+                torch.arange(len(keys)) > torch.arange(len(keys) - tokens, len(keys))[:, None],
                 rounds_weights=roundings,
                 rounds_keys=rounds_weights and BITS.get(self.entry_format, 8) < 8,
                 dtype=q.dtype,

@@ -12,53 +12,38 @@ CONFIGURED = {"policy": "lava", "budget": 64, "room": 8}
 ADMISSION = Admission(Settings.read({"kvpass": CONFIGURED}), {"manual": [5, 6, 7], "tale": [8] * 90}, 100)
 
 
-def request(
-    max_tokens: int,
-    min_tokens: int = 0,
-    *,
-    resumable: bool = False,
-    document: object = None,
-    ids: int = 3,
-    **more: object,
-) -> SimpleNamespace:
+def request(max_tokens, min_tokens=0, *, resumable=False, document=None, ids=3, **more):
     extra_args = None if document is None else {DOCUMENT: document, "other": 1}
     params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "extra_args": extra_args, "prompt_logprobs": None}
-    return SimpleNamespace(
-        sampling_params=SimpleNamespace(**params | more), resumable=resumable, prompt_token_ids=[9] * ids
-    )
-
-
-def admitted(asked: SimpleNamespace) -> SimpleNamespace:
-    ADMISSION.admit(asked)
-    return asked
+    params = SimpleNamespace(**params | more)
+    return SimpleNamespace(sampling_params=params, resumable=resumable, prompt_token_ids=[9] * ids)
 
 
 @pytest.mark.parametrize(("asked", "given"), [(4000, 9), (10, 9), (9, 9), (3, 3)])
 def test_an_answer_ends_where_its_room_does(asked, given):
-    assert admitted(request(asked)).sampling_params.max_tokens == given
+    ADMISSION.admit(asking := request(asked))
+    assert asking.sampling_params.max_tokens == given
 
 
 def test_without_settings_nothing_is_checked():
     assert Admission.of(SimpleNamespace(additional_config={})) is None
 
 
-def test_more_tokens_than_there_is_room_for_cannot_be_demanded():
+def test_more_tokens_than_there_is_room_for_and_streaming_sessions_are_refused():
     ADMISSION.admit(request(4000, 9))
-    with pytest.raises(ValueError, match="min_tokens=10: kvpass keeps room for 9"):
-        ADMISSION.admit(request(4000, 10))
-    with pytest.raises(ValueError, match="min_tokens=7: kvpass keeps room for 6"):
-        ADMISSION.admit(request(4000, 7, document="manual"))
-
-
-def test_streaming_sessions_are_refused():
-    with pytest.raises(ValueError, match="streaming sessions"):
-        ADMISSION.admit(request(4, resumable=True))
+    for asked, said in (
+        (request(4000, 10), "min_tokens=10: kvpass keeps room for 9"),
+        (request(4000, 7, document="manual"), "min_tokens=7: kvpass keeps room for 6"),
+        (request(4, resumable=True), "streaming sessions"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ADMISSION.admit(asked)
 
 
 def test_a_request_begins_with_the_document_that_it_names_and_its_question_takes_room():
-    asked = request(4000, document="manual")
-    given = asked.sampling_params.extra_args
-    found = admitted(asked)
+    found = request(4000, document="manual")
+    given = found.sampling_params.extra_args
+    ADMISSION.admit(found)
     assert found.prompt_token_ids == [5, 6, 7, 9, 9, 9] and found.sampling_params.max_tokens == 9 - 3
     assert Continued.of(found.sampling_params) == ("manual", 3)
     assert given == {DOCUMENT: "manual", "other": 1}, "the caller's"

@@ -58,6 +58,11 @@ def settings(*files):
     return Settings.read({"kvpass": {"policy": "lava", "budget": 40, "room": 8, "documents": named}})
 
 
+def refused(folder, file, message):
+    with pytest.raises(ValueError, match=f"document 'a': {message}"):
+        documents.read(config(folder), settings(file))
+
+
 def load(folder, *files, ranks=ONE_PROCESS, **changes):
     return documents.load(config(folder, **changes), settings(*files), ranks)
 
@@ -131,31 +136,26 @@ def test_padding_is_no_part_of_a_document(folder, model, file):
 )
 def test_a_cache_that_an_engine_cannot_continue_is_refused(folder, model, file, options, message):
     compressed(model, **options)[1].save(file)
-    with pytest.raises(ValueError, match=f"document 'a': {file} {message}"):
-        documents.read(config(folder), settings(file))
+    refused(folder, file, f"{file} {message}")
 
 
 def test_a_file_of_before_without_token_ids_is_refused(folder, model, file):
     _, cache = compressed(model)
     cache.ids = None
     cache.save(file)
-    with pytest.raises(ValueError, match=r"document 'a': .* has no token ids"):
-        documents.read(config(folder), settings(file))
+    refused(folder, file, ".* has no token ids")
 
 
 def test_a_file_that_cannot_be_read_is_refused(folder, model, file):
-    with pytest.raises(ValueError, match=r"document 'a': .*No such file"):
-        documents.read(config(folder), settings(file))
+    refused(folder, file, ".*No such file")
     _, cache = compressed(model)
     cache.save(file)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"document 'a': .* is damaged"):
-        documents.read(config(folder), settings(file))
+    refused(folder, file, ".* is damaged")
     save_file({"x": torch.ones(3)}, file)
-    with pytest.raises(ValueError, match=r"document 'a': .* is no cache file of kvpass"):
-        documents.read(config(folder), settings(file))
+    refused(folder, file, ".* is no cache file of kvpass")
 
 
 @pytest.mark.parametrize(

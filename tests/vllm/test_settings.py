@@ -66,23 +66,24 @@ def test_a_block_of_a_server_of_documents_alone_holds_the_room():
     assert not Settings.read({"kvpass": GIVEN | {"documents": ["a=a.kv"]}}).only_documents
 
 
-@pytest.mark.parametrize("name", ["policy", "budget", "room"])
-def test_each_setting_is_needed(name):
-    with pytest.raises(ValueError, match=f"'{name}' is missing"):
-        Settings.read({"kvpass": {key: value for key, value in GIVEN.items() if key != name}})
-
-
-def test_settings_that_are_no_dict_are_refused():
-    with pytest.raises(ValueError, match="must be a dict"):
-        Settings.read({"kvpass": "lava"})
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(({key: GIVEN[key] for key in GIVEN if key != name}, f"'{name}' is missing") for name in GIVEN),
+        ("lava", "must be a dict"),
+    ],
+)
+def test_settings_are_a_dict_in_which_each_is_needed(given, said):
+    with pytest.raises(ValueError, match=said):
+        Settings.read({"kvpass": given})
 
 
 @pytest.mark.parametrize(
     ("policy", "pool", "tail"),
     [
-        pytest.param("snapkv", 96 * 8, 32 + 64, id="the budget and the room"),
-        pytest.param("knorm", 128 * 8, 1 + 64, id="a slot for a prompt of one token where there is no window"),
-        pytest.param("lava", 96 * 8 + 4, 32 + 64, id="a cascade has one entry more for each layer"),
+        ("snapkv", 96 * 8, 32 + 64),  # the budget and the room
+        ("knorm", 128 * 8, 1 + 64),  # a slot for a prompt of one token where there is no window
+        ("lava", 96 * 8 + 4, 32 + 64),  # a cascade has one entry more for each layer
     ],
 )
 def test_a_block_holds(policy, pool, tail):

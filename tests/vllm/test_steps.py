@@ -9,16 +9,10 @@ import torch
 from kvpass.vllm.admission import DOCUMENT, Rows
 from kvpass.vllm.layout import BlockLayout
 from kvpass.vllm.settings import Settings
-from kvpass.vllm.steps import Going, Step, read_step
+from kvpass.vllm.steps import Going, read_step
 
 
-def given(
-    new: list[int],
-    lengths: list[int],
-    documents: dict[int, int] | None = None,
-    max_tokens: tuple[int, ...] = (20,) * 9,
-    prompts: dict[int, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+def given(new, lengths, documents=None, max_tokens=(20,) * 9, prompts=None):
     """Give rows, of which each has all tokens of its prompt before this step, or in it.
 
     Args:
@@ -29,25 +23,21 @@ def given(
     read = [length - some or length for some, length in zip(new, lengths, strict=True)]
     prompts = dict(enumerate(read)) | (prompts or {})
     rows.layout = BlockLayout(layers=1, kv_heads=1, head_dim=8, pool=9, tail=24)  # 23 to append, and a first token
-    params = [
-        SimpleNamespace(extra_args={DOCUMENT: continued.get(row)}, max_tokens=most)
-        for row, most in zip(range(len(lengths)), max_tokens, strict=False)
-    ]
+    of_rows = zip(range(len(lengths)), max_tokens, strict=False)
+    params = [SimpleNamespace(extra_args={DOCUMENT: continued.get(row)}, max_tokens=most) for row, most in of_rows]
     rows.update([], [(row, params[row], [row] * length, []) for row, length in prompts.items()], [])
     return torch.tensor([0, *new]).cumsum(0), torch.tensor(lengths), rows
 
 
-def read(new: list[int], lengths: list[int], blocks: list[int], *, shortest: int = 2, **more: object) -> Step:
+def read(new, lengths, blocks, *, shortest=2, **more):
     """Read a step of rows as ``given`` gives them, which have these blocks."""
     starts, lengths, rows = given(new, lengths, **more)
     return read_step(starts, lengths, (starts.int(), lengths.int(), torch.tensor(blocks).int()), rows, shortest)
 
 
 def plain(going: list[Going]) -> list[tuple[list[int], list[int], list[int], int, bool]]:
-    return [
-        (each.tokens.tolist(), each.block.tolist(), each.length.tolist(), each.tail, each.of_documents)
-        for each in going
-    ]
+    lists = [[x.tolist() for x in (each.tokens, each.block, each.length)] for each in going]
+    return [(*found, each.tail, each.of_documents) for found, each in zip(lists, going, strict=True)]
 
 
 def test_rows_that_begin_and_rows_that_go_on_are_told_apart():
@@ -152,10 +142,8 @@ def test_no_value_of_the_device_is_read_on_the_host(new):
 def test_the_builder_reads_no_value_of_the_device_on_the_host(new, lengths):
     from kvpass.vllm.backend import KVPassBuilder
 
-    device, layers = (
-        torch.device("meta"),
-        {name: SimpleNamespace(kv_cache=torch.empty(5, device="meta")) for name in "ab"},
-    )
+    device = torch.device("meta")
+    layers = {name: SimpleNamespace(kv_cache=torch.empty(5, device=device)) for name in "ab"}
     config = SimpleNamespace(
         additional_config={"kvpass": {"policy": "lava", "budget": 40, "room": 8}},
         parallel_config=SimpleNamespace(tensor_parallel_size=1),

@@ -75,9 +75,8 @@ def run(repeats, capture, *, batch: int = 2, dynamic: bool = True) -> tuple[Grap
         q, k, v = qkv.split([4, 2, 2], dim=1)
         return [F.scaled_dot_product_attention(q, for_k(k), for_v(v), is_causal=True) for for_k, for_v in repeats]
 
-    gm, (found, stripped) = capture(
-        attend, [torch.randn(batch, 8, 11, 8)], [find_attention_pass, strip_repeat_kv_pass], dynamic=dynamic
-    )
+    passes = [find_attention_pass, strip_repeat_kv_pass]
+    gm, (found, stripped) = capture(attend, [torch.randn(batch, 8, 11, 8)], passes, dynamic=dynamic)
     assert found == len(repeats)
     heads = [tuple(int(x.meta["example_value"].shape[1]) for x in (site.k, site.v)) for site in find_sites(gm)]
     return gm, stripped, heads

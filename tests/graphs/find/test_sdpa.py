@@ -47,11 +47,8 @@ def test_each_form_of_the_call_becomes_a_site_with_the_same_output(form, decoder
     assert all(site.k.meta["example_value"].shape[1] == 2 for site in sites)
 
 
-def test_one_batch_row_is_enough(decoder, capture, inputs):
+def test_one_batch_row_or_a_fixed_length_without_numbers_in_the_mask_is_enough(decoder, capture, inputs):
     capture(decoder(FORMS["masked"]), inputs(batch=1))
-
-
-def test_a_fixed_length_is_enough_without_numbers_in_the_mask(decoder, capture, inputs):
     capture(decoder(FORMS["masked"]), inputs(), [find_attention_pass], dynamic=False)
 
 

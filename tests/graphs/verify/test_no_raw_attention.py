@@ -161,17 +161,14 @@ def test_softmax_over_experts_and_vocabulary_is_let_alone(dynamic, tokens, decod
 
 @pytest.mark.parametrize(("layer", "reason"), [("conv", "conv1d with a kernel of 3"), ("gru", "gru carries a state")])
 def test_other_state_between_tokens_is_refused(layer, reason, decoder, capture, inputs):
-    layers = {
-        "conv": torch.nn.Conv1d(50, 50, 3, padding=2).eval(),
-        "gru": torch.nn.GRU(50, 50, batch_first=True).eval(),
-    }
+    conv, gru = torch.nn.Conv1d(50, 50, 3, padding=2).eval(), torch.nn.GRU(50, 50, batch_first=True).eval()
     model = decoder(layers=1)
 
     def hybrid(ids: Tensor, positions: Tensor) -> Tensor:
         logits = model(ids, positions)
         if layer == "gru":
-            return layers["gru"](logits)[0]
-        return layers["conv"](logits.transpose(1, 2))[..., : ids.shape[1]]
+            return gru(logits)[0]
+        return conv(logits.transpose(1, 2))[..., : ids.shape[1]]
 
     with torch._dynamo.config.patch(allow_rnn=True), pytest.raises(UnsupportedAttentionError, match=reason):
         capture(hybrid, inputs(), PASSES, dynamic=layer != "gru")  # Dynamo fixes the length of a GRU

@@ -60,10 +60,12 @@ TOKEN_WISE = {
 }
 
 
-MIXING_IN_EVERY_RUN = [
+MIXED = [*((name, "before") for name in MIXING), ("cut and joined", "after"), ("mean", "after")]
+IN_EVERY_RUN = [
     *("padded by one", "padded by forty", "cut and joined far away", "running sum", "last token", "norm over tokens"),
     *("sorted", "previous ids", "written in place", "scaled by tokens", "previous by index"),
 ]
+MIXED_IN_EVERY_RUN = [*((name, "before") for name in IN_EVERY_RUN), ("mean", "after")]
 
 
 @pytest.fixture
@@ -106,17 +108,7 @@ class Mixed(nn.Module):
         return self.mix(x, given) if self.place == "after" else x
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(
-            pytest.param(name, "before", marks=() if name in MIXING_IN_EVERY_RUN else pytest.mark.exhaustive)
-            for name in MIXING
-        ),
-        pytest.param("cut and joined", "after", marks=pytest.mark.exhaustive),
-        ("mean", "after"),
-    ],
-)
+@pytest.mark.parametrize(("name", "place"), quick_rows(MIXED, MIXED_IN_EVERY_RUN))
 def test_what_relates_tokens_beside_the_sites_is_refused(name, place, decoder, capture, inputs):
     ids, positions = inputs()
     reason = "no example shows .* pad fails" if "forty" in name else "outside of an attention site"
@@ -212,12 +204,12 @@ def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, 
 
 def test_a_small_table_that_is_looked_up_otherwise_is_refused(decoder, capture, inputs):
     model, table = decoder(), torch.randn(2)
+
+    def typed(ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
+        return model(ids, positions) + table.take(types)[..., None]
+
     with pytest.raises(UnsupportedAttentionError, match=r"no example shows .* looked up among 2"):
-        capture(
-            lambda ids, positions, types: model(ids, positions) + table.take(types)[..., None],
-            (*inputs(), torch.zeros_like(inputs()[0])),
-            PASSES,
-        )
+        capture(typed, (*inputs(), torch.zeros_like(inputs()[0])), PASSES)
 
 
 INDEXED = {
@@ -258,14 +250,10 @@ def test_what_no_example_shows_is_refused(decoder, capture, inputs):
 def test_contract_7_a_token_shift_is_refused_by_the_raw_backend(decoder, inputs):
     torch._dynamo.reset()
     model = Mixed(decoder(), MIXING["padded by one"], "before")
-    fast = torch.compile(
-        model, backend="kvpass", fullgraph=True, dynamic=True, options={"policy": "full", "compiler": "eager"}
-    )
+    options = {"policy": "full", "compiler": "eager"}
+    fast = torch.compile(model, backend="kvpass", fullgraph=True, dynamic=True, options=options)
     with pytest.raises(Exception, match="outside of an attention site"), kvpass.session():
         fast(*inputs())
-
-
-# -- places in a call, and positions ---------------------------------------------------------------------------------
 
 
 def written(write):
@@ -326,17 +314,12 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs):
         capture(lambda ids, positions: model(first_ids(ids), positions), inputs())
 
 
+POSITIONS_IN_EVERY_RUN = [("nothing", "before"), ("the first that is given", "after"), ("first feature", "before")]
+POSITIONS_IN_EVERY_RUN += [("not a number", "after")]
+
+
 @pytest.mark.parametrize(
-    ("name", "place"),
-    quick_rows(
-        [*itertools.product(BY_POSITION, ["before", "after"])],
-        [
-            ("nothing", "before"),
-            ("the first that is given", "after"),
-            ("first feature", "before"),
-            ("not a number", "after"),
-        ],
-    ),
+    ("name", "place"), quick_rows([*itertools.product(BY_POSITION, ["before", "after"])], POSITIONS_IN_EVERY_RUN)
 )
 def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, inputs):
     capture(Mixed(decoder(), BY_POSITION[name], place, True), inputs())

@@ -54,6 +54,12 @@ def alone(llm: LLM, cases: Cases = CASES, new: int = NEW) -> Tokens:
     return {length: found for case in cases for length, found in together(llm, [case], new).items()}
 
 
+def send(core: Any, seed: int, length: int, *document: str, name: object = None, new: int = NEW) -> None:
+    """Have an engine answer a prompt, or a question about a document; the request is named by its length."""
+    named = str(length if name is None else name)
+    core.add_request(named, {"prompt_token_ids": prompt(seed, length)}, greedy(new, *document))
+
+
 def preempt(scheduler: Any) -> int:
     """Preempt all requests that run; return how many have been."""
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -69,8 +75,7 @@ def joined(
     waiting, found, step, preempted = list(cases), {}, 0, 0
     while waiting or core.has_unfinished_requests():
         while waiting and (every == 0 or step % every == 0):
-            seed, length, *document = waiting.pop(0)
-            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy(new, *document))
+            send(core, *waiting.pop(0), new=new)
             if every:
                 break
         if step == preempt_at:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from driver import alone, engine, greedy, joined, preempt, together
+from driver import alone, engine, greedy, joined, preempt, send, together
 from tiny import CASES, LONG, MANY, RESULT, SHORT, SHORT_NEW, Cases, prompt
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
@@ -51,12 +51,8 @@ def chunks(folder: str, settings: dict[str, Any], tokens: int, then: str) -> dic
         pool = scheduler.kv_cache_manager.block_pool
         before, step, most, preempted = pool.get_num_free_blocks(), 0, 0, 0
         found, first, waited = dict[str, list[int]](), dict[str, int](), list[str]()
-
-        def send(seed: int, length: int) -> None:
-            core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy())
-
-        for seed, length in CASES:
-            send(seed, length)
+        for case in CASES:
+            send(core, *case)
         while core.has_unfinished_requests():
             for out in core.step():
                 first.setdefault(out.request_id, step)
@@ -74,7 +70,7 @@ def chunks(folder: str, settings: dict[str, Any], tokens: int, then: str) -> dic
                     preempted = preempt(scheduler)
                 else:
                     core.abort_request([str(LONG[1])])
-                    send(*LONG)
+                    send(core, *LONG)
                 then = ""
         free = [before, pool.get_num_free_blocks()]
         return {"tokens": found, "most": most, "waited": waited, "preempted": preempted, "free": free, "then": then}
@@ -88,19 +84,16 @@ def paused(folder: str, settings: dict[str, Any]) -> dict[str, list[int]]:
     with engine(folder, settings) as llm:
         core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
         found, step, gone = dict[str, list[int]](), 0, CASES[0]
-
-        def send(cases: Cases) -> None:
-            for seed, length in cases:
-                core.add_request(str(length), {"prompt_token_ids": prompt(seed, length)}, greedy())
-
-        send(CASES[:3])
+        for case in CASES[:3]:
+            send(core, *case)
         while core.has_unfinished_requests():
             if step == 10:
                 scheduler.set_pause_state(PauseState.PAUSED_ALL)
                 core.abort_request([str(gone[1])])
                 core.step()
                 scheduler.set_pause_state(PauseState.UNPAUSED)
-                send(CASES[3:5])
+                for case in CASES[3:5]:
+                    send(core, *case)
             found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
             step += 1
         return found
@@ -120,7 +113,7 @@ def capacity(folder: str, settings: dict[str, Any] | None, orders: int, length: 
         before = pool.get_num_free_blocks()
         for seeds in [range(MANY), reversed(range(MANY))][:orders]:
             for seed in seeds:
-                core.add_request(str(seed), {"prompt_token_ids": prompt(seed, length)}, greedy())
+                send(core, seed, length, name=seed)
             found = {}
             while core.has_unfinished_requests():
                 found |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
@@ -141,7 +134,7 @@ def mixed(folder: str, settings: dict[str, Any], cases: list[list[int]], mib: in
         [manager] = scheduler.kv_cache_manager.coordinator.single_type_managers
         before = manager.block_pool.get_num_free_blocks()
         for number, (seed, length, new) in enumerate(cases):
-            core.add_request(str(number), {"prompt_token_ids": prompt(seed, length)}, greedy(new))
+            send(core, seed, length, name=number, new=new)
         while core.has_unfinished_requests():
             if step == preempt_at:
                 preempted = preempt(scheduler)

@@ -70,6 +70,9 @@ class Server:
             os.killpg(self.process.pid, by)
         self.process.wait(60)
 
+    def ask(self, name, **options):
+        return httpx.post(self.address + path_of(name), json=body(self, name, **options), timeout=120)
+
     def metric(self, name):
         page = httpx.get(self.address + "/metrics").text
         return sum(float(number) for number in re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE))
@@ -145,7 +148,7 @@ def path_of(name):
 
 
 def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
-    answer = httpx.post(server.address + path_of("chat"), json=body(server, "chat"), timeout=120).json()
+    answer = server.ask("chat").json()
     assert answer["prompt_token_ids"] == server.prompts["chat"]
     choice = answer["choices"][0]
     assert choice["token_ids"] == server.expected["chat"] and choice["finish_reason"] == "length"
@@ -164,14 +167,13 @@ def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
     ],
 )
 def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server, options, message):
-    answer = httpx.post(server.address + path_of("0"), json=body(server, "0", **options), timeout=120)
+    answer = server.ask("0", **options)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("_", "length", "document"), ABOUT)
 def test_a_question_about_a_document_is_answered_behind_it(server, _, length, document):
-    name = f"{length} about {document}"
-    answer = httpx.post(server.address + path_of(name), json=body(server, name), timeout=120).json()
+    answer = server.ask(name := f"{length} about {document}").json()
     [choice], usage = answer["choices"], answer["usage"]
     assert choice["token_ids"] == server.expected[name] and choice["finish_reason"] == "length"
     assert usage["prompt_tokens"] == DOCUMENTS[document][0] + length
