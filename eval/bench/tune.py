@@ -65,8 +65,8 @@ def workloads(
         for shape in (usual, latent):
             case = kind(dtype) + wide_case(shape.dim)
             many = replace(shape, layers=layers)
-            coded: tuple[EntryFormat, ...] = ("int8", "rot4")  # in 16 bits each has a case of its own
-            for entry_format in ("model", *(coded if shape is usual and dtype == torch.bfloat16 else ())):
+            formats: tuple[EntryFormat, ...] = ("model", "int8", "rot4")  # in 16 bits each has a case of its own
+            for entry_format in formats if shape is usual and dtype == torch.bfloat16 else formats[:1]:
                 call, held = cache_of(many, ragged_lengths(many, rows, budget), entry_format)
                 decode_case = case_of(dtype, shape.dim, shape.geometry.value_dim, held)
                 yield decode_case, partial(through_layers, attend_ragged, rotated_call(call, held), held)
