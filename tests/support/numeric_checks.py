@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.config import EntryFormat
-from kvpass.operands import BITS, LEVELS, AppendBuffers, Attention, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, LEVELS, AppendBuffers, Attention, PrefillBuffers
 from kvpass.ops.entry_formats import dequantise, packed
 from kvpass.rotation import rotated, rotated_back
 
@@ -83,17 +83,14 @@ def prefill_buffers(
     """
     limits = torch.as_tensor(entries).repeat(rows) if isinstance(entries, int) else entries
     slots = slots or policy.capacity(int(limits.max()), layers, kv_heads)
-    made = [
-        *(torch.full((rows, slots, dim), torch.nan, dtype=dtype) for dim in dims),
-        torch.full((3, rows, slots), -1, dtype=torch.int32),
-        torch.zeros(policy.stat_planes, rows, slots),
-        torch.zeros(rows, layers, dtype=torch.float64),
-        torch.zeros(policy.stat_planes, rows, layers, kv_heads, max(policy.window, 1)),
-        *(torch.full((layers, rows, kv_heads, tail, dim), torch.nan, dtype=dtype) for dim in dims),
-        torch.zeros(rows, layers * kv_heads + 1, dtype=torch.int32),
-        limits,
-    ]
-    return PrefillBuffers(*(x.to(device) for x in made))
+    sizes = {"B": rows, "E": slots, "L": layers, "K": kv_heads, "P": layers * kv_heads + 1, "C": tail}
+    sizes |= {"D": dims[0], "V": dims[1], "F": policy.stat_planes, "W": max(policy.window, 1)}
+    made = {}
+    for name in PrefillBuffers._fields[: PrefillBuffers._fields.index("entries")]:
+        buffer = BUFFERS[name]
+        initial = torch.nan if buffer.dtype is None else buffer.initial or 0
+        made[name] = torch.full(buffer.shape(sizes), initial, dtype=buffer.dtype or dtype, device=device)
+    return PrefillBuffers(**made, entries=limits.to(device))
 
 
 def strided(x: Tensor) -> Tensor:
