@@ -207,6 +207,7 @@ def hidden_in_prompt(
     away, start = queries[:, None] - columns, start.cpu()[:, None]
     seen = (away >= 0) & (columns >= start[:, None])
     if chunked:
+        assert window is not None
         own, others = ((x - start).div(window, rounding_mode="floor") for x in (queries, columns))
         seen &= own[:, :, None] == others[:, None]
     elif window is not None:
@@ -448,5 +449,5 @@ def decode_case(
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
     extra = random(group * kv_heads) * 3 if sinks else None
     call = Attention(q, k, v, dim**-0.5 if scale is None else scale, softcap, extra)
-    tables = AppendBuffers(*pools, offsets, *tails, torch.tensor(first), torch.tensor(used))
+    tables = AppendBuffers._make([*pools, offsets, *tails, torch.tensor(first), torch.tensor(used)])
     return DecodeCase(call, tables, layer)

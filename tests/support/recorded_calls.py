@@ -17,10 +17,10 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor
     """Queries, keys and values of every later call of prompts and of policies that evict while decoding, in order."""
     calls = []
 
-    def watch(module, name):
+    def watch(module: Any, name: str) -> None:
         original = getattr(module, name)
 
-        def recorded(call, *args):
+        def recorded(call: Any, *args: Any) -> Any:
             calls.append((call.q.clone(), call.k.clone(), call.v.clone()))
             return original(call, *args)
 
