@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.operands import Attention
 from numeric_checks import exact_attention
-from small_decoders import DIM, HEADS, SmallDecoder
+from small_decoders import DIM, SmallDecoder
 from tiny_models import random_ids
 
 KV_HEADS = 2
@@ -15,11 +16,9 @@ KV_HEADS = 2
 
 def attention(query, key, value, sliding_window=None, softcap=None, sinks=None):
     """What ``kvpass.attention`` promises, from the definition."""
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
     distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
     hidden = (distance < 0) | (distance >= (sliding_window or query.shape[2]))
-    given = {"hidden": hidden, "softcap": softcap, "sinks": None if sinks is None else sinks[:, None]}
-    return exact_attention(query, key, value, DIM**-0.5, **given).out.value.float()
+    return exact_attention(Attention(query, key, value, DIM**-0.5, softcap, sinks), hidden).out.value.float()
 
 
 class Decoder(SmallDecoder):
