@@ -126,6 +126,7 @@ def answers_alone(smollm2):
     return found
 
 
+@pytest.mark.timeout(3600)  # 50 prompts, each read twice
 @pytest.mark.parametrize("policy", ["lava:kernel_size=31", "snapkv", "streaming_llm:evict_during_decode=False"])
 def test_tokens_drafted_on_a_compressed_cache_are_those_of_the_model_alone(smollm2, answers_alone, policy):
     model, tokenizer = smollm2
