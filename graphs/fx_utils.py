@@ -56,7 +56,7 @@ MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
 SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 """Names of softmax as function, method and operator."""
 
-TORCH_FOLDER = f"{Path(torch.__file__).parent}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 _SHAPE_OF_FIRST = re.compile(r"(new_(ones|zeros|full|empty)|(ones|zeros|full|empty|rand|randn)_like)")
@@ -92,7 +92,7 @@ def dotted(source: str) -> str:
 def line_of(node: Node) -> str:
     """Return the innermost ``file:line`` outside torch that made the node; "" if not recorded."""
     lines = _FRAME.findall(node.stack_trace or "")
-    own = [(file, line) for file, line in lines if not file.startswith(TORCH_FOLDER)]
+    own = [(file, line) for file, line in lines if not file.startswith(_TORCH)]
     return ":".join((own or lines)[-1]) if lines else ""
 
 

@@ -214,10 +214,10 @@ class _Seen:
     """What the pieces so far gave, with sums over tokens in each layer.
 
     Attributes:
-        heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``,
-            or without distances. sums: over fitted pieces, of ``x x'`` and ``x y'`` where x ends with a 1,
-            ``[L, hidden + 1, hidden + 1]`` and ``[L, hidden + 1, K]``. queries: over fitted pieces, of each layer.
-            told: over held-out pieces, of ones, y, squares of y and squared errors, each ``[L, K]``.
+        heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``, or without distances. sums:
+            over fitted pieces, of ``x x'`` and ``x y'`` where x ends with a 1, ``[L, hidden + 1, hidden + 1]`` and
+            ``[L, hidden + 1, K]``. queries: over fitted pieces, of each layer. told: over held-out pieces, of ones, y,
+            squares of y and squared errors, each ``[L, K]``.
     """
 
     heads: list[Tensor] = field(default_factory=list)
