@@ -449,5 +449,6 @@ def decode_case(
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
     extra = random(group * kv_heads) * 3 if sinks else None
     call = Attention(q, k, v, dim**-0.5 if scale is None else scale, softcap, extra)
-    tables = AppendBuffers._make([*pools, offsets, *tails, torch.tensor(first), torch.tensor(used)])
+    (pool_k, pool_v), (tail_k, tail_v) = pools, tails
+    tables = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor(first), torch.tensor(used))
     return DecodeCase(call, tables, layer)
