@@ -11,6 +11,7 @@ graph into layers, the distinct parts are compiled, and :mod:`kvpass.compiler.pr
 In order:
 
 ==========================  =====================================================================================
+``inline_layers``           a layer that Dynamo traced once and repeats -> its calls, in each place
 ``specialize_attributes``   attributes of modules and int arguments that Dynamo made symbolic -> numbers
 ``check_own_state``         raise: the decoder writes into its own tensors, for example a cache
 ``find_attention``          ``scaled_dot_product_attention`` calls proved causal -> ``kvpass::site``
@@ -49,6 +50,7 @@ from kvpass.graphs.find.eager import find_eager_attention_pass
 from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
+from kvpass.graphs.inline_layers import DistinctLayers
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -65,7 +67,7 @@ DUMP = "KVPASS_DUMP"
 
 GraphPass = Callable[[GraphModule], int]
 
-CANONICAL_PASSES = (
+FINDING_PASSES = (
     specialize_attributes_pass,
     check_own_state_pass,
     find_attention_pass,
@@ -73,22 +75,24 @@ CANONICAL_PASSES = (
     find_eager_attention_pass,
     strip_repeat_kv_pass,
     check_no_raw_attention_pass,
-    self_check_pass,
-    fold_alibi_pass,
 )
 """After these passes every attention call is a ``kvpass::site``."""
+
+CANONICAL_PASSES = (*FINDING_PASSES, self_check_pass, fold_alibi_pass)
 
 PHASE_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass)
 """Passes over a copy for a phase, of which :mod:`kvpass.compiler.backend` runs those that it needs."""
 
 
-def capture_passes(layers: int | None) -> list[GraphPass]:
+def capture_passes(layers: int | None, distinct: DistinctLayers | None) -> list[GraphPass]:
     """Return the passes over a Dynamo capture.
 
     Args:
-        layers: attention layers the model is known to have; None when unknown.
+        layers: attention layers the model is known to have; None when unknown. distinct: the capture with one of each
+            of its layers, after ``FINDING_PASSES``, where it has equal ones.
     """
-    return [*CANONICAL_PASSES, partial(check_sites_pass, expected=layers)]
+    check = partial(self_check_pass, distinct=distinct)
+    return [*FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -26,12 +26,13 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource, is_from_source
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tracing
+from torch._guards import ChainedSource, Guard, ShapeGuard, Source, TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import exc as inductor_exc
 from torch._inductor.codecache import CppCodeCache
@@ -48,6 +49,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
+
+REPEATS_LAYERS = torch.__version__ >= "2.13"
+"""Whether Dynamo can trace one of several equal layers and repeat its graph for the others."""
+if REPEATS_LAYERS:
+    from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardCheckSpec
+    from torch._dynamo.variables import invoke_subgraph
 
 LazyGraphModule = _LazyGraphModule
 """A graph whose code is written when it is first run: most copies of a decoder never are."""
@@ -129,3 +136,51 @@ def compiled_for_any_length() -> Iterator[None]:
 def storage_users(tensor: Tensor) -> int:
     """Count what refers to the storage of a tensor, from Python or not; the number for one tensor is a constant."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def repeated_layers_are_guarded() -> Iterator[None]:
+    """Let Dynamo repeat the graph of a layer for those alone for which all its guards hold, and set them there too.
+
+    Torch 2.13 compares part of them, none of those on modules, and sets none: in later calls no one would look whether
+    a layer is still like the one that was traced.
+    """
+    fits, layers = invoke_subgraph.is_reusable, dict[int, list[tuple[Guard, Any]]]()
+
+    def guarded(tx: Any, condition: Any, arguments: Any, traced: Any) -> bool:
+        if not fits(tx, condition, arguments, traced):
+            return False
+        scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
+        replaced = invoke_subgraph.build_source_replacement(traced.arg_sources, arguments.arg_sources)
+        if id(condition) not in layers:
+            of_layer = [g for g in tx.output.guards if any(is_from_source(g.originating_source, x) for x in replaced)]
+            known: dict[Source, Any] = {}
+            layers[id(condition)] = [
+                (g, _expected(g, g.originating_source.get_value(scope, {}, known))) for g in of_layer
+            ]
+        copies: list[Guard] = []
+        known = {}
+        for guard, expected in layers[id(condition)]:
+            source = guard.originating_source.clone(lambda part: replaced.get(part, part))
+            try:
+                value = source.get_value(scope, {}, known)
+            except (AttributeError, KeyError, IndexError):
+                return False
+            if not expected(value):
+                return False
+            if guard.create_fn_name() != "TENSOR_MATCH":  # of that tensor; Dynamo sets one when it reads the other
+                copies.append(source.make_guard(guard.create_fn))
+        install_guard(*copies)
+        return True
+
+    with mock.patch.object(invoke_subgraph, "is_reusable", guarded):
+        yield
+
+
+def _expected(guard: Guard, value: Any) -> Callable[[Any], bool]:
+    """What a guard that holds for a value says of another one; that it is the same object, where torch does not say."""
+    check = GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
+    if not isinstance(check, GuardCheckSpec):
+        return lambda other: other is value
+    wanted = check.get_metadata_fn(guard, value)
+    return lambda other: bool(check.eval_fn(other, wanted))

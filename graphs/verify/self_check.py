@@ -42,6 +42,7 @@ from kvpass.graphs.fx_utils import (
     token_sizes,
     value_inputs,
 )
+from kvpass.graphs.inline_layers import DistinctLayers
 from kvpass.graphs.verify.examples import (
     EvaluationError,
     ExampleRun,
@@ -67,8 +68,10 @@ _TOLERANCE = 2e-5
 """Of the largest number a call gives: rounding differs between the rows of a matrix product."""
 
 
-def self_check_pass(gm: GraphModule) -> int:
+def self_check_pass(gm: GraphModule, *, distinct: DistinctLayers | None = None) -> int:
     """Mark the positions that the decoder counts by itself; returns how many of them count.
+
+    Where ``distinct`` has one of each of the layers, the text is run through that.
 
     With any, rows of a batch must be at the same position: left padding is not possible. A capture of one token is not
     looked at.
@@ -78,6 +81,10 @@ def self_check_pass(gm: GraphModule) -> int:
     """
     if not find_sites(gm) or batch_and_tokens(gm)[1] == 1:
         return 0
+    if distinct is not None:
+        self_check_pass(distinct.gm)
+        distinct.copy_meta(gm, (MARK, COUNTED))
+        return sum(node.meta.get(COUNTED, 0) for node in gm.graph.nodes)
     first, (batch, tokens) = find_sites(gm)[0].node, batch_and_tokens(gm)
     if isinstance(tokens, int):
         raise refuse(

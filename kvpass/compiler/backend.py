@@ -39,8 +39,9 @@ from kvpass.graphs.bind_state import (
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.inline_layers import distinct_layers, inline_layers_pass
 from kvpass.graphs.one_token import admit_one_token, one_token_inputs, one_token_pass, several_tokens
-from kvpass.graphs.passes import GraphPass, PassRecord, capture_passes, dump_graph, run_passes
+from kvpass.graphs.passes import FINDING_PASSES, GraphPass, PassRecord, capture_passes, dump_graph, run_passes
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_at_attention, split_layers
@@ -160,9 +161,12 @@ class PhaseCompiler:
 
     def canonicalize(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Capture:
         """Return the capture of a graph and its inputs, as Dynamo gives them to a backend, in their trace."""
-        gm = copy_graph(gm)
-        passes = run_passes(gm, capture_passes(self.layers), label=f"capture.{len(self.records):02d}")
-        return Capture(gm, passes, fake_inputs(gm, example_inputs), self)
+        gm, inputs, label = copy_graph(gm), fake_inputs(gm, example_inputs), f"capture.{len(self.records):02d}"
+        inline, distinct = partial(inline_layers_pass, inputs=inputs, mode=backend_mode()), distinct_layers(gm)
+        if distinct is not None:
+            run_passes(distinct.gm, [inline, *FINDING_PASSES], label=f"{label}.distinct")
+        passes = run_passes(gm, [inline, *capture_passes(self.layers, distinct)], label=label)
+        return Capture(gm, passes, inputs, self)
 
     def compile(self, captured: Capture, call: Call) -> Runner:
         """Compile a copy of the graph for calls like ``call``, in the trace that captured it."""

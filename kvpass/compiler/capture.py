@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import types
@@ -28,7 +29,17 @@ from kvpass.graphs.verify.tables import table_end
 from kvpass.policies.base import Policy
 from kvpass.progress import working
 from kvpass.ranks import run_on_all_ranks
-from kvpass.torch_compat import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError, maybe_mark_dynamic
+from kvpass.torch_compat import (
+    REPEATS_LAYERS,
+    BackendCompilerFailed,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+    maybe_mark_dynamic,
+    repeated_layers_are_guarded,
+)
+
+log = logging.getLogger(__name__)
 
 Further = Callable[[Tensor], dict[str, Any]]
 """Makes arguments of a forward from the positions; traced with it."""
@@ -51,6 +62,13 @@ that overlap would leave them set, and every module that is compiled afterwards 
 def capturing() -> bool:
     """Return whether this thread captures a compiled model; everywhere else the model's modules are plain ones."""
     return _CALL.get(None) is not None
+
+
+@torch.compiler.assume_constant_result
+def repeats_layers() -> bool:
+    """Return whether this thread captures a compiled model by tracing layers of equal code once."""
+    call = _CALL.get(None)
+    return call is not None and call.layers_once
 
 
 class _OnlyCaptured(Exception):
@@ -166,10 +184,23 @@ class CaptureCache:
         ids = ids.clone(memory_format=torch.contiguous_format)
         positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
 
+        def capture_once(layers_once: bool) -> None:
+            once = replace(only_capture, layers_once=layers_once)
+            with suppress(_OnlyCaptured), repeated_layers_are_guarded() if layers_once else nullcontext():
+                _call_compiled(compiled, once, ids, positions)
+                once.check_begun()
+
         def capture() -> None:
-            with working(what), no_garbage_collection(), suppress(_OnlyCaptured):
-                _call_compiled(compiled, only_capture, ids, positions)
-                only_capture.check_begun()
+            with working(what), no_garbage_collection():
+                is_captured = False
+                if REPEATS_LAYERS:
+                    try:
+                        capture_once(layers_once=True)
+                        is_captured = True
+                    except Exception:  # limits of this way; an error of the model is raised below
+                        log.debug("captured again, with every layer traced", exc_info=True)
+                if not is_captured:
+                    capture_once(layers_once=False)
 
         run_on_all_ranks(self.compiler.ranks, what, capture)
 

@@ -59,7 +59,7 @@ class Call:
     Attributes:
         observed: the extension also computes recompression scores.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
-        only_capture: capture the graph and do not run it.
+        only_capture: capture the graph and do not run it. layers_once: trace layers of equal code once.
         block: tokens of a block of a prompt, "auto" or at least 2.
         made: the call of the graph, where it can be made again without Dynamo.
     """
@@ -69,6 +69,7 @@ class Call:
     observed: bool = False
     has_begun: bool = False
     only_capture: bool = False
+    layers_once: bool = False
     block: Block = "auto"
     made: GraphCall | None = None
 

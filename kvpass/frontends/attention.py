@@ -83,10 +83,11 @@ def _limited_by_mask(module: nn.Module, sliding_window: int | None) -> str | Non
 
 
 def _kind(module: nn.Module) -> str | None:
-    """Return the layer's kind in ``config.layer_types``."""
+    """Return the layer's kind in ``config.layer_types``; where all are of one, its number is not read."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    return kinds[layer] if kinds and layer is not None else None
+    if not kinds or (layer := getattr(module, "layer_idx", None)) is None:
+        return None
+    return kinds[0] if kinds.count(kinds[0]) == len(kinds) else kinds[layer]
 
 
 def kvpass_attention(

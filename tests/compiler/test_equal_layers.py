@@ -1,0 +1,79 @@
+"""Layers of equal code are traced once; one that is not equal, or no longer, is another one in the graph too."""
+
+import pytest
+import torch
+from torch import nn
+
+import kvpass
+from kvpass.torch_compat import REPEATS_LAYERS
+from tiny_models import random_ids, tiny_model
+
+LAYERS = 3
+IDS = random_ids(1, 40)
+
+
+def compiled(model):
+    return kvpass.compile(model, policy="full", backend="eager")
+
+
+def scale(layer):
+    layer.self_attn.scaling *= 3
+
+
+def activate(layer):
+    layer.mlp.act_fn = nn.Tanh()
+
+
+def hook(layer):
+    layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def other_class(layer):
+    layer.mlp.up_proj.__class__ = Twice
+
+
+def other_norm(layer):
+    layer.input_layernorm.variance_epsilon = 0.5
+
+
+CHANGES = [scale, activate, hook, other_class, other_norm]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("place", [0, 1, LAYERS - 1])
+def test_a_layer_that_is_another_one_when_compiled(change, place):
+    model = tiny_model("llama", layers=LAYERS)
+    plain = model(IDS).logits
+    change(model.model.layers[place])
+    assert not torch.allclose(model(IDS).logits, plain, atol=1e-3)
+    torch.testing.assert_close(compiled(model)(IDS).logits, model(IDS).logits)
+
+
+def test_a_layer_that_is_changed_after_a_call():
+    """Each change is noticed in a layer that was traced and in one whose graph is that of another."""
+    model = tiny_model("llama", layers=LAYERS)
+    fast = compiled(model)
+    torch.testing.assert_close(fast(IDS).logits, model(IDS).logits)
+    for change in CHANGES:
+        for place in (LAYERS - 1, 0):
+            before = model(IDS).logits
+            change(model.model.layers[place])
+            change(fast.model.layers[place])
+            assert not torch.allclose(model(IDS).logits, before, atol=1e-3), change
+            torch.testing.assert_close(fast(IDS).logits, model(IDS).logits, msg=f"{change.__name__} of layer {place}")
+
+
+@pytest.mark.skipif(not REPEATS_LAYERS, reason="this torch traces every layer")
+def test_equal_layers_are_traced_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
+    compiled(tiny_model("llama", layers=LAYERS))(IDS)
+    (captured,) = tmp_path.glob("capture.00.distinct.00.*before.txt")
+    assert captured.read_text().count("invoke_subgraph(") == 1
+    (written,) = tmp_path.glob("capture.00.00.*.after.txt")
+    assert "invoke_subgraph(" not in written.read_text()
+    assert all(f"layers_modules_{place}_modules_mlp" in written.read_text() for place in range(LAYERS))
