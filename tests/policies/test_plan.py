@@ -103,6 +103,15 @@ def test_contract_2_the_total_is_exactly_the_budget(name, options, seed, layers,
     assert found.layer_budgets.sum().item() == pytest.approx(entries * layers)
 
 
+@each([v for v in VARIANTS if v[0] not in ("tova", "streaming_llm")])
+def test_contract_2_released_rules_stay_within_the_stated_capacity(name, options):
+    for seed in range(6):
+        layers, kv_heads, length, window = 1 + seed % 4, 1 + seed % 3, 12 + 5 * seed, 4
+        q, k, v = tensors(seed, layers, 1, kv_heads, 2, length)
+        for budget in (5, 9, 16, 30):  # the pool has as many slots as the policy states, and raises when it is full
+            plan(name, q, k, v, budget=budget, window=window, parity="code", **options)
+
+
 @each(VARIANTS)
 def test_contract_4_rows_do_not_influence_each_other(name, options):
     parts = [tensors(seed) for seed in range(3)]
