@@ -14,6 +14,7 @@ from kvpass.version import __version__
 if TYPE_CHECKING:
     from kvpass.api import compile, load_cache
     from kvpass.cache.cache import CompressedCache
+    from kvpass.cache.plan import Plan, plan
     from kvpass.calibration.fit import Calibration, calibrate
     from kvpass.config import Budget
     from kvpass.errors import CacheFileError, CacheMismatchError, UnsupportedAttentionError
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from kvpass.frontends.raw import session
     from kvpass.policies import POLICIES, Policy, register_policy
     from kvpass.policies.loss import OutputLoss, attention_output_loss
-    from kvpass.policies.plan import Plan, plan
     from kvpass.report import Report
 
 _HOMES = {
     "kvpass.api": ("compile", "load_cache"),
     "kvpass.cache.cache": ("CompressedCache",),
+    "kvpass.cache.plan": ("Plan", "plan"),
     "kvpass.calibration.fit": ("Calibration", "calibrate"),
     "kvpass.config": ("Budget",),
     "kvpass.errors": ("CacheFileError", "CacheMismatchError", "UnsupportedAttentionError"),
@@ -36,7 +37,6 @@ _HOMES = {
     "kvpass.frontends.raw": ("session",),
     "kvpass.policies": ("POLICIES", "Policy", "register_policy"),
     "kvpass.policies.loss": ("OutputLoss", "attention_output_loss"),
-    "kvpass.policies.plan": ("Plan", "plan"),
     "kvpass.report": ("Report",),
 }
 

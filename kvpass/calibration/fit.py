@@ -287,7 +287,7 @@ class _Tokens(KVzipPlus):
     """KVzip+, which notes what enters attention and the scores of each layer."""
 
     name: ClassVar[str] = "kvpass_calibration"
-    scores_tokens: ClassVar[bool] = True
+    inputs = frozenset({"replays", "norms", "projection", "token_scores"})
     seen: ClassVar[list[tuple[Tensor, Tensor]]] = []
 
     def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
@@ -304,6 +304,7 @@ class _Attended(KVzip):
     """KVzip, which notes the highest score of each head."""
 
     name: ClassVar[str] = "kvpass_calibration_attended"
+    inputs = frozenset({"replays"})
     seen: ClassVar[list[Tensor]] = []
 
     def score(self, obs: Observation) -> Tensor:
@@ -316,7 +317,7 @@ class _Asking(Policy):
     """Notes the queries of each layer before RoPE; all its scores are equal."""
 
     name: ClassVar[str] = "kvpass_calibration_asking"
-    reads_rotation: ClassVar[bool] = True
+    inputs = frozenset({"queries", "rotation"})
     seen: ClassVar[list[_Queries]] = []
 
     window: int = 0

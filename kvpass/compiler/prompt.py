@@ -79,7 +79,7 @@ class _ScoredPrompt(PromptRun):
     def __init__(
         self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks
     ) -> None:
-        readers = [fill for fill in fills if fill.policy.reads_replays]
+        readers = [fill for fill in fills if "replays" in fill.policy.inputs]
         super().__init__(decoder, fills, inputs, block, readers, lambda policy, ids: policy.replays(ids))
         self.ranks, self.ops = ranks, implementation(self.first)
 
@@ -95,9 +95,9 @@ class _ScoredPrompt(PromptRun):
                 summed[0][..., : sums.shape[2]] += sums
 
         scored = [] if location.ring else self.fills
-        on_block = add_sums if any(fill.policy.sums_columns for fill in scored) else None
+        on_block = add_sums if any("column_sum" in fill.policy.inputs for fill in scored) else None
         num_queries = max((self._rows_read(fill.policy) for fill in scored), default=0)
-        scoring = [fill for fill in scored if fill.policy.scores_tokens]
+        scoring = [fill for fill in scored if "token_scores" in fill.policy.inputs]
         call, lse, found = self.attend(
             layer,
             edges,
@@ -110,7 +110,7 @@ class _ScoredPrompt(PromptRun):
         for behind in self.behind:
             with record_function("kvpass::replay"):
                 most = self._replay(layer, call, location, behind, is_last=is_last)
-            replayed.update({fill: most[fill.policy.weighs_replays] for fill in behind.readers})
+            replayed.update({fill: most["norms" in fill.policy.inputs] for fill in behind.readers})
         columns = torch.arange(self.tokens, device=call.k.device)
         for fill in self.fills:
             if location.ring:
@@ -118,7 +118,7 @@ class _ScoredPrompt(PromptRun):
                 continue
             last = slice(num_queries - self._rows_read(fill.policy), None)
             own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
-            sums = summed[0] if fill.policy.sums_columns else None
+            sums = summed[0] if "column_sum" in fill.policy.inputs else None
             inputs = {"summed": sums, "replayed": replayed.get(fill), "entered": entered.get(fill)}
             self._compress(fill, layer.site, location, own, own_lse, inputs)
 
@@ -130,7 +130,7 @@ class _ScoredPrompt(PromptRun):
         Returns:
             by whether attention is weighed by norms, for those of the two that a policy reads.
         """
-        kinds = {fill.policy.weighs_replays for fill in behind.readers}
+        kinds = {"norms" in fill.policy.inputs for fill in behind.readers}
         found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
         weighed = True in kinds and not location.ring
         value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
@@ -161,10 +161,10 @@ class _ScoredPrompt(PromptRun):
     ) -> None:
         """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
         policy, buffers = fill.policy, location.buffers(PrefillBuffers, fill.state)
-        if policy.scores_keys:
+        if "keys" in policy.inputs:
             site.check_keys()
-        projection = self._projection(site) if policy.reads_projection else None
-        frequencies = self.known[rotary_frequencies(site)] if policy.reads_rotation else None
+        projection = self._projection(site) if "projection" in policy.inputs else None
+        frequencies = self.known[rotary_frequencies(site)] if "rotation" in policy.inputs else None
         asked = PolicyInputs(projection, frequencies, **found)
         compress_layer(self.ops, call, lse, self.start, self.first, location.layer, policy, buffers, self.ranks, asked)
 

@@ -182,7 +182,7 @@ class CompressedModel(GenerateHooks):
                 input_ids, attention_mask, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1
             )
         cache.reusable = reusable
-        if self.policy.needs_question:
+        if "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
         return cache
 
@@ -359,7 +359,7 @@ def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
 @functools.cache
 def _warn_of_question(policy: str) -> None:
     """Log, once for each policy, that it goes by what the end of a text asks."""
-    others = ", ".join(name for name, cls in POLICIES.items() if not cls.needs_question and cls.needs_budget)
+    others = ", ".join(name for name, cls in POLICIES.items() if cls.needs_budget and "question" not in cls.inputs)
     logging.getLogger("kvpass").warning(
         "policy %r scores by what the end of a text asks: if the question comes later, see docs/which-policy.md; "
         "these score without a question: %s",

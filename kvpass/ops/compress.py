@@ -23,7 +23,7 @@ def compress_layer(
     buffers: PrefillBuffers,
     ranks: Ranks,
     policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
-) -> None:
+) -> Tensor:
     """Score the entries of a layer; keep those that the policy chooses among them and the ones kept of earlier layers.
 
     After the last layer, ``ops.pack`` brings what was kept into its order.
@@ -32,6 +32,8 @@ def compress_layer(
         ops: the implementation, :mod:`kvpass.ops.reference` or :mod:`kvpass.ops.cuda`. call, lse, start, first, layer,
             ranks: as in :func:`kvpass.ops.reference.score_layer`. buffers: of all layers; what is kept goes there.
             policy_inputs: as there, but for entries and rule_rows, which are those of the buffers.
+    Returns:
+        scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window.
     """
     asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows)
     with record_function("kvpass::score_layer"):
@@ -41,3 +43,4 @@ def compress_layer(
     candidates = Candidates(call.k, call.v, scores, stats, weight, first)
     with record_function("kvpass::cascade_step"):
         ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, ranks)
+    return scores

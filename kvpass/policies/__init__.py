@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import importlib
 import json
 import os
+import pkgutil
 import sys
+from collections.abc import Set
 from importlib.metadata import entry_points
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from kvpass.config import Budget, BudgetLike
 from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
-from kvpass.policies.base import Policy
+from kvpass.policies.base import Input, Policy
 from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
 from kvpass.policies.chunkkv import ChunkKV
@@ -48,6 +49,12 @@ POLICIES: dict[str, type[Policy]] = {}
 _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
 """Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""
 
+_OLD_FLAGS = (
+    "needs_question", "of_one_model", "only_prompts", "reads_projection", "reads_replays", "reads_rotation",
+    "scores_keys", "scores_tokens", "sums_columns", "weighs_replays",
+)  # fmt: skip
+"""What classes said before there was :attr:`Policy.inputs`."""
+
 P = TypeVar("P", bound=type[Policy])
 
 PolicyName = Literal[
@@ -66,8 +73,8 @@ def register_policy(policy: P) -> P:
     """Register a policy class under its ``name``; usable as a decorator.
 
     Raises:
-        ValueError: not a frozen dataclass derived from Policy, no name, another class has the name, or it defines what
-            follows from its splits.
+        ValueError: not a frozen dataclass derived from Policy, no name, another class has the name, it defines what
+            follows from its splits, or its inputs are unknown.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise ValueError(f"policy={policy!r}: must be a class derived from kvpass.Policy")
@@ -81,12 +88,23 @@ def register_policy(policy: P) -> P:
             raise ValueError(
                 f"{policy.__qualname__}.{method}(): follows from heads() and layers(); define one of these"
             )
+    _check_inputs(policy)
     known = POLICIES.get(name)
     if known is not None and known is not policy and known.__qualname__ != policy.__qualname__:
         raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {known.__qualname__}")
     POLICIES[name] = policy
     from_spec.cache_clear()
     return policy
+
+
+def _check_inputs(policy: type[Policy]) -> None:
+    """Raise unless a class says what its score reads in :attr:`Policy.inputs`, and nowhere else."""
+    inputs, known = policy.inputs, get_args(Input)
+    if not isinstance(inputs, Set) or not inputs <= {*known}:
+        raise ValueError(f"{policy.__qualname__}.inputs={inputs!r}: must be a set, each of {', '.join(known)}")
+    for flag in _OLD_FLAGS:
+        if hasattr(policy, flag):
+            raise ValueError(f"{policy.__qualname__}.{flag}: say it in inputs, a set, each of {', '.join(known)}")
 
 
 def resolve(policy: str | Policy, **options: object) -> Policy:
@@ -135,13 +153,12 @@ def policy_class(name: str) -> type[Policy]:
     Raises:
         ValueError: unknown name (the message gives the nearest), or what is imported is no policy.
     """
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         return _known(name)
     here = os.getcwd()
     sys.path.append(here)
     try:
-        kind = getattr(importlib.import_module(module), attribute)
+        kind = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"policy={name!r}: cannot be imported: {error}") from error
     finally:

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay, repetitions
 from kvpass.ranks import ONE_PROCESS, Ranks
+
+Input = Literal[
+    "question", "queries", "heads", "prompt", "column_sum", "keys", "projection", "rotation", "replays", "norms",
+    "token_scores",
+]  # fmt: skip
+"""What a score may follow from: :attr:`Policy.inputs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,31 +57,31 @@ class Policy(ABC):
     divisible: ClassVar[bool] = False
     """Whether it is right where several processes share the heads of a layer: where it compares heads, it must use
     ``obs.all_heads``. A class of your own says so itself, its subclasses again."""
-    reads_projection: ClassVar[bool] = False
-    """Whether it reads ``obs.projection``, the output projection of the layer; a model without one is then refused."""
-    reads_rotation: ClassVar[bool] = False
-    """Whether it reads ``obs.frequencies``, the rotary embedding; a model without one that is found is then refused."""
-    scores_keys: ClassVar[bool] = False
-    """Whether it reads keys for more than attention; a model with ALiBi is then refused, as kvpass stores positions in
-    its keys."""
-    reads_replays: ClassVar[bool] = False
-    """Whether it reads ``obs.replayed_attention``: what the tokens of :meth:`replays` attend to."""
-    weighs_replays: ClassVar[bool] = False
-    """Whether what it reads of replays is weighed by norms; it then also says ``reads_projection``. What enters
-    attention must be found in the model, which is else refused."""
-    scores_tokens: ClassVar[bool] = False
-    """Whether it defines :meth:`token_scores` and reads ``obs.token_scores``. What enters attention must be found in
-    the model, which is else refused."""
-    needs_question: ClassVar[bool] = True
-    """Whether its score follows what the prompt asks, so that it is poor where the question is not yet known."""
-    of_one_model: ClassVar[bool] = False
-    """Whether it needs an option that is made for one model, so that it is not tried where all policies are."""
-    only_prompts: ClassVar[bool] = False
-    """Whether a score means nothing where entries are missing between those that are scored."""
+    inputs: ClassVar[Set[Input]] = frozenset({"question", "queries", "heads"})
+    """What :meth:`score` follows from besides values and the attention of the window's rows, of one KV head alone.
+
+    * ``"question"``: what the end of a prompt asks; the score is poor where that is not yet known.
+    * ``"heads"``: other KV heads. ``"prompt"``: all entries of the prompt; nothing is meant where some are missing.
+    * ``"queries"``: those from before the window, too; see :attr:`query_rows`. ``"column_sum"``: the attribute of
+      ``obs``, summed while the prompt is attended; it need not be said with ``"queries"``.
+    * ``"keys"``: for more than attention; a model with ALiBi is refused, as kvpass stores positions in its keys.
+    * ``"projection"``, ``"rotation"``: the output projection of the layer, its rotary embedding (``obs.frequencies``);
+      a model in which it is not found is refused.
+    * ``"replays"``: ``obs.replayed_attention``, what the tokens of :meth:`replays` attend to; with ``"norms"`` and
+      ``"projection"`` weighed by norms. ``"token_scores"``: the attribute of ``obs``, from :meth:`token_scores`. For
+      the last two what enters attention must be found in the model, which is else refused.
+
+    A class that defines :meth:`score` says them anew, or has these defaults.
+    """
 
     window: int = option(32, check_int, 0)
     parity: Parity = option("paper", check_literal, Parity)
     compact: bool = option(False, check_bool)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "score" in vars(cls) and "inputs" not in vars(cls):
+            cls.inputs = Policy.inputs
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -155,7 +161,7 @@ class Policy(ABC):
     @property
     def replays_prompt(self) -> bool:
         """Whether tokens run behind the prompt: for its score, or because the kept entries are compacted."""
-        return self.reads_replays or self.compact
+        return "replays" in self.inputs or self.compact
 
     def reference_replays(self, ids: Tensor) -> Sequence[Replay]:
         """Return what runs behind a prompt to compact what was kept: what was replayed for the score, or repetitions.
@@ -163,10 +169,10 @@ class Policy(ABC):
         Args:
             ids: as in :meth:`replays`.
         """
-        return self.replays(ids) if self.reads_replays else repetitions(ids)
+        return self.replays(ids) if "replays" in self.inputs else repetitions(ids)
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
-        """Return what runs behind a prompt before it is scored, for policies that say ``reads_replays``.
+        """Return what runs behind a prompt before it is scored, for policies whose inputs are ``"replays"``.
 
         Args:
             ids: tokens of prompts of one length, int64 ``[B, N]``, without padding.
@@ -174,7 +180,7 @@ class Policy(ABC):
         return ()
 
     def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
-        """Return numbers that depend on each token alone, fp32 ``[B, K, T]``, for policies that say ``scores_tokens``.
+        """Return numbers that depend on each token alone, fp32 ``[B, K, T]``, for policies of that input.
 
         It is called for blocks of tokens; ``obs.token_scores`` has them together.
 
@@ -183,7 +189,9 @@ class Policy(ABC):
                 :class:`~kvpass.policies.observation.Observation`. kv_heads: of this process. ranks: processes that
                 share the heads.
         """
-        raise NotImplementedError(f"policy {self.name!r} says scores_tokens and does not define token_scores")
+        raise NotImplementedError(
+            f"policy {self.name!r} has the input 'token_scores' and does not define token_scores()"
+        )
 
     def made_for(self) -> str | None:
         """Return the digest of the weights of the model that its options are made for; None: not known, or any.
@@ -273,15 +281,7 @@ class Policy(ABC):
 
         So many queries of a layer are kept until the policy has scored it.
         """
-        return None
-
-    @property
-    def sums_columns(self) -> bool:
-        """Whether the policy reads ``obs.column_sum``, which is then summed while the prompt is attended.
-
-        It need not say so if it has all queries.
-        """
-        return False
+        return None if "queries" in self.inputs else 0
 
     @cached_property
     def spec(self) -> str:

@@ -20,8 +20,7 @@ class Full(Policy):
     """Keep every entry of the prompt; there is no budget."""
 
     name: ClassVar[str] = "full"
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset()
     needs_budget: ClassVar[bool] = False
 
     def score(self, obs: Observation) -> Tensor:
@@ -42,8 +41,7 @@ class Random(Policy):
     """
 
     name: ClassVar[str] = "random"
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset({"heads"})
 
     seed: int = option(0, check_int, 0, high=1 << 64)
 

@@ -89,7 +89,7 @@ class Cake(Policy):
     """
 
     name: ClassVar[str] = "cake"
-    query_rows = 0
+    inputs = frozenset({"question"})
 
     pool: Pool = option("avg", check_literal, Pool)
     kernel_size: int = option(5, check_odd)

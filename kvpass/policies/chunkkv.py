@@ -40,7 +40,7 @@ class ChunkKV(WindowAttention):
     """
 
     name: ClassVar[str] = "chunkkv"
-    only_prompts: ClassVar[bool] = True
+    inputs = frozenset({"question", "prompt", "heads"})
 
     pool: Pool = "avg"
     kernel_size: int = 5

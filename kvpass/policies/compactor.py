@@ -47,9 +47,7 @@ class Compactor(Policy):
     """
 
     name: ClassVar[str] = "compactor"
-    scores_keys: ClassVar[bool] = True
-    reads_rotation: ClassVar[bool] = True
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset({"keys", "queries", "rotation", "heads"})
 
     window: int = 4
     sinks: int = option(8, check_int, 0)

@@ -37,7 +37,7 @@ class CriticalKV(WindowAttention):
     """
 
     name: ClassVar[str] = "criticalkv"
-    reads_projection: ClassVar[bool] = True
+    inputs = frozenset({"question", "projection", "heads"})
 
     pool: Pool = "avg"
     kernel_size: int = 5

@@ -135,7 +135,7 @@ class DecodeRule:
     reads_keys: ClassVar[bool] = False
     """Whether :attr:`Slots.keys` are read."""
     reads_tokens: ClassVar[bool] = False
-    """Whether :attr:`Slots.token_scores` are read, of a policy that says ``scores_tokens``."""
+    """Whether :attr:`Slots.token_scores` are read, of a policy with that input."""
     reads_all_heads: ClassVar[bool] = False
     """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
 

@@ -36,8 +36,7 @@ class DefensiveKV(Policy):
     """
 
     name: ClassVar[str] = "defensivekv"
-    reads_projection: ClassVar[bool] = True
-    query_rows = 0
+    inputs = frozenset({"question", "projection", "heads"})
 
     kernel_size: int = option(5, check_odd)
 

@@ -38,7 +38,7 @@ class DropKV(Policy):
     """
 
     name: ClassVar[str] = "dropkv"
-    query_rows = 0
+    inputs = frozenset({"question"})
 
     form: Literal["dropkv", "caote"] = option("dropkv", check_choice, ("dropkv", "caote"))
     kernel_size: int = option(7, check_odd)

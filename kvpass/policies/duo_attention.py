@@ -151,10 +151,7 @@ class DuoAttention(Policy):
     """
 
     name: ClassVar[str] = "duo_attention"
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
-    only_prompts: ClassVar[bool] = True
-    of_one_model: ClassVar[bool] = True
+    inputs = frozenset({"prompt", "heads"})
 
     window: int = 256
     head_map: str | HeadMap = option((), check_head_map)

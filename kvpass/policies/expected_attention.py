@@ -32,7 +32,7 @@ class ExpectedAttention(Refinable):
     The first ``sinks`` entries score above all others of the layer. The total is the budget; no window is protected.
 
     Without a file it reads all queries of the prompt, yet needs no question among them: they stand for those that
-    follow, and ``needs_question`` is False. Prompts of at most ``sinks`` tokens are kept from the front.
+    follow. Prompts of at most ``sinks`` tokens are kept from the front.
 
     Departures: kvpress's code is the source, which has ``epsilon`` beside the paper's rule. There a prompt of at most
     ``sinks`` tokens raises, and its wrapper evicts every 512 decoded tokens; here decoding appends. Softcap and
@@ -51,9 +51,7 @@ class ExpectedAttention(Refinable):
     """
 
     name: ClassVar[str] = "expected_attention"
-    scores_keys: ClassVar[bool] = True
-    reads_rotation: ClassVar[bool] = True
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset({"keys", "queries", "rotation", "heads"})
 
     window: int = 0
     n_future: int = option(512, check_int, 1, 1 << 16)

@@ -34,8 +34,7 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
-    query_rows = 0
-    sums_columns = True
+    inputs = frozenset({"question", "column_sum"})
 
     pool: Pool = option(None, check_literal, Pool)
     kernel_size: int = option(7, check_odd)

@@ -27,9 +27,7 @@ class KeyDiff(Policy):
     """
 
     name: ClassVar[str] = "keydiff"
-    scores_keys: ClassVar[bool] = True
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset({"keys"})
 
     window: int = 0
 

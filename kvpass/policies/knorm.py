@@ -23,9 +23,7 @@ class Knorm(Policy):
     """
 
     name: ClassVar[str] = "knorm"
-    scores_keys: ClassVar[bool] = True
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset({"keys"})
 
     window: int = 0
 

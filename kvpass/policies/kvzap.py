@@ -87,10 +87,7 @@ class KVzap(Policy):
     """
 
     name: ClassVar[str] = "kvzap"
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
-    of_one_model: ClassVar[bool] = True
-    scores_tokens: ClassVar[bool] = True
+    inputs = frozenset({"token_scores"})
 
     window: int = 128
     weights: str | None = option(None, check_text)

@@ -44,9 +44,7 @@ class KVzip(Policy):
     """
 
     name: ClassVar[str] = "kvzip"
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
-    reads_replays: ClassVar[bool] = True
+    inputs = frozenset({"replays"})
 
     window: int = 0
     sinks: int = option(4, check_int, 0)
@@ -90,5 +88,4 @@ class KVzipPlus(KVzip):
     """
 
     name: ClassVar[str] = "kvzip_plus"
-    reads_projection: ClassVar[bool] = True
-    weighs_replays: ClassVar[bool] = True
+    inputs = frozenset({"replays", "norms", "projection"})

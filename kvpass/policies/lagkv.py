@@ -33,10 +33,7 @@ class LagKV(Policy):
     """
 
     name: ClassVar[str] = "lagkv"
-    scores_keys: ClassVar[bool] = True
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
-    only_prompts: ClassVar[bool] = True
+    inputs = frozenset({"keys", "prompt"})
 
     window: int = 0
     sinks: int = option(4, check_int, 0)

@@ -34,7 +34,7 @@ class Lava(Policy):
     """
 
     name: ClassVar[str] = "lava"
-    query_rows = 0
+    inputs = frozenset({"question"})
 
     pool: Pool = option("max", check_literal, Pool)
     kernel_size: int = option(7, check_odd)

@@ -149,12 +149,12 @@ class Observation:
 
     @property
     def projection(self) -> Tensor:
-        """Weight of the output projection ``[hidden, H * Dv]``, for policies that say ``reads_projection``."""
+        """Weight of the output projection ``[hidden, H * Dv]``, for policies with the input ``"projection"``."""
         return _given(self.asked.projection, "the output projection is")
 
     @property
     def frequencies(self) -> Tensor:
-        """Inverse frequencies of the rotary embedding ``[D / 2]``, for policies that say ``reads_rotation``.
+        """Inverse frequencies of the rotary embedding ``[D / 2]``, for policies with the input ``"rotation"``.
 
         Channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
         """
@@ -164,7 +164,7 @@ class Observation:
     def replayed_attention(self) -> Tensor:
         """The most attention that a token of the policy's replays pays each entry, fp32 ``[B, K, N]``.
 
-        Weighed by norms for policies that say ``weighs_replays``. See :func:`kvpass.policies.replay.most_attended`.
+        Weighed by norms for policies with the input ``"norms"``. See :func:`kvpass.policies.replay.most_attended`.
         """
         return _given(self.asked.replayed, "replays of the prompt are")
 

@@ -33,6 +33,7 @@ class PyramidKV(WindowAttention):
     """
 
     name: ClassVar[str] = "pyramidkv"
+    inputs = frozenset({"question"})
 
     beta: int = option(20, check_int, 1)
     shape: Shape = option("linear", check_literal, Shape)

@@ -50,8 +50,7 @@ class RKV(Policy):
     """
 
     name: ClassVar[str] = "r_kv"
-    scores_keys: ClassVar[bool] = True
-    query_rows = 0
+    inputs = frozenset({"question", "keys"})
 
     window: int = 8
     kernel_size: int = option(7, check_odd)

@@ -35,7 +35,7 @@ class Refinable(Policy):
                 f"scored, and {type(layers).__name__} divides the budget among layers later; take uniform layers"
             )
         if self.critical:
-            object.__setattr__(self, "reads_projection", True)
+            object.__setattr__(self, "inputs", self.inputs | {"projection", "heads"})
 
     def checked_score(self, obs: Observation) -> Tensor:
         scores = super().checked_score(obs)

@@ -56,7 +56,7 @@ def repetitions(
 class Replayed(NamedTuple):
     """A replay in one layer: queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, RoPE applied; see :class:`Replay`.
 
-    norms: for policies that say ``weighs_replays``, the L2 norm of what enters attention, fp32 ``[B, T]``.
+    norms: for policies with the input ``"norms"``, the L2 norm of what enters attention, fp32 ``[B, T]``.
     """
 
     first: int

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from kvpass.config import ENTRY_FORMATS, Budget, BudgetLike, EntryFormat, one_of
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
+from kvpass.policies.base import Input
 from kvpass.policies.cake import temperatures
-from kvpass.policies.observation import Observation
 
 Recompress = Literal["never", "when_full", "every_turn"]
 """When to compress to the budget again, after several tokens were appended at once."""
@@ -87,28 +85,20 @@ def _refusal(policy: Policy) -> str | None:
         return "it keeps everything, there is no budget to return to"
     if policy.parity == "code":
         return "released rules (parity='code') know only a prompt"
-    if policy.reads_projection:
-        return "its score reads the output projection, which only a prompt has at hand"
-    if policy.reads_rotation:
-        return "its score turns queries back by their position, and only a prompt has queries of all its tokens"
-    if policy.replays_prompt:
-        return "it runs the prompt once more behind all its entries, which are no longer there"
-    if policy.scores_tokens:
-        return "its score reads what enters attention, which only a prompt has at hand"
-    if policy.compares_layers:
-        return "it compares the scores of all layers, which is done in a prompt only"
-    if policy.only_prompts:
-        return "its score is defined for a prompt, not for the entries that are left of one"
-    generator = torch.Generator().manual_seed(0)
-    rows, length = max(policy.window, 1), policy.window + 12
-    q, k, v = (torch.randn(1, 2, n, 4, generator=generator, device="cpu") for n in (rows, length, length))
-    try:
-        together = policy.score(Observation(q, k, v, 0.5, policy.window, 0, 1))
-    except ValueError as error:
-        return f"its score needs more than the window's queries ({error})"
-    for head in range(2):
-        one = slice(head, head + 1)
-        alone = policy.score(Observation(q[:, one], k[:, one], v[:, one], 0.5, policy.window, 0, 1))
-        if not torch.allclose(alone, together[:, one], rtol=1e-4, atol=1e-6):
-            return "it does not score each KV head by itself, and heads no longer hold the same positions"
-    return None
+    for name, reason in _OF_A_PROMPT.items():
+        if name in policy.inputs or (name == "replays" and policy.compact):
+            return reason
+    return "it compares the scores of all layers, which is done in a prompt only" if policy.compares_layers else None
+
+
+_OF_A_PROMPT: dict[Input, str] = {
+    "projection": "its score reads the output projection, which only a prompt has at hand",
+    "rotation": "its score turns queries back by their position, and only a prompt has queries of all its tokens",
+    "replays": "it runs the prompt once more behind all its entries, which are no longer there",
+    "token_scores": "its score reads what enters attention, which only a prompt has at hand",
+    "prompt": "its score is defined for a prompt, not for the entries that are left of one",
+    "column_sum": "its score needs more than the window's queries",
+    "queries": "its score needs more than the window's queries, or its class does not say otherwise in inputs",
+    "heads": "it does not score each KV head by itself, and heads no longer hold the same positions",
+}
+"""Why a policy with this input cannot score the entries that are left of a prompt."""

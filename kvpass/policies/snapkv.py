@@ -25,13 +25,11 @@ class WindowAttention(Policy):
         group: reduction over the query heads of a KV head: ``"mean"``, ``"max"`` or ``"sum"``.
     """
 
+    inputs = frozenset({"question"})
+
     pool: Pool = option("max", check_literal, Pool)
     kernel_size: int = option(7, check_odd)
     group: Group = option("mean", check_literal, Group)
-
-    @property
-    def query_rows(self) -> int | None:
-        return 0
 
     def score(self, obs: Observation) -> Tensor:
         mean = reduce_group(obs.mean[..., : obs.evictable], obs.kv_heads, self.group)

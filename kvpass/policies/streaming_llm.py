@@ -31,8 +31,7 @@ class StreamingLLM(Policy):
     """
 
     name: ClassVar[str] = "streaming_llm"
-    query_rows = 0
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset()
 
     window: int = 0
     sinks: int = option(4, check_int, 0)

@@ -26,7 +26,7 @@ class Tova(Policy):
     """
 
     name: ClassVar[str] = "tova"
-    query_rows = 0
+    inputs = frozenset({"question", "heads"})
 
     window: int = 0
     evict_during_decode: bool = option(True, check_bool)

@@ -52,9 +52,7 @@ class TriAttention(Policy):
     """
 
     name: ClassVar[str] = "triattention"
-    scores_keys: ClassVar[bool] = True
-    reads_rotation: ClassVar[bool] = True
-    needs_question: ClassVar[bool] = False
+    inputs = frozenset({"keys", "queries", "rotation"})
 
     window: int = 0
     statistics: str | None = option(None, check_text)

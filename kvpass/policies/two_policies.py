@@ -39,13 +39,12 @@ class TwoPolicies(Policy):
 
     def __post_init__(self) -> None:
         prompt, decode = self.prompt, self.decode
-        flags = {
-            name: getattr(prompt, name) or getattr(decode, name)
-            for name in ("reads_projection", "reads_rotation", "scores_keys", "scores_tokens", "of_one_model")
-        }
-        as_prompt = ("window", "parity", "needs_budget", "reads_replays", "weighs_replays", "needs_question")
-        flags |= {name: getattr(prompt, name) for name in as_prompt}
-        vars(self).update(flags, name=f"{prompt.name}+{decode.name}")
+        vars(self).update(
+            name=f"{prompt.name}+{decode.name}",
+            window=prompt.window,
+            parity=prompt.parity,
+            inputs=prompt.inputs | (decode.inputs - {"question"}),
+        )
         reason = self._refusal()
         if reason is not None:
             raise ValueError(f"policy {prompt.name!r} with decode_policy={decode.name!r}: {reason}")
@@ -67,7 +66,7 @@ class TwoPolicies(Policy):
             return f"decode_window={rule.window} must be at most the window of {prompt.name!r}, {prompt.window}"
         if rule.reads_all_heads:
             return f"{decode.name!r} keeps one set of entries in all heads of a layer, which the prompt's need not be"
-        if prompt.scores_tokens and decode.scores_tokens:
+        if "token_scores" in prompt.inputs & decode.inputs:
             return "both score tokens by what enters attention: give evict_during_decode=True to the first"
         return None
 
@@ -85,10 +84,6 @@ class TwoPolicies(Policy):
         prompt, decode = self.prompt.query_rows, self.decode.query_rows
         return None if prompt is None or decode is None else max(prompt, decode)
 
-    @property
-    def sums_columns(self) -> bool:
-        return self.prompt.sums_columns or self.decode.sums_columns
-
     def decode_rule(self) -> DecodeRule | None:
         return self.decode.decode_rule()
 
@@ -98,7 +93,7 @@ class TwoPolicies(Policy):
         return self.prompt.decode_quota(kept, entries, available, ranks) + (self.window - rule.window)
 
     def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
-        reader = self.prompt if self.prompt.scores_tokens else self.decode
+        reader = self.prompt if "token_scores" in self.prompt.inputs else self.decode
         return reader.token_scores(x, layer, num_layers, kv_heads, ranks)
 
     # -- the prompt -------------------------------------------------------------------------------------------------

@@ -39,10 +39,17 @@ class Vatp(WindowAttention):
     """
 
     name: ClassVar[str] = "vatp"
+    inputs = frozenset({"question"})
 
     indicator: Indicator = option("snapkv", check_literal, Indicator)
     sinks: int = option(0, check_int, 0)
     evict_during_decode: bool = option(True, check_bool)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.indicator != "snapkv":
+            more = "column_sum" if self.indicator == "h2o" else "queries"
+            object.__setattr__(self, "inputs", self.inputs | {more})
 
     def score(self, obs: Observation) -> Tensor:
         m = obs.evictable
@@ -61,10 +68,6 @@ class Vatp(WindowAttention):
     @property
     def query_rows(self) -> int | None:
         return SCISSORHANDS_ROWS if self.indicator == "scissorhands" else 0
-
-    @property
-    def sums_columns(self) -> bool:
-        return self.indicator == "h2o"
 
     def decode_rule(self) -> DecodeRule | None:
         if self.indicator == "snapkv" or not self.evict_during_decode:

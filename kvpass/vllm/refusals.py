@@ -42,9 +42,9 @@ REFUSALS = [
             "it does not tell which request is in which row: set VLLM_USE_V2_MODEL_RUNNER=0"),
     Refusal("chunked prefill with a policy that reads how all tokens attend",
             lambda config, settings: config.scheduler_config.enable_chunked_prefill and settings.queries is None,
-            'their queries would have to wait too: use another policy, such as "lava", say query_rows in the class of '
-            "your own, or pass --no-enable-chunked-prefill and --max-num-batched-tokens of at least --max-model-len "
-            "plus --max-num-seqs"),
+            'their queries would have to wait too: use another policy, such as "lava", say inputs without "queries" in '
+            "the class of your own, or pass --no-enable-chunked-prefill and --max-num-batched-tokens of at least "
+            "--max-model-len plus --max-num-seqs"),
     Refusal("chunks shorter than what a policy reads",
             lambda config, settings: (
                 config.scheduler_config.enable_chunked_prefill and _shortest_chunk(config) < (settings.queries or 0)),
@@ -84,13 +84,15 @@ REFUSALS = [
             lambda config, settings: (
                 config.parallel_config.tensor_parallel_size > 1 and not settings.policy.is_right_divided),
             "use obs.all_heads where it compares heads and set divisible = True, or pass --tensor-parallel-size 1"),
-    Refusal("policies that read the output projection of a layer", lambda _, settings: settings.policy.reads_projection,
+    Refusal("policies that read the output projection of a layer",
+            lambda _, settings: "projection" in settings.policy.inputs,
             'an attention layer of vLLM does not know it: use another policy, such as "lava"'),
-    Refusal("policies that read the rotary embedding", lambda _, settings: settings.policy.reads_rotation,
+    Refusal("policies that read the rotary embedding", lambda _, settings: "rotation" in settings.policy.inputs,
             'an attention layer of vLLM does not know it: use another policy, such as "keydiff"'),
     Refusal("policies that replay the prompt", lambda _, settings: settings.policy.replays_prompt,
             'vLLM prefills it once: use another policy, such as "keydiff", without compact=True'),
-    Refusal("policies that score tokens by what enters attention", lambda _, settings: settings.policy.scores_tokens,
+    Refusal("policies that score tokens by what enters attention",
+            lambda _, settings: "token_scores" in settings.policy.inputs,
             'an attention layer of vLLM does not know it: use another policy, such as "keydiff"'),
     Refusal("speculative decoding", lambda config, _: config.speculative_config is not None,
             "leave --speculative-config out"),

@@ -89,7 +89,7 @@ class Settings:
     def queries(self) -> int | None:
         """How many of the last tokens of a prompt the policy reads the queries of; None: of all of them."""
         policy = self.policy
-        if policy.query_rows is None or policy.sums_columns:
+        if policy.query_rows is None or "column_sum" in policy.inputs:
             return None
         return max(policy.query_rows, policy.window, 1)
 

@@ -14,6 +14,7 @@ import kvpass
 from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.part import PromptFacts
+from kvpass.cache.plan import plan
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, record_of_all
@@ -24,7 +25,6 @@ from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.observation import projected_norms
-from kvpass.policies.plan import plan
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import ONE_PROCESS, Ranks, digest
 from pairwise import pairwise
@@ -91,10 +91,10 @@ def recorded(
     buffers = store._prefill
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
-        norms = projected_norms(v[layer], weights[layer], 2) if policy.weighs_replays else None
+        norms = projected_norms(v[layer], weights[layer], 2) if "norms" in policy.inputs else None
         most = most_attended(call.k, [replayed(call.q, call.k)], call.scale, value_norms=norms)
         asked = PolicyInputs(weights[layer], TURNS[layer], buffers.entries, replayed=most)
-        if policy.scores_tokens:
+        if "token_scores" in policy.inputs:
             entered = policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
             asked = asked._replace(entered=entered)
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
@@ -280,7 +280,7 @@ def decoded(policy: Any, start: Tensor, ranks: Ranks, steps: int = 15) -> FullAt
         for layer in range(LAYERS):
             q, k, v = (x[layer, :, :, step : step + 1] for x in new)
             held = EvictBuffers(**store.cached_state)
-            x = ENTERING[layer, :, TOKENS + step] if policy.scores_tokens else None
+            x = ENTERING[layer, :, TOKENS + step] if "token_scores" in policy.inputs else None
             evict.attend_evict(Attention(q, k, v, DIM**-0.5), held, layer, policy, ranks=ranks, entering=x)
         store.advance(1)
     return store

@@ -7,13 +7,13 @@ import kvpass
 from kvpass.compiler.blocks import LayerRun
 from kvpass.policies import POLICIES, resolve
 from pairwise import quick_rows
+from policy_variants import BUILT_IN
 from tiny_models import HEAD_MAP, HYBRIDS, added_in_place, left_pad, random_ids, tiny_model
 
 OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP[:2]}}
 CONDITIONS = [
-    (resolve(name, **OPTIONS.get(name, {})), (0.9 if i % 2 else 40) if policy.needs_budget else None)
-    for i, (name, policy) in enumerate(POLICIES.items())
-    if not policy.of_one_model
+    (resolve(name, **OPTIONS.get(name, {})), (0.9 if i % 2 else 40) if POLICIES[name].needs_budget else None)
+    for i, name in enumerate(BUILT_IN)
 ]
 
 

@@ -10,13 +10,14 @@ from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
+from policy_variants import BUILT_IN
 from support_table import listed, supported_row
 from tiny_models import ALIBI, FAMILIES, LATENT, NEWEST, ROTATED, left_pad, random_ids, step_logits, tiny_model
 from versions import before
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
-POLICIES = sorted(name for name, policy in kvpass.POLICIES.items() if not policy.of_one_model)
+POLICIES = sorted(BUILT_IN)
 PROMPT, NEW = 61, 12
 LIKE_LLAMA = {"llama_mha", "mistral", "qwen2", "olmo2", "granite", "starcoder2", "qwen3_moe", "mistral_sliding", "opt"}
 LIKE_LLAMA |= {"phi", "phi3", "gptj", "mpt", "cohere2", "bloom", "gpt2"}
@@ -42,10 +43,10 @@ if before("5.16"):
 
 def policies_of(family):
     """Those that find in the family what they read: a linear layer right after attention, a rotary embedding, keys."""
-    missing = set() if family in ROTATED else {"reads_rotation"}
-    missing |= {"reads_projection"} if family in ("diffllama", "deepseek_v3", *LATENT) else set()
-    missing |= {"scores_keys"} if family in ALIBI else set()
-    return [name for name in POLICIES if not any(getattr(kvpass.POLICIES[name], reads) for reads in missing)]
+    missing = set() if family in ROTATED else {"rotation"}
+    missing |= {"projection"} if family in ("diffllama", "deepseek_v3", *LATENT) else set()
+    missing |= {"keys"} if family in ALIBI else set()
+    return [name for name in POLICIES if not missing & kvpass.POLICIES[name].inputs]
 
 
 EXHAUSTIVE = [

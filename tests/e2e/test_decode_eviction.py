@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass
 from compiled_models import greedy, padded, prompts_of, two_layers
 from kvpass.cache import layers as store
+from kvpass.cache.plan import plan
 from kvpass.kernels import cpu
 from kvpass.ops import reference
 from kvpass.policies import resolve
-from kvpass.policies.plan import plan
 from kvpass.policies.r_kv import RKV
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
@@ -92,7 +92,7 @@ def test_a_padded_batch_keeps_what_plan_says_of_each_row_at_every_step(monkeypat
             torch.stack([torch.stack([call[i][row : row + 1, :, 0] for call in step]) for step in steps])
             for i in range(3)
         )
-        x = torch.stack([every[i][row : row + 1, pad:] for i in range(3)]) if policy.scores_tokens else None
+        x = torch.stack([every[i][row : row + 1, pad:] for i in range(3)]) if "token_scores" in policy.inputs else None
         asked = {"rope_frequencies": fast.model.rotary_emb.inv_freq.expand(3, -1), "entering": x}
         expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, **asked)
         assert torch.equal(found[0][row, ..., pad:], expected.keep[:, 0])
@@ -183,21 +183,21 @@ def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
     [
         name
         for name, kind in sorted(kvpass.POLICIES.items())
-        if not (name in {*RULES, "full"} or kind.reads_replays or kind.scores_tokens)
+        if not (name in {*RULES, "full"} or kind.inputs & {"replays", "token_scores"})
     ],
 )
 def test_a_compiled_prefill_keeps_what_plan_says(monkeypatch, policy, parity):
     """test_replays.py has those that replay, test_kvzap.py the one that reads what enters attention."""
     calls = recorded_calls(monkeypatch)
     options = {"window": 8, "parity": parity}
-    if kvpass.POLICIES[policy].of_one_model:
+    if policy == "duo_attention":
         options |= {"head_map": HEAD_MAP, "sinks": 3}
     fast = compiled(layers=3, policy=policy, **options)
     cache = fast(random_ids(2, 50), logits_to_keep=1).past_key_values
     q, k, v = (torch.stack([call[i] for call in calls]) for i in range(3))
-    if kvpass.POLICIES[policy].reads_projection:
+    if "projection" in kvpass.POLICIES[policy].inputs:
         options["output_weights"] = torch.stack([layer.self_attn.o_proj.weight.detach() for layer in fast.model.layers])
-    if kvpass.POLICIES[policy].reads_rotation:
+    if "rotation" in kvpass.POLICIES[policy].inputs:
         options["rope_frequencies"] = fast.model.rotary_emb.inv_freq.expand(3, -1)
     expected = plan(policy, q, k, v, budget=BUDGET, **options)
     assert torch.equal(kept_columns(cache, 50).transpose(0, 1), expected.keep)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import kvpass
+from kvpass.cache.plan import plan
 from kvpass.policies import from_spec, resolve
-from kvpass.policies.plan import plan
 from masked_oracle import kept_columns
 from tiny_models import HEAD_MAP, compiled_once, left_pad, random_ids
 

@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvpass.cache.plan import Plan, plan
 from kvpass.operands import PolicyInputs
 from kvpass.policies import resolve
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.plan import Plan, decode_layer, plan
 from kvpass.policies.replay import Replayed
+from policy_oracle import decode_keep
 
 SHIPPED = Path(__file__).resolve().parents[1] / "golden"
 POLICIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
@@ -333,7 +334,7 @@ def test_contract_5_cake_decodes_like_the_released_code_from_its_own_storage_ord
         keep = case.want["keep_mask"][None, layer]
         quota = policy.decode_quota(keep[..., : obs.evictable].sum(2), entries, torch.tensor([length - policy.window]))
         state, new = state[None, None, :, :length], (x[:, layer] for x in decode)
-        steps = decode_layer(policy.decode_rule(), obs, keep, state, quota, *new)
+        steps = decode_keep(policy.decode_rule(), obs, keep, state, quota, *new)
         want = case.want["decode_keep_mask"][:, layer]
         if case.ties:
             assert torch.equal(steps[:, 0].sum(-1), want.sum(-1))

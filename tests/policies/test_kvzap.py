@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvpass
+from kvpass.cache.plan import plan
 from kvpass.compiler import backend
 from kvpass.graphs.decompose_linear import decompose_linear_pass
-from kvpass.policies.plan import plan
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvpass.cache.plan import plan
 from kvpass.policies.loss import attention_output_loss
-from kvpass.policies.plan import plan
 
 
 def prompt(seed: int, group: int = 2):

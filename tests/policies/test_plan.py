@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.operands import Attention, Candidates, PolicyInputs, PrefillBuffers
-from kvpass.ops import reference
+import kvpass
+from kvpass import Plan
+from kvpass.operands import PolicyInputs
 from kvpass.policies import POLICIES, Policy, resolve
 from kvpass.policies.head_splits import AdaptiveHeads
 from kvpass.policies.layer_splits import GlobalLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.plan import Plan
-from kvpass.policies.plan import plan as plan_without_weights
 from kvpass.policies.replay import Replayed, most_attended
-from numeric_checks import Largest, observe, prefill_buffers
+from numeric_checks import Largest
 from pairwise import each_value, pairwise
+from policy_oracle import prompt_keep
 from policy_variants import TAUS, VARIANTS
 
 EVICTING = [
@@ -72,25 +71,17 @@ def replays(q: Tensor, k: Tensor) -> list[Replayed]:
     return [Replayed(*span, sinks, q[..., rows[0], :], k[..., rows[1], :].neg()) for span in spans]
 
 
-def attended(q: Tensor, k: Tensor) -> list[Tensor]:
-    """What the replays attend to most, of each layer."""
-    parts = replays(q, k)
-    return [
-        most_attended(keys, [part._replace(queries=part.queries[i], keys=part.keys[i]) for part in parts], 0.5)
-        for i, keys in enumerate(k)
-    ]
+def inputs_of(layer: int, q: Tensor, k: Tensor, v: Tensor, entries: int) -> PolicyInputs:
+    """What a policy may ask for of a layer."""
+    parts = [part._replace(queries=part.queries[layer], keys=part.keys[layer]) for part in replays(q, k)]
+    most, share = most_attended(k[layer], parts, 0.5), torch.full((q.shape[1],), entries)
+    return PolicyInputs(output_weights(q, v)[layer], rope_frequencies(q)[layer], share, replayed=most)
 
 
 def plan(policy, queries, keys, values, **given) -> Plan:
-    """``kvpass.plan`` with an output projection, a rotary embedding and replays for the policies that read them."""
-    chosen = POLICIES.get(policy) if isinstance(policy, str) else policy
-    if getattr(chosen, "reads_projection", False) or given.get("critical", False):
-        given["output_weights"] = output_weights(queries, values)
-    if getattr(chosen, "reads_rotation", False):
-        given["rope_frequencies"] = rope_frequencies(queries)
-    if getattr(chosen, "reads_replays", False):
-        given["replays"] = replays(queries, keys)
-    return plan_without_weights(policy, queries, keys, values, **given)
+    """``kvpass.plan`` with what policies may read besides."""
+    given |= {"output_weights": output_weights(queries, values), "rope_frequencies": rope_frequencies(queries)}
+    return kvpass.plan(policy, queries, keys, values, replays=replays(queries, keys), **given)
 
 
 def new_tokens(seed: int, steps: int, like: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,10 +108,8 @@ def test_contract_2_released_rules_stay_within_the_stated_capacity(name, options
     for seed in range(6):
         layers, kv_heads, length, window = 1 + seed % 4, 1 + seed % 3, 12 + 5 * seed, 4
         q, k, v = tensors(seed, layers, 1, kv_heads, 2, length)
-        for budget in (5, 9, 16, 30):
-            found = plan(name, q, k, v, budget=budget, window=window, parity="code", **options)
-            evictable = int((found.lengths - window).sum())
-            assert evictable <= found.policy.capacity(budget - window, layers, kv_heads)
+        for budget in (5, 9, 16, 30):  # the pool has as many slots as the policy states, and raises when it is full
+            plan(name, q, k, v, budget=budget, window=window, parity="code", **options)
 
 
 @each(VARIANTS)
@@ -209,17 +198,8 @@ def test_the_three_ways_to_say_a_budget_agree():
 def test_one_tensor_per_layer_and_only_the_window_queries_are_enough():
     q, k, v = tensors(2)
     whole = plan("lava", q, k, v, budget=10, window=4)
-    listed = plan("lava", list(q[:, :, :, -4:]), list(k), list(v), budget=10, window=4)
+    listed = kvpass.plan("lava", list(q[:, :, :, -4:]), list(k), list(v), budget=10, window=4)
     assert torch.equal(whole.keep, listed.keep)
-
-
-def test_to_dict_is_json_and_says_what_was_kept():
-    q, k, v = tensors(2)
-    found = plan("streaming_llm", q, k, v, budget=6, decode=new_tokens(0, 2, (q, k, v)))
-    told = json.loads(json.dumps(found.to_dict()))
-    assert told["kept"][0][0][0] == [0, 1, 2, 3, 22, 23]
-    assert told["decode_kept"][1][0][0][0] == [0, 1, 2, 3, 24, 25]
-    assert told["lengths"] == found.lengths.tolist()
 
 
 @each(EVICTING)
@@ -460,7 +440,7 @@ BAD_INPUT = [
 def test_contract_10_bad_input_names_what_is_wrong(change, message):
     call = {"policy": "lava", "queries": Q, "keys": K, "values": V, "budget": 8, "window": 4} | change
     with pytest.raises(ValueError, match=message):
-        plan(**call)
+        kvpass.plan(**call)
 
 
 @settings(max_examples=60, deadline=None)
@@ -475,25 +455,20 @@ def test_contract_3_layers_that_compete_keep_the_best_of_all_entries(seed, sizes
     """Layer by layer, with equal scores aplenty, as sorting all entries once."""
     layers, kv_heads, length = sizes
     window = min(window, length)
-    entries, evictable = max(budget - window, 0), length - window
+    budget += window
+    evictable = length - window
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(values, (layers, kv_heads, evictable), generator=generator).float()
-    total = min(entries, evictable) * layers * kv_heads
+    total = min(budget - window, evictable) * layers * kv_heads
     order = sorted(np.ndindex(*scores.shape), key=lambda at: (-float(scores[at]), at[0], at[2], at[1]))
     wanted = torch.zeros_like(scores, dtype=torch.bool)
     for at in order[:total]:
         wanted[at] = True
 
-    policy, share = GivenScores(window=window), torch.tensor([entries])
-    buffers = prefill_buffers(policy, entries, layers, 1, kv_heads, (4, 4), window + 2)
-    start, keys = torch.zeros(1, dtype=torch.int64), torch.zeros(1, kv_heads, length, 4)
-    for layer in range(layers):
-        call = Attention(keys[..., -max(window, 1) :, :], keys, keys, 0.5)
-        GIVEN[:] = [scores[layer][None]]
-        seen = reference.score_layer(call, None, start, start, layer, layers, policy, PolicyInputs(entries=share))
-        reference.cascade_step(buffers, Candidates(keys, keys, *seen, start), layer, policy)
-        assert int((buffers.slots[reference.OWNER] >= 0).sum()) <= entries * layers * kv_heads
-    assert torch.equal(kept_of(buffers, wanted[:, None])[:, 0], wanted)
+    keys = torch.zeros(layers, 1, kv_heads, length, 4)
+    GIVEN[:] = [layer[None] for layer in scores]
+    found = kvpass.plan(GivenScores(window=window), keys, keys, keys, budget=budget)
+    assert torch.equal(found.keep[:, 0, :, :evictable], wanted)
 
 
 GIVEN: list[Tensor] = []
@@ -506,7 +481,7 @@ class GivenScores(Policy):
     name: ClassVar[str] = "given_scores"
 
     def score(self, obs: Observation) -> Tensor:
-        return GIVEN[0]
+        return GIVEN[obs.layer]
 
     def heads(self) -> AdaptiveHeads:
         return AdaptiveHeads(0.0)
@@ -515,56 +490,21 @@ class GivenScores(Policy):
         return GlobalLayers()
 
 
-def kept_of(buffers: PrefillBuffers, like: Tensor) -> Tensor:
-    """The entries in the pool, bool ``[L, B, K, N]`` as another mask."""
-    keep, kv_heads = torch.zeros_like(like), like.shape[2]
-    owner, _, position = buffers.slots.long()
-    row, slot = (owner >= 0).nonzero(as_tuple=True)
-    owner, position = owner[row, slot], position[row, slot]
-    keep[owner // kv_heads, row, owner % kv_heads, position] = True
-    return keep
-
-
-@each([v for v in VARIANTS if not resolve(v[0], **v[1]).compares_layers])
-def test_contract_3_cascade_equals_one_shot_for_every_policy(name, options):
-    for seed in range(4):
-        layers, length, window, budget = 4, 26, 3, 8
-        q, k, v = tensors(seed, layers, length=length)
-        found = plan(name, q, k, v, budget=budget, window=window, **options)
-        policy = resolve(name, window=window, **options)
-        entries, available = torch.tensor([budget - window]), torch.tensor([length - window])
-        asked = zip(output_weights(q, v), rope_frequencies(q), [entries] * layers, strict=True)
-        inputs = [PolicyInputs(*one, replayed=most) for one, most in zip(asked, attended(q, k), strict=True)]
-        sites = [Observation(q[i], k[i], v[i], 0.5, window, i, layers, asked=inputs[i]) for i in range(layers)]
-        scores = [policy.checked_score(obs) for obs in sites]
-        weights = [policy.layer_weight(obs, s) for obs, s in zip(sites, scores, strict=True)]
-        known = torch.zeros(1, layers).double() if weights[0] is None else torch.stack(weights, 1)
-        final = policy.layer_budgets(known, entries, available, 2, layers)
-        for i in range(layers):
-            once = policy.rank(scores[i], entries) < final[:, i]
-            assert torch.equal(found.keep[i, :, :, : length - window], once)
-
-
 @pairwise(variant=[*VARIANTS, ("full", {})], parity=["paper", "code"], budget=[8, 15, 29])
-def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, budget):
-    """Their pool has exactly the slots that the policy states, and they raise when it is full."""
+def test_contract_3_a_cascade_keeps_what_is_kept_when_all_scores_are_known(variant, parity, budget):
+    """By rules of papers also what one decision at the end keeps. The pool has as many slots as a policy states."""
     name, options = variant
-    layers, batch, kv_heads, length, window = 4, 2, 2, 30, 4
-    q, k, v = tensors(budget, layers, batch, kv_heads, 2, length)
+    layers, length, window = 4, 30, 4
+    q, k, v = tensors(budget, layers, 2, 2, 2, length)
     policy = resolve(name, window=window, parity=parity, **options)
-    want = plan(policy, q, k, v, budget=budget if policy.needs_budget else None).keep
+    found = plan(policy, q, k, v, budget=budget if policy.needs_budget else None)
     entries = (budget if policy.needs_budget else length) - window
-    buffers = prefill_buffers(policy, entries, layers, batch, kv_heads, (4, 4), window + 2)
-    start = torch.zeros(batch).long()
-    for layer in range(layers):
-        call = Attention(q[layer], k[layer], v[layer], 0.5)
-        asked = PolicyInputs(output_weights(q, v)[layer], rope_frequencies(q)[layer], buffers.entries)
-        asked = asked._replace(replayed=attended(q, k)[layer])
-        _, *seen = observe(reference, call, start, start, layer, layers, policy, asked)
-        reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy)
-    keep = kept_of(buffers, want)
-    keep[..., length - window :] = True
-    assert torch.equal(keep, want)
+    sites = [
+        Observation(q[i], k[i], v[i], 0.5, window, i, layers, asked=inputs_of(i, q, k, v, entries))
+        for i in range(layers)
+    ]
+    for cascaded in (True, False) if parity == "paper" else (True,):
+        assert torch.equal(found.keep, prompt_keep(policy, sites, entries, cascaded=cascaded))
 
 
 @pytest.mark.parametrize(
@@ -573,9 +513,9 @@ def test_the_operators_of_compiled_models_keep_what_plan_says(variant, parity, b
 def test_no_statistic_holds_every_pair_of_tokens(name):
     q, k, v = tensors(0, 1, kv_heads=2, group=1, length=2048)
     given = {"output_weights": output_weights(q, v), "rope_frequencies": rope_frequencies(q)}
-    if POLICIES[name].reads_replays:
+    if "replays" in POLICIES[name].inputs:
         given["replays"] = [Replayed(0, 2048, 0, q, k, torch.ones(1, 1, 2048))]
     with Largest() as largest:
-        found = plan_without_weights(name, q, k, v, budget=512, **given)
+        found = kvpass.plan(name, q, k, v, budget=512, **given)
     assert int(found.lengths.sum()) == 2 * 512
     assert q.nbytes <= largest.nbytes < 4 * 2048**2

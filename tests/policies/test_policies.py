@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvpass.cache.plan import plan
 from kvpass.operands import PolicyInputs
 from kvpass.policies import POLICIES, Policy, resolve
 from kvpass.policies.head_splits import UniformHeads
 from kvpass.policies.observation import Observation
-from kvpass.policies.plan import plan
 from kvpass.policies.released import cake_budgets, pyramid_budgets, rank_safeguarded
 from kvpass.policies.replay import Replayed
+from policy_variants import BUILT_IN, VARIANTS
 
 TAUS = {"tau1": 1.0, "tau2": 1.0}
 L, K, G, N, D, W = 3, 2, 2, 17, 4, 4
@@ -63,10 +64,26 @@ def test_layers_that_compete_go_with_heads_that_do():
         Uniform()
 
 
+OF_A_PROMPT = {"projection", "rotation", "replays", "queries", "column_sum"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, given) for name, given in VARIANTS if not resolve(name, **given).inputs & OF_A_PROMPT]
+)
+def test_only_policies_that_say_so_score_a_head_by_other_heads_or_by_earlier_queries(obs, name, options):
+    """Recompression scores the entries of each head alone, and knows the queries of the window."""
+    policy = resolve(name, window=W, **options)
+    one = dataclasses.replace(obs, queries=obs.queries[:, :, -W:], asked=PolicyInputs(entries=torch.tensor([5])))
+    together, alone = policy.score(one), []
+    for head in range(K):
+        q, k, v = one.queries[:, G * head : G * (head + 1)], one.keys[:, head, None], one.values[:, head, None]
+        alone.append(policy.score(dataclasses.replace(one, queries=q, keys=k, values=v)))
+    same = torch.allclose(torch.cat(alone, 1), together, rtol=1e-4, atol=1e-6)
+    assert same != ("heads" in policy.inputs) or name == "chunkkv", "whose form with each_head has no other heads"
+
+
 READ_NOTHING_ELSE = sorted(
-    name
-    for name, kind in POLICIES.items()
-    if kind.needs_budget and not (kind.reads_rotation or kind.of_one_model or kind.scores_tokens)
+    name for name in BUILT_IN if POLICIES[name].needs_budget and "rotation" not in POLICIES[name].inputs
 )
 
 
@@ -81,7 +98,7 @@ def test_only_policies_that_say_so_read_keys_for_more_than_attention(obs, name):
     columns = torch.arange(2.0 * N).view(N, 2).expand(1, K, -1, -1)
     queries, keys = torch.nn.functional.pad(obs.queries, (0, 2)), torch.cat([obs.keys, columns], -1)
     wider = policy.score(dataclasses.replace(obs, queries=queries, keys=keys))
-    assert torch.allclose(wider, policy.score(obs)) != policy.scores_keys
+    assert torch.allclose(wider, policy.score(obs)) != ("keys" in policy.inputs)
 
 
 @pytest.mark.parametrize("pool", ["max", "avg"])

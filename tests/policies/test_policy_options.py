@@ -325,7 +325,24 @@ def test_register_policy_refuses_what_cannot_work(registry):
         def rank(self, scores, entries):
             return scores.int()
 
+    def saying(**attributes):
+        return policy_class(type("Saying", (SnapKV,), {"name": "saying", **attributes}))
+
     wrong = {int: "derived from", Loose: "dataclass", Thief: r"'snapkv'.*SnapKV", Ranking: "follows from heads"}
+    wrong[saying(reads_projection=True)] = r"Saying.reads_projection: say it in inputs, .*projection"
+    wrong[saying(inputs={"keys", "query"})] = r"Saying.inputs=.*'query'.*each of .*queries"
+    wrong[saying(inputs="keys")] = r"Saying.inputs='keys': must be a set"
     for kind, said in wrong.items():
         with pytest.raises(ValueError, match=said):
             register_policy(kind)
+
+
+def test_a_class_that_defines_a_score_says_its_inputs_anew_before_a_cache_is_compressed_again(registry):
+    def mine(**attributes):
+        return register_policy(policy_class(type("Mine", (SnapKV,), {"name": "mine", **attributes})))
+
+    model, options = tiny_model("llama", layers=1), {"budget": 12, "backend": "eager", "recompress": "every_turn"}
+    for attributes in ({}, {"score": SnapKV.score, "inputs": {"question"}}):
+        kvpass.compile(model, policy=mine(**attributes)(window=4), **options)
+    with pytest.raises(ValueError, match="needs more than the window's queries, or its class does not say"):
+        kvpass.compile(model, policy=mine(score=SnapKV.score)(window=4), **options)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass.cache.plan import plan
 from kvpass.eval.policy_spec import parse_policies
 from kvpass.policies import from_spec, resolve
 from kvpass.policies.decode_rules import DecodeRule, Slots
-from kvpass.policies.plan import plan
 from kvpass.policies.r_kv import RKV
 from kvpass.policies.scores import reduce_group
 from kvpass.policies.tova import Tova

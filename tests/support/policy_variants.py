@@ -6,8 +6,12 @@ from typing import Any
 
 from kvpass.policies import POLICIES
 
+OF_ONE_MODEL = ("duo_attention", "kvzap")
+"""Policies that need an option which is made for one model."""
 BUILT_IN = [
-    name for name, kind in POLICIES.items() if kind.__module__.startswith("kvpass.policies.") and not kind.of_one_model
+    name
+    for name, kind in POLICIES.items()
+    if kind.__module__.startswith("kvpass.policies.") and name not in OF_ONE_MODEL
 ]
 TAUS = {"tau1": 1.6, "tau2": 0.4}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
