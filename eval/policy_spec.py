@@ -51,11 +51,7 @@ def with_format(policy: str, entry_format: EntryFormat) -> str:
 
 
 def parse_formats(text: str) -> tuple[EntryFormat, ...]:
-    """Read formats of entries, such as ``model,int8``.
-
-    Raises:
-        ValueError: there is none, or an unknown one.
-    """
+    """Read formats of entries, such as ``model,int8``; ``ValueError`` if there is none, or an unknown one."""
     if not names(text):
         raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
     return tuple(one_of("entries", name, ENTRY_FORMATS) for name in names(text))

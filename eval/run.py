@@ -106,13 +106,7 @@ class Evaluation:
         return launched()[0] == 0
 
     def run(self) -> list[Row]:
-        """Answer what is not yet answered; write samples, tables and manifest.
-
-        Processes that share the model answer together, and the first one writes.
-
-        Returns:
-            one row for each condition of this run.
-        """
+        """Answer what is not yet answered; write samples, tables and manifest; return one row for each condition."""
         begin = time.perf_counter()
         if self.writes:
             self.options.output.mkdir(parents=True, exist_ok=True)

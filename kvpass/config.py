@@ -265,14 +265,12 @@ class Budget:
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
     def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
-        """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
+        """Return :meth:`entries`; a fraction and bytes are ``window + 1`` at least for a prompt that is no longer.
 
-        A prompt that is no longer than these is kept whole by a fraction and by bytes, which are then ``window + 1``
-        entries at least. So are bytes of a longer prompt, with a warning.
+        Bytes of one entry or more are that for longer prompts too, with a warning.
 
         Raises:
-            ValueError: fewer than ``window + 1`` entries of a longer prompt, or bytes of none; an int budget of fewer,
-                unless the whole prompt fits in them.
+            ValueError: else fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
         entries, least = self.entries(prompt_length, token_bytes), window + 1
         if self.kind != "entries" and prompt_length <= least:

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -41,10 +41,7 @@ _RECORDED = ("new_tokens", "repeats", "requests", "cache_mib", "question_tokens"
 """Settings that a result names, beside those of every measurement."""
 
 
-_R = TypeVar("_R")
-
-
-def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
+def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of a module in a fresh Python process, which ends with it, with :func:`set_environment`.
 
     Raises:

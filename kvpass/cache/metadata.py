@@ -129,8 +129,7 @@ def _check_entries(metadata: CacheMetadata, policy: Policy) -> None:
     if metadata.budget is not None and metadata.layout.pools:
         most = metadata.budget.entries(most, metadata.layout.token_bytes(metadata.entry_format))
         least = 1 if metadata.budget.kind == "fraction" else most
-        if metadata.budget.kind != "entries":
-            most = max(most, policy.window + 1)
+        most = most if metadata.budget.kind == "entries" else max(most, policy.window + 1)
     if not metadata.entries or not all(least <= entries <= most for entries in metadata.entries):
         raise ValueError(f"entries={list(metadata.entries)}: must be {least} to {most} of each row")
 
