@@ -142,9 +142,10 @@ class KVPassLM(HFLM):
                 super().__init__(place, **arguments)
             self.pretrained = pretrained
             if arguments.get("peft"):
-                if self._model.active_peft_config.is_prompt_learning:
+                adapted: Any = self._model
+                if adapted.active_peft_config.is_prompt_learning:
                     raise ValueError(f"peft={arguments['peft']!r}: a trained prompt cannot be merged into the weights")
-                self._model = self._model.merge_and_unload()
+                self._model = adapted.merge_and_unload()
         else:
             super().__init__(pretrained, **arguments)
         accelerator = getattr(self, "accelerator", None)
