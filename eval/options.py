@@ -22,19 +22,12 @@ Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are mad
 Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
 Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help="Of the weights.")]
-Entries = Annotated[
-    str, Option(help="How kept entries are held: 'model', 'int8', 'fp8', 'rot4', 'rot3', 'rot2', or several.")
-]
+Entries = Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2', or as several.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """All combinations of policies, budgets, scopes and entries are run; a policy that needs no budget runs once.
-
-    Attributes:
-        output: folder for ``samples.jsonl`` (to which later runs add), ``manifest.json`` and the tables.
-        num_uncompressed_tokens: with 1 the first generated token sees the compressed cache; with 0 it does not.
-    """
+    """All combinations of policies, budgets, scopes and entries are run; a policy that needs no budget runs once."""
 
     model: Model
     tasks: Annotated[str, Option(help="Tasks, or groups (ruler, longbench), separated by commas.")] = "multi_needle"
@@ -115,7 +108,8 @@ class BenchOptions:
 class CompressOptions:
     document: Annotated[
         Path,
-        Argument(exists=True, dir_okay=False, allow_dash=True, help="Text file to compress; '-' reads standard input."),
+        # path_type: typer would compare a Path with "-"
+        Argument(exists=True, dir_okay=False, allow_dash=True, path_type=str, help="Text file; '-': standard input."),
     ]
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")]
     model: Annotated[str, Option(envvar="KVPASS_MODEL", help=MODEL)] = "builtin"
@@ -164,11 +158,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Split the text of an option at commas into ints.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Split the text of an option at commas into ints; ``ValueError`` if it is none."""
     try:
         return tuple(int(name) for name in names(text))
     except ValueError:

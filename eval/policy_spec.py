@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +51,7 @@ def with_format(policy: str, entry_format: EntryFormat) -> str:
 
 
 def parse_formats(text: str) -> tuple[EntryFormat, ...]:
-    """Read formats of entries, such as ``model,int8``.
-
-    Raises:
-        ValueError: there is none, or an unknown one.
-    """
+    """Read formats of entries, such as ``model,int8``; ``ValueError`` if there is none, or an unknown one."""
     if not names(text):
         raise ValueError(f"entries='': must be one or several of {', '.join(ENTRY_FORMATS)}")
     return tuple(one_of("entries", name, ENTRY_FORMATS) for name in names(text))
@@ -81,6 +80,17 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     if not found:
         raise ValueError(f"policies={text!r}: name at least one policy")
     return tuple(PolicySpec(name, tuple(options)) for name, options in found)
+
+
+def spec_of_contents(policy: Policy) -> str:
+    """Return the spec of a policy, where a file that an option names is known by its contents."""
+    spec: dict[str, Any] = json.loads(policy.spec)
+    for name, value in spec.items():
+        for path in (value, f"{value}/model.safetensors"):
+            if isinstance(value, str) and os.path.isfile(path):
+                with open(path, "rb") as file:
+                    spec[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return json.dumps(spec)
 
 
 def typed(text: str) -> Any:

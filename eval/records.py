@@ -98,11 +98,17 @@ class RecordFile:
             self.records[record.key] = record
 
     def add(self, record: Record) -> None:
-        """Append a record; it is on disk when this returns."""
+        """Append a record; it is on disk when this returns, or the file is as before if this raises."""
         if self.writes:
             with self.path.open("ab", buffering=0) as file:
-                file.write(msgspec.json.encode(record) + b"\n")
-                os.fsync(file)
+                size, line = file.tell(), msgspec.json.encode(record) + b"\n"
+                try:
+                    while line:  # a disk that is nearly full takes a part, and fails at the next
+                        line = line[file.write(line) :]
+                    os.fsync(file)
+                except BaseException:
+                    file.truncate(size)
+                    raise
         self.records[record.key] = record
 
 

@@ -19,7 +19,7 @@ import kvpass
 from kvpass.config import Budget, EntryFormat
 from kvpass.eval.environment import answering_digest, machine, model_digest, policy_digest, save_json, versions
 from kvpass.eval.options import EvalOptions, names
-from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
+from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
 from kvpass.eval.runner import Kept, Runner, chunks
@@ -27,6 +27,7 @@ from kvpass.eval.tasks import Sample, Task, encode, find_tasks
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar, progress_console
+from kvpass.replace_file import write_shared
 
 BudgetValue = int | float | str
 
@@ -105,13 +106,7 @@ class Evaluation:
         return launched()[0] == 0
 
     def run(self) -> list[Row]:
-        """Answer what is not yet answered; write samples, tables and manifest.
-
-        Processes that share the model answer together, and the first one writes.
-
-        Returns:
-            one row for each condition of this run.
-        """
+        """Answer what is not yet answered; write samples, tables and manifest; return one row for each condition."""
         begin = time.perf_counter()
         if self.writes:
             self.options.output.mkdir(parents=True, exist_ok=True)
@@ -126,7 +121,7 @@ class Evaluation:
                 progress.update(bar, advance=len(records), score=records[-1].score)
         rows = summarize(self.records())
         if self.writes:
-            (self.options.output / "results.md").write_text(results_tables(rows).markdown(), encoding="utf-8")
+            write_shared(self.options.output / "results.md", results_tables(rows).markdown().encode())
             self._write_manifest(rows, time.perf_counter() - begin)
         return rows
 
@@ -207,17 +202,18 @@ class Evaluation:
     ) -> Condition:
         condition = Condition(task, spec, budget, scope, entry_format)
         policy = spec.resolve()
+        named, code = with_format(spec_of_contents(policy), entry_format), self.code + policy_digest(policy)
         for index, (sample, prompt) in enumerate(self.samples[task.name]):
             self._check_budget(policy, budget, scope, prompt)
             question = Question(
                 task=task.name,
                 sample=sample.id,
-                policy=with_format(policy.spec, entry_format),
+                policy=named,
                 budget="all" if budget is None else str(budget),
                 scope=scope,
                 num_uncompressed_tokens=self.options.num_uncompressed_tokens if scope == "prompt" else 0,
                 model=self.fingerprint,
-                code=self.code + policy_digest(policy),
+                code=code,
                 backend=self.options.backend,
                 device=self.model.device.type,
                 seed=self.options.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -264,16 +265,23 @@ class Budget:
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
     def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
-        """Return :meth:`entries`; raise if they cannot hold the window and one more entry.
+        """Return :meth:`entries`; a fraction and bytes are ``window + 1`` at least for a prompt that is no longer.
+
+        Bytes of one entry or more are that for longer prompts too, with a warning.
 
         Raises:
-            ValueError: fewer than ``window + 1`` entries, unless the whole prompt fits in them.
+            ValueError: else fewer than ``window + 1`` entries, unless the whole prompt fits in them.
         """
-        entries = self.entries(prompt_length, token_bytes)
-        if entries < min(window + 1, prompt_length):
+        entries, least = self.entries(prompt_length, token_bytes), window + 1
+        if self.kind != "entries" and prompt_length <= least:
+            return max(entries, least)
+        if self.kind == "bytes" and 1 <= entries < least:
+            warnings.warn(f"budget {self} is {entries} entries per KV head per layer: {least} are kept", stacklevel=2)
+            return least
+        if entries < min(least, prompt_length):
             raise ValueError(
                 f"budget {self} is {entries} entries per KV head per layer for a prompt of {prompt_length} tokens; "
-                f"it must be at least window + 1 = {window + 1}"
+                f"it must be at least window + 1 = {least}"
             )
         return entries
 

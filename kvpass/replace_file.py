@@ -12,24 +12,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-PRIVATE = 0o600
-"""Permissions of a draft and of a new file: only its owner may read it."""
+PRIVATE, SHARED = 0o600, 0o666
+"""Permissions of a draft and of a new file: only its owner may read it, or who the umask lets."""
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[BinaryIO]:
+def replacing(path: str | Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     """Yield a file to write, which replaces ``path`` after the block; if the block raises, nothing changes.
 
     A symbolic link stays, and its target is written. A replaced file keeps its permissions, and its owner where the
     system allows it. A process that is killed leaves a draft; the next call in the folder removes it.
 
+    Args:
+        mode: :data:`PRIVATE` or :data:`SHARED`.
     Raises:
         OSError: the folder does not exist, cannot be written or is full, or ``path`` is no regular file.
     """
     try:
         target, old = _target(path)
         _remove_stale_drafts(target.parent)
-        draft, descriptor = _open_draft(target.parent)
+        draft, descriptor = _open_draft(target.parent, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 yield file
@@ -37,13 +39,20 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
                 if old is not None:
                     with suppress(PermissionError):
                         os.fchown(file.fileno(), old.st_uid, old.st_gid)
-                os.fchmod(file.fileno(), PRIVATE if old is None else stat.S_IMODE(old.st_mode))
+                if old is not None or mode == PRIVATE:
+                    os.fchmod(file.fileno(), PRIVATE if old is None else stat.S_IMODE(old.st_mode))
                 os.fsync(file.fileno())
                 os.replace(draft, target)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:  # errors of writes name no file, and users do not know the draft
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_shared(path: str | Path, content: bytes) -> None:
+    """Write a file that others may read, as :func:`replacing` does."""
+    with replacing(path, SHARED) as file:
+        file.write(content)
 
 
 def _target(path: str | Path) -> tuple[Path, os.stat_result | None]:
@@ -60,11 +69,11 @@ def _target(path: str | Path) -> tuple[Path, os.stat_result | None]:
     return Path(target), found
 
 
-def _open_draft(folder: Path) -> tuple[Path, int]:
+def _open_draft(folder: Path, mode: int) -> tuple[Path, int]:
     """Create a file with a short name, whatever the target's is; it is locked while open."""
     while True:
         draft = folder / f".kvpass-{secrets.token_hex(8)}.draft"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with suppress(OSError):  # without locks in the file system, no process removes drafts
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if draft.exists():

@@ -19,6 +19,7 @@ from kvpass.config import Budget
 from kvpass.operands import BITS
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
+from kvpass.replace_file import write_shared
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -305,5 +306,7 @@ class Report:
             right.scatter(places, edge, s=60, c=color, marker="^", clip_on=False, zorder=3, label=name)
         if marks:
             figure.legend(loc="outside lower right", ncols=len(marks), frameon=False)
-        figure.savefig(path, dpi=120)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=120, format=Path(path).suffix[1:] or "png")
+        write_shared(path, picture.getvalue())
         return Path(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -13,12 +12,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from kvpass.config import EntryFormat
+from kvpass.eval.bench import set_environment
 from kvpass.eval.bench.base import Benchmark, Result, named
 from kvpass.eval.bench.settings import BenchSettings, build
 from kvpass.eval.environment import conditions
@@ -39,28 +39,16 @@ MOST_RUNNING = 256
 _DOCUMENT = "text.kv"
 _RECORDED = ("new_tokens", "repeats", "requests", "cache_mib", "question_tokens", "task")
 """Settings that a result names, beside those of every measurement."""
-_ENVIRONMENT = {
-    "KVPASS_PROGRESS": "0",  # the bar of the command says what runs
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is read here, step by step
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "PYTHONWARNINGS": "ignore",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
-_R = TypeVar("_R")
-
-
-def in_new_process(function: Callable[..., _R], *args: Any) -> _R:
-    """Call a function of a module in a fresh Python process, which ends with it; the environment is this one's.
+def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of a module in a fresh Python process, which ends with it, with :func:`set_environment`.
 
     Raises:
         BrokenProcessPool: the process was killed, mostly for want of memory.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=set_environment) as pool:
         return pool.submit(function, *args).result()
 
 
@@ -262,7 +250,6 @@ class Serve(Benchmark):
         settings, records = self.settings, list[Result]()
         result |= {"policy": str(settings.specs[0]), "serve": records}
         result |= {name: getattr(settings, name) for name in _RECORDED}
-        os.environ.update(_ENVIRONMENT)  # of the processes that are started; this one has read what it reads
         for tokens, (name, measure) in itertools.product(settings.prompts, self.systems()):
             yield f"{tokens} tokens, {name}"
             records.append({"tokens": tokens, "system": name, **in_new_process(measure, tokens)})

@@ -23,6 +23,7 @@ from kvpass.config import EntryFormat
 from kvpass.eval.bench.kernels import LATENT, WINDOW, WORST_ERROR, Shape, cache_of, ragged_lengths, time_graph
 from kvpass.eval.environment import machine, versions
 from kvpass.operands import AppendBuffers, Attention, SlotCache
+from kvpass.replace_file import write_shared
 from kvpass.rotation import rotated_call
 
 LEAST_GAIN = 0.03
@@ -147,7 +148,7 @@ def write_row(path: Path, architecture: int, chosen: dict[str, str], measured_on
         of_archs = {**content["cases"][case], str(architecture): config}
         content["cases"][case] = dict(sorted(of_archs.items(), key=lambda item: int(item[0])))
     content["measured"][str(architecture)] = measured_on
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_shared(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def tune() -> None:

@@ -1,13 +1,7 @@
 """lm-evaluation-harness backend: ``lm_eval --model kvpass`` scores and generates with a compressed cache.
 
-What differs from the harness's own Hugging Face model:
-
-* The last ``num_uncompressed_tokens`` tokens of a prompt (or, with ``scope="context"``, the question after the
-  separator) are fed after the tokens before them have been prefilled and compressed. So the first generated token, and
-  the first token of a continuation whose likelihood is asked, are computed against the compressed cache. A model that
-  merely compresses after its prefill would score continuations with the uncompressed cache.
-* What several requests share of what is compressed is prefilled and compressed once, whatever the batch size.
-* Weights, tokenizer, policy, budget, scope and code are part of the keys of ``--use_cache``.
+``docs/evaluate.md`` says what differs from the harness's own Hugging Face model. One that merely compresses after its
+prefill would score continuations with the uncompressed cache.
 """
 
 from __future__ import annotations
@@ -42,6 +36,7 @@ from kvpass.eval.harness.settings import (
     prefix_keys,
     refuse_unsupported,
 )
+from kvpass.eval.policy_spec import spec_of_contents
 from kvpass.eval.prompt import (
     SEPARATOR,
     Prompt,
@@ -146,6 +141,11 @@ class KVPassLM(HFLM):
             with located(pretrained) as place:
                 super().__init__(place, **arguments)
             self.pretrained = pretrained
+            if arguments.get("peft"):
+                adapted: Any = self._model
+                if adapted.active_peft_config.is_prompt_learning:
+                    raise ValueError(f"peft={arguments['peft']!r}: a trained prompt cannot be merged into the weights")
+                self._model = adapted.merge_and_unload()
         else:
             super().__init__(pretrained, **arguments)
         accelerator = getattr(self, "accelerator", None)
@@ -361,8 +361,8 @@ class KVPassLM(HFLM):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all an answer depends on beside the request."""
-        source = policy_digest(self._policy)
-        settings = {**self._settings(), "policy_source": source, **self._arguments, "max_length": self.max_length}
+        policy = {"policy_options": spec_of_contents(self._policy), "policy_source": policy_digest(self._policy)}
+        settings = {**self._settings(), **policy, **self._arguments, "max_length": self.max_length}
         return fingerprint(self.model, self.tokenizer, settings)
 
     def set_cache_hook(self, cache_hook: Any) -> None:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import functools
 import gzip
 import itertools
-import json
 import sys
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.tasks.base import Sample, library
@@ -68,12 +70,12 @@ class LongBench:
         return [
             Sample(
                 id=str(index),
-                context=before + row["context"],
-                question=after.replace("{{question}}", row["input"] if "input" in row else row["question"]),
-                answers=tuple(row["answers"]),
+                context=before + row.context,
+                question=after.replace("{{question}}", row.input),
+                answers=(row.answers,) if isinstance(row.answers, str) else tuple(row.answers),
                 max_new_tokens=config["generation_kwargs"]["max_gen_toks"],
-                classes=tuple(row["all_classes"] or ()),
-                labels={"words": int(row["length"])},
+                classes=tuple(row.all_classes or ()),
+                labels={"words": row.length},
             )
             for index, row in enumerate(rows)
         ]
@@ -95,23 +97,46 @@ class LongBench:
             sys.setrecursionlimit(limit)
 
 
-def _rows(data_dir: Path | None, dataset: str, count: int) -> list[dict[str, Any]]:
+class _Row(msgspec.Struct):
+    """What is read of a row; the hub calls ``input`` a question."""
+
+    context: str
+    input: str
+    answers: Annotated[list[str], msgspec.Meta(min_length=1)] | Annotated[str, msgspec.Meta(min_length=1)]
+    length: int
+    all_classes: list[str] | None
+
+    @classmethod
+    def of(cls, place: str, row: Mapping[str, Any] | str) -> _Row:
+        """Read a row, or the line of one; an error names the place."""
+        try:
+            fields = msgspec.json.decode(row, type=dict[str, Any]) if isinstance(row, str) else row
+            return msgspec.convert({"input": fields.get("question"), **fields}, cls)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{place}: is no row of LongBench: {error}") from None
+
+
+def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
     """The first ``count`` rows of a data set, from a file in the folder, or else from the hub.
 
     Raises:
         ImportError: the package ``datasets`` is not installed.
-        ValueError: the hub cannot be reached, or has no such data set.
+        ValueError: the hub cannot be reached, or has no such data set; or a row is none of LongBench's.
     """
     for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
         path = None if data_dir is None else data_dir / "longbench" / f"{dataset}{ending}"
         if path is not None and path.is_file():
-            with opener(path, "rt", encoding="utf-8") as lines:
-                return [json.loads(line) for line in itertools.islice(lines, count)]
+            try:
+                with opener(path, "rt", encoding="utf-8-sig") as file:
+                    lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+                    return [_Row.of(f"{path}, line {number}", line) for number, line in itertools.islice(lines, count)]
+            except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
+                raise ValueError(f"{path}: cannot be read: {error}") from None
     try:
         rows = library("datasets").load_dataset(HUB, dataset, split="test")
     except OSError as error:
         raise ValueError(f"data set {dataset!r}: not in data_dir, and not on the hub: {error}") from error
-    return [dict(rows[index]) for index in range(min(count, len(rows)))]
+    return [_Row.of(f"data set {dataset!r}, row {index}", rows[index]) for index in range(min(count, len(rows)))]
 
 
 @functools.cache

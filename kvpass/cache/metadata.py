@@ -57,12 +57,6 @@ class CacheMetadata:
             raise ValueError(f"columns={self.columns}: must be from 1 to 2**26")
         if not (self.layout.pools or self.layout.rings):
             raise ValueError("layout: must have a group of layers")
-        least, most = 1, self.columns  # prompts are no longer
-        if self.budget is not None and self.layout.pools:
-            most = self.budget.entries(self.columns, self.layout.token_bytes(self.entry_format))
-            least = 1 if self.budget.kind == "fraction" else most
-        if not self.entries or not all(least <= entries <= most for entries in self.entries):
-            raise ValueError(f"entries={list(self.entries)}: must be {least} to {most} of each row")
 
 
 def saved_names(policy: Policy, geometry: Geometry, entry_format: EntryFormat) -> list[str]:
@@ -85,6 +79,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     Raises:
         ValueError: a tensor is missing or unknown, or has another dtype, shape or range.
     """
+    _check_entries(metadata, policy)
     rows, rule = len(metadata.entries), policy.decode_rule()
     in_floats = ("ring_k", "ring_v", *(("tail_k", "tail_v") if metadata.entry_format == "model" else ()))
     dtypes = {tensor.dtype for name, tensor in tensors.items() if name.endswith(in_floats)}
@@ -126,6 +121,17 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         else:
             _check_pool(store, seen)
             _check_slots(store, seen)
+
+
+def _check_entries(metadata: CacheMetadata, policy: Policy) -> None:
+    """Check that the budget of each row is one of a prompt of so many columns."""
+    least, most = 1, metadata.columns  # prompts are no longer
+    if metadata.budget is not None and metadata.layout.pools:
+        most = metadata.budget.entries(most, metadata.layout.token_bytes(metadata.entry_format))
+        least = 1 if metadata.budget.kind == "fraction" else most
+        most = most if metadata.budget.kind == "entries" else max(most, policy.window + 1)
+    if not metadata.entries or not all(least <= entries <= most for entries in metadata.entries):
+        raise ValueError(f"entries={list(metadata.entries)}: must be {least} to {most} of each row")
 
 
 def _shapes(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -40,6 +40,7 @@ from kvpass.policies.observation import Observation, with_rope
 from kvpass.policies.options import check_float, check_int, option
 from kvpass.progress import progress_bar, progress_console
 from kvpass.ranks import Ranks
+from kvpass.replace_file import write_shared
 
 _TEXTS = "kvpass_texts"
 _REQUEST = "\n\nRepeat the previous context exactly."
@@ -82,12 +83,12 @@ class Calibration:
     fitted: int
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, whose maps have the names of NVIDIA's files."""
+        """Write a safetensors file, whose maps have the names of NVIDIA's files; raises ``OSError``."""
         tensors = {SHARES: self.head_shares, MAXIMA: self.head_maxima, "r2": self.r2, **self.queries}
         for layer, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
             tensors |= {f"module_list.{layer}.weight": weight, f"module_list.{layer}.bias": bias}
         told = {MODEL: self.model, _TEXTS: self.texts, "fitted_tokens": str(self.fitted)}
-        save_file({name: x.float().contiguous().cpu() for name, x in tensors.items()}, path, metadata=told)
+        write_shared(path, save({name: x.float().contiguous().cpu() for name, x in tensors.items()}, metadata=told))
 
 
 def calibrate(

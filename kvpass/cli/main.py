@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import importlib
@@ -45,6 +46,7 @@ def _import_libraries() -> None:
         importlib.import_module("kvpass.api")
     gc.enable()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else what is imported is never freed, and nanobind, which triton uses, reports leaks
 
 
 @contextmanager
@@ -185,7 +187,7 @@ def compress(options: CompressOptions) -> None:
         chosen = parse_policies(options.policy)
         if len(chosen) != 1:
             raise ValueError(f"policy={options.policy!r}: name one")
-        text = typer.get_text_stream("stdin").read() if str(document) == "-" else _read_text(document)
+        text = _read_text(document)
         _make_folder("output", output.parent)
         made = Document.compress(
             text,
@@ -259,12 +261,14 @@ def _make_folder(option: str, folder: Path) -> None:
 
 
 def _read_text(path: Path) -> str:
-    """Read a document.
+    """Read a document; ``-`` is standard input.
 
     Raises:
         ValueError: it cannot be read, or is no text.
     """
     try:
-        return path.read_text()
+        if str(path) == "-":
+            return typer.get_text_stream("stdin", encoding="utf-8-sig").read()
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"document={str(path)!r}: {error}") from None

@@ -54,9 +54,9 @@ def read_head_map(folder: str) -> tuple[Rows, int, int]:
     """
     values, sizes = Path(folder, VALUES), Path(folder, SIZES)
     try:
-        lines = [line.split("\t") for line in values.read_text().splitlines() if line.strip()]
+        lines = [line.split("\t") for line in values.read_text("utf-8-sig").splitlines() if line.strip()]
         numbers = [[float(text) for text in line] for line in lines]
-        config = json.loads(sizes.read_text())
+        config = json.loads(sizes.read_text("utf-8-sig"))
         first, newest = config["sink_size"], config["recent_size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

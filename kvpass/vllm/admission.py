@@ -173,11 +173,14 @@ class Admission:
         Args:
             request: with its own copy of ``sampling_params``.
         Raises:
-            ValueError: there is no such document, its question or ``min_tokens`` is more than there is room for, or the
-                request is a streaming session; HTTP 400.
+            ValueError: an argument is unknown, there is no such document, its question or ``min_tokens`` is more than
+                there is room for, or the request is a streaming session; HTTP 400.
         """
         most = self.settings.room + 1  # the last token is never appended
         params = request.sampling_params
+        for name in params.extra_args or {}:
+            if str(name).startswith("kvpass") and name != DOCUMENT:
+                raise ValueError(f"{name}: kvpass does not know this argument of a request; it knows {[DOCUMENT]}")
         if request.resumable:
             raise ValueError("kvpass does not support streaming sessions: send the whole prompt in one request")
         if self.settings.only_documents or (params.extra_args or {}).get(DOCUMENT) is not None:

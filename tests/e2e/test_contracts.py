@@ -1,12 +1,13 @@
 """The contracts of the design that hold for a whole model; the name of each test says which."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import kvpass
-from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, spoken, two_layers
+from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, reloaded, spoken, two_layers
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
@@ -189,6 +190,20 @@ def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
                 positions = kept[layer, head][kept[layer, head] >= 0]
                 assert torch.equal(positions, positions.unique()), "positions repeat or are unordered"
                 assert set(range(n - min(8, n), n)) <= set(positions.tolist()), "the window was not kept"
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+@pytest.mark.parametrize("budget", [0.25, "2KiB"])
+def test_a_prompt_no_longer_than_the_window_is_kept_whole_by_a_fraction_and_by_bytes(policy, budget, tmp_path):
+    """As by an int budget: alone and beside a longer row, of which bytes keep the window and one entry more."""
+    model, fast = two_layers(policy=policy, budget=budget)
+    ids = random_ids(1, 5)
+    assert torch.equal(greedy(fast, ids, new=4), greedy(model, ids, new=4))
+    with pytest.warns(UserWarning, match="9 are kept") if budget == "2KiB" else nullcontext():
+        cache = fast(*padded(PROMPT, 9, 5)).past_key_values
+    most = 9 if budget == "2KiB" else PROMPT // 4
+    assert [row.unique().tolist() for row in cache.lengths] == [[most], [9], [5]]
+    assert torch.equal(reloaded(cache, fast, tmp_path).positions, cache.positions)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,17 @@ def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path,
     assert json.loads(read_cache_file(path)[0]["policy"])["window"] == window
 
 
+def test_standard_input_and_a_byte_order_mark_are_read_as_the_same_text(text, tmp_path):
+    marked, found = tmp_path / "marked.txt", []
+    marked.write_text(TEXT, encoding="utf-8-sig")
+    for document, stdin in ((text, b""), (marked, b""), ("-", TEXT.encode()), ("-", TEXT.encode("utf-8-sig"))):
+        path = tmp_path / "doc.kv"
+        result = invoke("compress", document, "-o", path, "--budget", "40", "--backend", "eager", stdin=stdin)
+        assert result.exit_code == 0, result.output
+        found.append(read_cache_file(path)[1]["ids"].tolist())
+    assert found == [found[0]] * 4
+
+
 def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
     path = tmp_path / "doc.kv"
     document.save(path)

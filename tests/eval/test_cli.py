@@ -13,10 +13,12 @@ import sys
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
+import typer
 from rich.console import Console
 
 import kvpass
 from command_line import invoke
+from kvpass.cli import main
 from kvpass.eval import demo
 from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench import serve
@@ -40,6 +42,37 @@ def test_help_is_given_for_every_command(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+ARGUMENTS = {"eval": "builtin", "demo": "builtin", "bench": "", "compress": "-", "ask": f"{__file__} who?"}
+ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m"}
+VALUES = """
+--tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
+--entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
+--facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
+--json a --requests 2 --cache-mib 8 --question-tokens 4 --task needle --policy lava --texts . --ridge 2 --model tiny
+""".split()
+
+
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_every_option_that_the_help_names_is_taken(command, monkeypatch):
+    def reached():
+        raise typer.Exit(7)
+
+    monkeypatch.setattr(main, "_bad_values", reached)  # in it a command does what it was asked for
+    values = dict(zip(VALUES[::2], VALUES[1::2], strict=True)) | ({"--dtype": "fp32"} if command == "bench" else {})
+    options = re.findall(r"(?<![\w-])(--[a-z-]+|-[a-z])\b", invoke(command, "--help", columns=300).output)
+    words = [word for name in options if name != "--help" for word in (name, values.get(name)) if word is not None]
+    result = invoke(command, *ARGUMENTS[command].split(), *words)
+    assert result.exit_code == 7, result.output
+
+
+def test_what_is_imported_is_freed_at_the_end_of_a_command():
+    """Else nanobind, which newer versions of triton use, reports what is left as leaks."""
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); from kvpass.cli.main import app; "
+    asked = [sys.executable, "-c", code + "app(['bench', '--budget', 'nan'])"]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "0\n"), done.stderr
 
 
 BAD_PATHS = {
@@ -294,6 +327,8 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
 def test_a_process_of_its_own_has_the_environment_of_now(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "here")
     assert serve.in_new_process(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == "here"
+    assert serve.in_new_process(os.getenv, "VLLM_LOGGING_LEVEL") == "ERROR"
+    assert "VLLM_LOGGING_LEVEL" not in os.environ, "of the started processes alone"
     with pytest.raises(BrokenProcessPool):
         serve.in_new_process(os.abort)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -316,6 +317,26 @@ def test_model_info_says_what_was_kept(tight):
     assert facts["version"] == kvpass.__version__ and facts["torch"] == torch.__version__
 
 
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_scored_as_the_stock_model_scores_it_and_a_trained_prompt_is_refused(tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft, which lm_eval's peft= reads adapters with")
+    MODEL.save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "base")
+    configs = {
+        "lora": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    for name, config in configs.items():
+        peft.get_peft_model(copy.deepcopy(MODEL), config).save_pretrained(tmp_path / name)
+    given = {"model": str(tmp_path / "base"), "tokenizer": None, "device": "cpu", "peft": str(tmp_path / "lora")}
+    found, expected = (likelihoods(build(kind, **given), MULTIPLE_CHOICE[:4]) for kind in (KVPassLM, HFLM))
+    assert difference(found, expected) < 1e-4
+    with pytest.raises(ValueError, match=r"peft=.*prompt.: a trained prompt cannot be merged"):
+        build(**{**given, "peft": str(tmp_path / "prompt")})
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
@@ -354,6 +375,16 @@ def test_a_fraction_that_leaves_too_little_is_refused_before_anything_is_compute
         generations(lm, CONTEXTS)
     with pytest.raises(ValueError, match="nothing to report"):
         lm.model.report()
+
+
+@pytest.mark.parametrize("budget", [0.2, "2KiB"])
+def test_a_short_context_is_kept_whole_by_a_fraction_and_by_bytes_beside_longer_ones(budget, stock):
+    short = [("fox", " was very old"), ("the old fox", " 007")]
+    lm = build(batch_size=4, policy="snapkv", window=15, budget=budget)
+    found = likelihoods(lm, [*short, (CONTEXTS[1], " silver"), (CONTEXTS[3], " silver")])
+    assert difference(found[:2], likelihoods(stock, short)) < 1e-4
+    assert generations(lm, ["the old fox"]) == generations(stock, ["the old fox"])
+    assert measured(lm, "kept_fraction") < 0.5
 
 
 @pytest.mark.parametrize("settings", [{"max_gen_toks": 4096}, {"max_length": 64}, {"num_return_sequences": 2}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 
 import msgspec
 import pytest
@@ -38,6 +39,22 @@ def test_a_record_file_gives_back_what_was_added_and_cuts_off_a_torn_line(tmp_pa
     read = RecordFile(path)
     assert path.read_bytes() == whole
     assert read.records == {"a": added[2], "b": added[1]}
+
+
+def test_a_record_that_the_disk_takes_a_part_of_is_an_error_and_leaves_the_file_alone(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    file = RecordFile(path)
+    file.add(record("a"))
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) * 3 // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            file.add(record("b"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    file.add(record("c"))
+    assert list(RecordFile(path).records) == ["a", "c"] == list(file.records)
 
 
 WITHOUT_A_SCORE = msgspec.json.encode({k: v for k, v in msgspec.to_builtins(record("b")).items() if k != "score"})

@@ -139,6 +139,18 @@ def test_whatever_changes_an_answer_changes_the_key(tmp_path, monkeypatch):
             assert base.isdisjoint(conditions_of(tmp_path, policies="snapkv:window=8")), name
 
 
+def test_a_file_that_a_policy_names_is_known_by_what_is_in_it(tmp_path):
+    file, folder = tmp_path / "maps.safetensors", tmp_path / "published"
+    folder.mkdir()
+    keys = {}
+    for content in (b"one", b"two"):
+        for path in (file, folder / "model.safetensors"):
+            path.write_bytes(content)
+        keys[content] = conditions_of(tmp_path, policies=f"kvzap:weights={file},window=8")
+        assert keys[content] == conditions_of(tmp_path, policies=f"kvzap:weights={folder},window=8")
+    assert keys[b"one"].isdisjoint(keys[b"two"])
+
+
 def test_a_dtype_that_is_none_is_refused_before_the_run_begins(tmp_path):
     with pytest.raises(ValueError, match="dtype='int8'"):
         Evaluation(options(tmp_path / "out", dtype="int8"))

@@ -272,6 +272,40 @@ def test_longbench_rows_become_the_prompt_of_the_harness_cut_behind_the_context(
     assert (classed.metric("\nFood\nDate", sample), classed.metric("Food or Date", sample)) == (1.0, 0.5)
 
 
+ROW = {"input": "who?", "context": "A fox.", "answers": ["fox"], "length": 2, "all_classes": None}
+
+
+def test_blank_lines_a_byte_order_mark_and_an_answer_that_is_a_text_are_read(words, folder):
+    file, task = folder / "longbench" / "qasper.jsonl", registry(folder)["longbench_qasper"]
+    lines = [json.dumps(ROW), json.dumps(ROW | {"answers": "fox"})]
+    file.write_text("\n".join(lines))
+    plain = task.samples(words, 512, 2, 0)
+    assert [sample.answers for sample in plain] == [("fox",), ("fox",)]
+    file.write_text("\n" + "\n \n".join(lines) + "\n\n", encoding="utf-8-sig")
+    assert task.samples(words, 512, 2, 0) == plain
+
+
+WRONG_ROWS = ["{", "[]", json.dumps(ROW | {"answers": []}), json.dumps(ROW | {"context": 1})]
+WRONG_ROWS += [json.dumps({name: value for name, value in ROW.items() if name != left_out}) for left_out in ROW]
+
+
+@pytest.mark.parametrize("line", WRONG_ROWS)
+def test_a_line_that_is_no_row_is_refused_by_file_and_number(words, folder, line):
+    (folder / "longbench" / "qasper.jsonl").write_text(f"{json.dumps(ROW)}\n\n{line}\n")
+    with pytest.raises(ValueError, match=r"longbench.qasper\.jsonl, line 3: is no row of LongBench: "):
+        registry(folder)["longbench_qasper"].samples(words, 512, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("qasper.jsonl", b"\xff\n"), ("qasper.jsonl.gz", gzip.compress(json.dumps(ROW).encode())[:-9])],
+)
+def test_a_file_that_cannot_be_read_is_named(words, folder, name, content):
+    (folder / "longbench" / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{re.escape(name)}: cannot be read: "):
+        registry(folder)["longbench_qasper"].samples(words, 512, 2, 0)
+
+
 def test_every_data_set_of_the_harness_has_one_border_between_context_and_question():
     assert len(longbench.NAMES) == 21
     for name in longbench.NAMES:

@@ -62,6 +62,13 @@ def published(folder: Path, rows: list[str], **config: object) -> str:
 ROWS = ["\t".join(f"{number:e}" for number in row) for row in HEAD_MAP]
 
 
+def test_files_of_a_published_map_may_begin_with_a_byte_order_mark(tmp_path):
+    plain = resolve("duo_attention", head_map=(folder := published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)))
+    for file in Path(folder).iterdir():
+        file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert resolve("duo_attention", head_map=folder) == plain
+
+
 def test_a_published_map_decides_what_rows_of_any_padding_keep_and_a_saved_cache_needs_no_file(tmp_path):
     folder = published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)
     _, fast = compiled_once("llama", layers=3, policy="duo_attention", budget=17, backend="eager", head_map=folder)

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from kvpass.cli.main import app
 
 
-def invoke(*words: object, columns: int | None = None) -> Any:
+def invoke(*words: object, columns: int | None = None, stdin: bytes = b"") -> Any:
     """What a command prints, and its exit code.
 
     Args:
-        columns: width of the terminal.
+        columns: width of the terminal. stdin: standard input.
     """
     environment = {} if columns is None else {"COLUMNS": str(columns)}
-    return CliRunner(env=environment).invoke(app, [str(word) for word in words])
+    return CliRunner(env=environment).invoke(app, [str(word) for word in words], input=stdin)

@@ -66,6 +66,12 @@ def test_what_cannot_be_asked_of_a_document_is_refused(change, message):
         Admission(ADMISSION.settings, ADMISSION.documents, most).admit(request(4, **change))
 
 
+@pytest.mark.parametrize("name", ["kvpass_documents", "kvpass", "kvpass_budget"])
+def test_an_argument_of_a_request_that_kvpass_does_not_know_is_refused_with_those_it_knows(name):
+    with pytest.raises(ValueError, match=rf"{name}: .* it knows \['kvpass_document'\]"):
+        ADMISSION.admit(request(4, extra_args={DOCUMENT: "manual", name: 1}))
+
+
 def test_where_no_policy_is_given_each_request_must_name_a_document():
     settings = Settings.read({"kvpass": {"room": 8, "documents": ["manual=manual.kv"]}})
     admission = Admission(settings, ADMISSION.documents, 100)
