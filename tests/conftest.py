@@ -1,7 +1,5 @@
 """What holds for every test: no network, no checkout on ``sys.path``, two threads, fixed seeds."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os
@@ -37,7 +35,7 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 cheap_captures()
 
 # Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
-hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("kvpass")
 
 
