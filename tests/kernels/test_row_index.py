@@ -1,7 +1,5 @@
 """Kernels for rows anywhere in one array, C++ and Triton interpreted, against each alone; what is not theirs is NaN."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
