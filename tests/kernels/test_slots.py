@@ -171,19 +171,21 @@ def test_groups_and_empty_slots(way, group, live):
     check(slots_case(LENGTHS, group=group, live=live), WAYS[way])
 
 
-DIMS = [(100, 100), (192, 128), (16, 48)]
+SIZES = [
+    *(([[19, 40]], {"dim": dim, "value_dim": value_dim}) for dim, value_dim in ((100, 100), (192, 128), (16, 48))),
+    ([[19], [40]], {"group": 4, "dim": 72, "value_dim": 64, "in_keys": True}),
+    ([[19], [40]], {"group": 20, "dim": 576, "value_dim": 512, "in_keys": True}),
+    (LENGTHS, {"group": 4, "dim": 80, "dtype": torch.float16}),
+    ([[1025, 5]], {"dim": 16}),
+]
 
 
 @both_ways
-@pytest.mark.parametrize(("dim", "value_dim"), quick_rows([*DIMS, (64, 64), (80, 80), (128, 128), (256, 256)], DIMS))
-def test_head_dims(way, dim, value_dim):
-    check(slots_case([[19, 40]], dim=dim, value_dim=value_dim), way)
-
-
-@both_ways
-@pytest.mark.parametrize(("group", "dim", "value_dim"), [(4, 72, 64), (20, 576, 512)])
-def test_values_stored_in_keys(way, group, dim, value_dim):
-    check(slots_case([[19], [40]], group=group, dim=dim, value_dim=value_dim, in_keys=True), way)
+@pytest.mark.parametrize(
+    ("lengths", "given"), quick_rows([*SIZES, *(([[19, 40]], {"dim": dim}) for dim in (64, 80, 128, 256))], SIZES)
+)
+def test_head_dims_values_in_keys_half_precision_and_long_lines(way, lengths, given):
+    check(slots_case(lengths, **given), way)
 
 
 @pairwise(way=[*WAYS], softcap=[None, 4.0, 30.0], sinks=[False, True], recorded=[True, False])
@@ -196,11 +198,6 @@ def test_codes(way, entry_format, dims, live):
     """A new entry takes the slot of an evicted one, in pool or tail."""
     case = slots_case(LENGTHS, group=3, dim=dims[0], value_dim=dims[1], live=live, sinks=True, softcap=20.0)
     check(case.packed(entry_format), WAYS[way])
-
-
-@both_ways
-def test_half_precision(way):
-    check(slots_case(LENGTHS, group=4, dim=80, dtype=torch.float16), way)
 
 
 def test_bfloat16_on_the_cpu():
@@ -217,11 +214,6 @@ def test_lines_without_a_pool(way, capacity):
     for tail in (case.held.tail_k, case.held.tail_v):
         tail.normal_()[:, :, :, capacity // 2] = torch.nan
     check(case.changed(position=columns.expand(1, 2, capacity)), way)
-
-
-@both_ways
-def test_a_long_line(way):
-    check(slots_case([[1025, 5]], dim=16), way)
 
 
 @both_ways
