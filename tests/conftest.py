@@ -35,7 +35,7 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 cheap_captures()
 
 # Machines differ and are shared, so no example has a time limit; everybody gets the same examples.
-hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("kvpass", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("kvpass")
 
 

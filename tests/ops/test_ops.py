@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -182,6 +182,7 @@ def test_an_append_over_capacity_raises_and_writes_nothing(impl):
     assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(state[:7], before, strict=True))
 
 
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
     """Random scores with ties, layers, heads, rows of different length and budgets, through the operators."""
@@ -284,6 +285,7 @@ def test_pack_copies_an_eighth_of_the_pool_at_a_time():
     assert not copies, "a pool in order stays as it is"
 
 
+@settings(max_examples=200)
 @given(st.data())
 def test_the_jth_winner_takes_the_jth_free_slot(data):
     rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -31,6 +31,7 @@ def kept_of(head_map: list[list[float]], length: int, budget: int, window: int, 
     return keep
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 30)),
     budget=st.integers(1, 34),

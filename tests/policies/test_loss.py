@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,6 +44,7 @@ def test_the_loss_is_the_distance_between_two_attention_outputs(policy):
         assert found.loss[layer, row].item() == pytest.approx(want.item(), rel=1e-5)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from(["lava", "snapkv", "random"]), st.integers(5, 40), st.integers(1, 3))
 def test_the_loss_is_below_both_bounds(seed, policy, budget, group):
     q, k, v, w = prompt(seed, group=group)
@@ -52,6 +53,7 @@ def test_the_loss_is_below_both_bounds(seed, policy, budget, group):
     assert (found.loss <= found.lava_bound + 1e-6).all()
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 39))
 def test_an_adaptive_head_split_never_has_the_larger_ada_kv_bound(seed, budget):
     q, k, v, w = prompt(seed)

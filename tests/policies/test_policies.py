@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
@@ -370,6 +370,7 @@ def test_random_depends_on_seed_layer_head_and_position_alone(obs):
         assert (other != score).float().mean() > 0.9
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**30), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=3))
 def test_random_layers_share_by_a_hash_and_total_what_uniform_ones_do(seed, rows):
     """The hash in Python's integers; rows of several lengths, as padding gives them; no cascade stage differs."""
@@ -454,6 +455,7 @@ def test_pyramid_as_released_overshoots_and_stands_on_its_head_for_short_prompts
     assert released(40, 47, 3) == [40, 40, 40]
 
 
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 40), st.data())
 def test_cake_budgets_as_released_equal_the_rule_in_plain_python(weights, entries, available, data):
     layers = len(weights)
@@ -482,6 +484,7 @@ def test_cake_budgets_as_released_equal_the_rule_in_plain_python(weights, entrie
     assert found[0].tolist() == want
 
 
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 3), st.integers(0, 9), st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0]), st.data())
 def test_the_released_safeguard_equals_its_counts_for_every_budget(heads, m, alpha, data):
     rows = [[float(data.draw(st.integers(0, 4))) for _ in range(m)] for _ in range(heads)]

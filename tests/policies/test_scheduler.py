@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -105,6 +105,7 @@ def kept_by_hand(row: dict, alpha: float) -> list[set[tuple[int, int]]]:
     return [set(order_by_hand(s, alpha)[:n]) for s, n in zip(row["scores"], budgets, strict=True)]
 
 
+@settings(max_examples=200, deadline=None)
 @given(models(), st.booleans())
 def test_contract_3_cascade_equals_one_shot_equals_brute_force(model, adaptive):
     rows, alpha = model
@@ -136,6 +137,7 @@ def test_contract_3_cascade_equals_one_shot_equals_brute_force(model, adaptive):
             assert set(map(tuple, found[layer].nonzero().tolist())) == by_hand[layer]
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=40), st.integers(0, 10**6), st.data())
 def test_shares_are_bounded_and_add_up(weights, total, data):
     cap = data.draw(st.integers(0, 10**5))
@@ -144,6 +146,7 @@ def test_shares_are_bounded_and_add_up(weights, total, data):
     assert shares.sum().item() == pytest.approx(min(total, cap * len(weights)), rel=1e-12, abs=1e-6)
 
 
+@settings(max_examples=200, deadline=None)
 @given(models(), st.floats(0, 1) | st.sampled_from(ALPHAS))
 def test_the_order_of_entry_equals_the_brute_force(model, alpha):
     """Ranks are a permutation, in which entries that cannot be kept come last."""
@@ -162,6 +165,7 @@ def test_negative_scores_and_signed_zeros_rank_by_value():
     assert rank_entries(scores)[0, 0].tolist() == [2, 6, 1, 3, 0, 4, 7, 5]
 
 
+@settings(max_examples=100, deadline=None)
 @given(models(), st.integers(0, 5), st.integers(0, 3))
 def test_columns_that_cannot_be_evicted_do_not_change_ranks(model, front, back):
     rows, alpha = model
