@@ -1,7 +1,5 @@
 """What holds for every test: no network, no checkout on ``sys.path``, two threads, fixed seeds."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

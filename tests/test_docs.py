@@ -5,8 +5,6 @@ run in order in one namespace. To be quick they run without Inductor, and ``kvpa
 set to their policy and budget. ``-m exhaustive`` runs them as they stand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import io
@@ -151,6 +149,9 @@ def test_an_example_prints_what_its_docstring_shows(example, quickly, monkeypatc
     monkeypatch.setattr(sys, "argv", [str(example)])
     code = example.read_text()
     assert code.count("\n") < 40
+    if example.name == "assistant.py":
+        assert code.count("1024, 8, 0") == 1
+        code = code.replace("1024, 8, 0", "256, 2, 0")
     run([(code, shown_by(example))], {"__name__": "__main__"}, example.name)
 
 

@@ -1,7 +1,5 @@
 """The faults of ``scripts/mutations`` are still in the code: a file that moved would be found only when it runs."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

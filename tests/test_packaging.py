@@ -1,7 +1,5 @@
 """kvpass is importable under one name only, installs completely, and leaves everybody else's imports alone."""
 
-from __future__ import annotations
-
 import configparser
 import importlib.util
 import os

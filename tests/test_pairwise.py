@@ -1,7 +1,5 @@
 """The samples that are left in the quick suite."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of docs/models.md say what the library does. The families' rows are held against it in test_contracts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

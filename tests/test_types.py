@@ -1,7 +1,5 @@
 """What type checkers know of the public interface: wrong uses are reported, right ones are not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Keys, buffers and lifetime of captured steps, with a recorder that runs on the CPU."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What one process compiled serves the next one, which captures the decoder itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

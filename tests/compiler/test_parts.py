@@ -1,7 +1,5 @@
 """Graphs compiled in parts: as many parts for any depth, and the same results as the whole graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

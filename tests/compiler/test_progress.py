@@ -1,7 +1,5 @@
 """A first call says on a terminal, and to the logger, what takes its seconds."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

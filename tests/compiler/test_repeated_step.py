@@ -1,7 +1,5 @@
 """Decode steps that run without Dynamo's guards, and the changes between two of them that are noticed all the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -27,7 +27,7 @@ from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.observation import projected_norms
 from kvpass.policies.replay import Replayed, most_attended
 from kvpass.ranks import ONE_PROCESS, Ranks, digest
-from pairwise import pairwise
+from pairwise import each_value
 from tiny_models import kvzap_file, statistics_file
 
 SIZE, LAYERS, ROWS, KV_HEADS, GROUP, TOKENS, DIM, BUDGET = 2, 3, 2, 4, 2, 60, 8, 21
@@ -161,7 +161,7 @@ def sent_of_a_prompt(name: str, evictable: int) -> int:
     return heads * evictable + more.get(name, 0)
 
 
-@pairwise(name=sorted(kvpass.POLICIES), padding=[0, 9], parity=["paper", "code"])
+@each_value(name=sorted(kvpass.POLICIES), padding=[0, 9], parity=["paper", "code"])
 def test_threads_keep_together_what_one_keeps(name, padding, parity):
     policy = resolve(name, window=6, parity=parity, **OPTIONS.get(name, {}))
     q, k, v = text(TOKENS, 3)

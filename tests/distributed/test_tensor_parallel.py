@@ -25,12 +25,8 @@ from versions import DIVIDED
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = DIVIDED
 LATENT = ["deepseek_v3", "youtu", "deepseek_v2", "minicpm3"]
-ALIKE = ["mixtral", "phi3", "qwen2", "olmo2", "phi", "starcoder2", "granite", "gpt_neox", "diffllama"]
-FURTHER = [
-    *((family, 1) for family in ALIKE),
-    *((family, 2) for family in ("llama4", "gpt_oss", "gemma2", "cohere2", "smollm3")),
-]
-"""Families and numbers of layers: more than one where layers differ."""
+FURTHER = ["mixtral", "phi3", "qwen2", "olmo2", "phi", "starcoder2", "granite", "gpt_neox", "diffllama"]
+FURTHER += ["llama4", "gpt_oss", "gemma2", "cohere2", "smollm3"]
 
 Folders = Callable[..., Path]
 
@@ -83,20 +79,19 @@ def test_two_processes_keep_what_one_device_keeps(policy, two, folder_of):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("size", "family", "policy"),
+    ("size", "family", "policy", "given"),
     [
-        *itertools.product([2], ["llama", "qwen3", "gemma3", "qwen3_moe"], sorted(kvpass.POLICIES)),
-        *itertools.product([4], ["llama", "qwen3"], ["lava", "tova", "layer_defensivekv"]),
+        *itertools.product([2], ["llama", "qwen3", "gemma3", "qwen3_moe"], sorted(kvpass.POLICIES), [{}]),
+        *itertools.product([4], ["llama", "qwen3"], ["lava", "tova", "layer_defensivekv"], [{}]),
+        *((2, family, "lava", {}) for family in FURTHER),
+        *((2, "llama", policy, {"recompress": "every_turn"}) for policy in ("lava", "pyramidkv", "ada_snapkv")),
+        *((2, "llama", "lava", {"entries": entries}) for entries in ("int8", "fp8", "rot4", "rot2")),
+        *((2, family, policy, {"compact": True}) for family, policy in (("llama", "kvzip"), ("gpt_oss", "lava"))),
     ],
 )
-def test_every_policy_keeps_the_same(size, family, policy, groups, folder_of):
-    compare(groups(size), folder_of(family), policy)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "layers"), FURTHER)
-def test_further_families_keep_the_same(family, layers, two, folder_of):
-    compare(two, folder_of(family, layers=layers), "lava")
+def test_processes_keep_the_same(size, family, policy, given, groups, folder_of):
+    sizes = {"head_dim": 32} if "entries" in given else {}
+    compare(groups(size), folder_of(family, **sizes), policy, **given)
 
 
 @pytest.mark.exhaustive
@@ -107,20 +102,6 @@ def test_latents_are_the_same(family, two, folder_of, monkeypatch):
         expand = functools.partial(attend_latents, divided=True)
         monkeypatch.setattr("kvpass.adapt.copied.attend_latents", lambda model, divided: expand(model))
     compare(two, folder_of(family, kv_heads=8), "lava")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("family", "policy", "given"),
-    [
-        *(("llama", policy, {"recompress": "every_turn"}) for policy in ("lava", "pyramidkv", "ada_snapkv")),
-        *(("llama", "lava", {"entries": entries}) for entries in ("int8", "fp8", "rot4", "rot2")),
-        *((family, policy, {"compact": True}) for family, policy in (("llama", "kvzip"), ("gpt_oss", "lava"))),
-    ],
-)
-def test_ways_to_hold_entries_keep_the_same(family, policy, given, two, folder_of):
-    sizes = {"head_dim": 32} if "entries" in given else {}
-    compare(two, folder_of(family, **sizes), policy, **given)
 
 
 @pytest.mark.exhaustive

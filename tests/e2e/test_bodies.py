@@ -9,12 +9,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import kvpass
-from compiled_models import padded
+from compiled_models import compiled_anew, padded, two_layers
 from pairwise import quick
-from tiny_models import random_ids, tiny_model
+from tiny_models import compiled_once, random_ids
 
 IDS, MASK = padded(12, 7)
 REAL = MASK.bool()
+FULL = {"policy": "full", "budget": None, "window": None}
 
 
 @torch.no_grad()
@@ -24,20 +25,19 @@ def hidden(model, ids=IDS, mask=MASK):
 
 @pytest.fixture
 def model():
-    return tiny_model("llama", layers=1)
+    return compiled_once("llama", layers=1, backend="eager", **FULL)[0]
 
 
 @pytest.fixture
-def fast(model):
-    return kvpass.compile(model, policy="full", backend="eager")
+def fast():
+    return compiled_once("llama", layers=1, backend="eager", **FULL)[1]
 
 
 @pytest.mark.parametrize(
     "family", quick(["llama", "gemma3", "deepseek_v3", "llama4", "lfm2", "qwen3_next"], ["gemma3", "lfm2"])
 )
 def test_body_called_alone_reads_its_mask(family):
-    model = tiny_model(family, layers=2)
-    fast = kvpass.compile(model, policy="full", backend="eager")
+    model, fast = two_layers(family, **FULL)
     before = fast(IDS[:1]).logits
     assert torch.equal(hidden(fast)[REAL], hidden(model)[REAL])
     compiled = len(fast.report().compiled)
@@ -64,8 +64,8 @@ def test_configuration_names_the_users_attention_and_makes_plain_models(model, f
     assert torch.equal(hidden(judge)[REAL], hidden(model)[REAL])
 
 
-def test_body_is_plain_while_another_thread_captures(model, fast):
-    expected = hidden(model)
+def test_body_is_plain_while_another_thread_captures(model):
+    fast, expected = compiled_anew(model, **FULL), hidden(model)
     with ThreadPoolExecutor(2) as threads:
         captured = threads.submit(lambda: fast(IDS).logits)
         while not captured.done():
@@ -86,10 +86,10 @@ def test_default_device_of_torch_is_not_the_models(policy, model, tmp_path):
     ids = random_ids(2, 40)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    expected = kvpass.compile(model, policy=policy, budget=36, backend="eager")(ids, mask).logits
+    expected = compiled_once("llama", layers=1, backend="eager", policy=policy, budget=36)[1](ids, mask).logits
     torch.set_default_device("meta")
     try:
-        fast = kvpass.compile(model, policy=policy, budget=36, backend="eager")
+        fast = compiled_anew(model, policy=policy, budget=36, window=None)
         out = fast(ids, mask)
         cache = out.past_key_values
         for tokens in (1, 3):

@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-import kvpass
-from compiled_models import padded, prompts_of, reloaded
+from compiled_models import padded, prompts_of, reloaded, two_layers
 from kvpass.policies import resolve
 from pairwise import quick, quick_rows
-from tiny_models import compiled_once, random_ids, tiny_model
+from tiny_models import compiled_once, in_blocks, random_ids
 
-KEPT = {"policy": "kvzip", "budget": 12, "chunk": 40}
+KEPT = {"policy": "kvzip", "budget": 12, "chunk": 40, "window": None}
 FAMILIES = ["llama", "gpt2", "gemma2", "gpt_oss", "bloom", "qwen2"]
 
 
-def with_and_without(model, prompt: torch.Tensor, **options):
+def with_and_without(family: str, **options):
     """Caches of a prompt, evicted and compacted, and their mean errors for a repetition: to the full cache's logits."""
-    repeated, caches, errors = prompt[:, 4:], [], []
+    (model, fast), prompt, caches, errors = two_layers(family, **options), random_ids(1, 80), [], []
+    repeated = prompt[:, 4:]
     full = model(torch.cat([prompt, repeated], 1)).logits[:, prompt.shape[1] :]
     for compact in (False, True):
-        fast = kvpass.compile(model, backend="eager", compact=compact, **options)
+        fast.set_policy(**options, compact=compact)
         caches.append(fast.compress(prompt))
         errors.append((fast(repeated, past_key_values=caches[-1]).logits - full).abs().mean().item())
     return caches, errors
@@ -26,7 +26,7 @@ def with_and_without(model, prompt: torch.Tensor, **options):
 
 @pytest.mark.parametrize("family", quick(FAMILIES, ["gpt_oss"]))
 def test_logits_of_a_repetition_are_nearer_to_those_of_the_full_cache(family):
-    _, (evicted, compacted) = with_and_without(tiny_model(family, layers=2), random_ids(1, 80), **KEPT)
+    _, (evicted, compacted) = with_and_without(family, **KEPT)
     assert compacted < 0.8 * evicted
 
 
@@ -34,8 +34,7 @@ def test_logits_of_a_repetition_are_nearer_to_those_of_the_full_cache(family):
     ("policy", "window"), quick_rows([("snapkv", 8), ("keydiff", None), ("random", 0)], [("snapkv", 8)])
 )
 def test_other_policies_take_it_too_and_keep_the_same_positions(policy, window):
-    model = tiny_model("llama", layers=2)
-    caches, errors = with_and_without(model, random_ids(1, 80), policy=policy, budget=12, window=window)
+    caches, errors = with_and_without("llama", policy=policy, budget=12, window=window)
     assert torch.equal(caches[0].positions, caches[1].positions)
     assert caches[0].nbytes == caches[1].nbytes
     assert errors[1] < 0.9 * errors[0]
@@ -44,11 +43,12 @@ def test_other_policies_take_it_too_and_keep_the_same_positions(policy, window):
 @pytest.mark.parametrize("family", quick(FAMILIES, ["llama"]))
 def test_a_padded_row_is_compacted_as_it_is_alone_in_blocks_and_in_codes_too(family):
     """Rounding may turn the last bit of a code: with codes, rows differ by less than half of what the codes cost."""
-    model, new, alone_in = tiny_model(family, layers=2), random_ids(2, 3, seed=5), {}
-    for entries, how in (("model", {}), ("int8", {"prefill_block": 16})):
-        fast = kvpass.compile(model, backend="eager", compact=True, entries=entries, **KEPT, **how)
-        together = fast(new, past_key_values=fast.compress(*padded(71, 44))).logits
-        alone = [fast.compress(prompt[None]) for prompt in prompts_of(71, 44)]
+    new, alone_in = random_ids(2, 3, seed=5), {}
+    for entries, block in (("model", "auto"), ("int8", 16)):
+        _, fast = two_layers(family, entries=entries, compact=True, **KEPT)
+        with in_blocks(fast, block):
+            together = fast(new, past_key_values=fast.compress(*padded(71, 44))).logits
+            alone = [fast.compress(prompt[None]) for prompt in prompts_of(71, 44)]
         logits = [fast(ids[None], past_key_values=cache).logits for ids, cache in zip(new, alone, strict=True)]
         alone_in[entries] = torch.cat(logits)
         apart = (together - alone_in[entries]).abs().max()
@@ -57,9 +57,8 @@ def test_a_padded_row_is_compacted_as_it_is_alone_in_blocks_and_in_codes_too(fam
 
 
 def test_where_nothing_is_dropped_the_cache_is_that_of_the_full_policy():
-    model, prompt = tiny_model("llama", layers=2), random_ids(1, 30)
+    (model, fast), prompt = two_layers(policy="kvzip", budget=1.0, window=None, compact=True), random_ids(1, 30)
     expected = model(torch.cat([prompt, prompt], 1)).logits[:, 30:]
-    fast = kvpass.compile(model, policy="kvzip", budget=1.0, backend="eager", compact=True)
     found = fast(prompt, past_key_values=fast.compress(prompt)).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert fast(random_ids(1, 1), past_key_values=fast.compress(random_ids(1, 1))).logits.isfinite().all()
@@ -69,7 +68,7 @@ def test_where_nothing_is_dropped_the_cache_is_that_of_the_full_policy():
 
 
 def test_one_prompt_fills_compacted_and_other_caches_as_each_alone():
-    fast = kvpass.compile(tiny_model("llama", layers=2), policy="full", backend="eager")
+    _, fast = two_layers()
     conditions = [("kvzip", 12), (resolve("kvzip", compact=True), 12), (resolve("keydiff", compact=True), 20)]
     prompt, token = random_ids(1, 70), random_ids(1, 1)
     for (policy, budget), cache in zip(conditions, fast.compress_each(prompt, conditions=conditions), strict=True):
@@ -79,11 +78,10 @@ def test_one_prompt_fills_compacted_and_other_caches_as_each_alone():
 
 
 def test_compiled_code_a_file_and_later_turns_continue_a_compacted_cache(tmp_path):
-    model, prompt = tiny_model("llama", layers=2), random_ids(1, 70)
     found = []
     for backend in ("eager", "inductor"):
-        fast = kvpass.compile(model, backend=backend, compact=True, **KEPT)
-        cache = fast.compress(prompt)
+        _, fast = compiled_once("llama", layers=1, backend=backend, compact=True, **KEPT)
+        cache = fast.compress(random_ids(1, 70))
         held = (cache, reloaded(cache, fast, tmp_path))
         tokens = [fast.generate(random_ids(1, 4), past_key_values=c, max_new_tokens=6) for c in held]
         assert torch.equal(*tokens)
@@ -92,7 +90,7 @@ def test_compiled_code_a_file_and_later_turns_continue_a_compacted_cache(tmp_pat
 
 
 def test_the_report_says_how_much_is_lost_and_less_with_compaction():
-    _, fast = compiled_once("llama", layers=2, backend="eager", compact=True, **KEPT)
+    _, fast = two_layers(compact=True, **KEPT)
     fast.compress(random_ids(1, 80))
     report = fast.report()
     before, after = report.output_errors
@@ -106,9 +104,9 @@ def test_the_report_says_how_much_is_lost_and_less_with_compaction():
 
 
 def test_latents_and_embeddings_are_refused():
-    fast = kvpass.compile(tiny_model("deepseek_v2", layers=1), backend="eager", compact=True, **KEPT)
+    _, fast = two_layers("deepseek_v3", compact=True, **KEPT)
     with pytest.raises(ValueError, match=r"cache holds latents, .* compile the model without compact$"):
         fast.compress(random_ids(1, 40))
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="keydiff", budget=12, backend="eager", compact=True)
+    _, fast = two_layers(policy="keydiff", budget=12, compact=True)
     with pytest.raises(ValueError, match="it replays the ids of the prompt"):
         fast.compress(inputs_embeds=torch.randn(1, 20, fast.config.hidden_size))

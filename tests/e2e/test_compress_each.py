@@ -4,11 +4,21 @@ import pytest
 import torch
 
 import kvpass
+from compiled_models import padded, two_layers
 from kvpass.compiler.blocks import LayerRun
 from kvpass.policies import POLICIES, resolve
 from pairwise import quick_rows
 from policy_variants import BUILT_IN
-from tiny_models import HEAD_MAP, HYBRIDS, added_in_place, left_pad, random_ids, tiny_model
+from tiny_models import (
+    HEAD_MAP,
+    HYBRIDS,
+    added_in_place,
+    compiled_once,
+    in_blocks,
+    random_ids,
+    sharing_captures,
+    tiny_model,
+)
 
 OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP[:2]}}
 CONDITIONS = [
@@ -37,20 +47,22 @@ def assert_each_is_as_alone(fast, conditions, ids, mask=None):
 def test_each_cache_is_that_of_its_condition_alone(family, backend):
     if family == "lfm2" and family not in HYBRIDS:
         pytest.skip("needs a newer transformers")
-    fast = kvpass.compile(tiny_model(family, layers=2), policy="full", backend=backend, prefill_block=40)
+    _, fast = two_layers(family, backend=backend)
     conditions = [pair for pair in CONDITIONS if pair[0].name != "duo_attention" or family == "llama"]
-    assert_each_is_as_alone(fast, conditions, *left_pad([random_ids(1, 90), random_ids(1, 71, seed=1)]))
+    with in_blocks(fast, 40):
+        assert_each_is_as_alone(fast, conditions, *padded(90, 71))
 
 
-def test_it_captures_and_compiles_once_and_leaves_the_model_as_it_was():
+def test_it_runs_the_decoder_once_and_leaves_the_model_as_it_was(monkeypatch):
     fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=48, backend="eager")
+    sharing_captures(fast, "llama", 1, "eager", ())
     with pytest.raises(ValueError, match="name at least one"):
         fast.compress_each(random_ids(1, 60), conditions=[])
     with pytest.raises(ValueError, match="did you mean 'lava'"):
         fast.compress_each(random_ids(1, 60), conditions=[("snapkv", 40), ("lavva", 40)])
     runs = []
     forward = fast._kvpass.captures.run
-    fast._kvpass.captures.run = lambda *args: runs.append(1) or forward(*args)
+    monkeypatch.setattr(fast._kvpass.captures, "run", lambda *args: runs.append(1) or forward(*args))
     fast.compress_each(random_ids(1, 60), conditions=[("snapkv", 40), ("tova", 40), ("full", None)])
     assert len(runs) == 1 and fast.policy == resolve("lava") and fast.budget == kvpass.Budget.parse(48)
     with pytest.raises(ValueError, match="nothing to report"):
@@ -63,7 +75,7 @@ def test_a_decoder_that_does_not_run_in_blocks_fills_all_caches_too():
 
 
 def test_policies_that_replay_the_same_share_the_replay(monkeypatch):
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="full", backend="eager")
+    _, fast = compiled_once("llama", layers=1, backend="eager", policy="full", budget=None)
     asked, attend = [], LayerRun.attend
     monkeypatch.setattr(LayerRun, "attend", lambda *args, **kw: asked.append(kw.get("behind")) or attend(*args, **kw))
     fast.compress_each(random_ids(1, 60), conditions=[("kvzip", 9), ("kvzip_plus", 9), (resolve("kvzip", sinks=2), 9)])

@@ -13,7 +13,18 @@ from numeric_checks import assert_close
 from pairwise import quick
 from policy_variants import BUILT_IN
 from support_table import listed, supported_row
-from tiny_models import ALIBI, FAMILIES, LATENT, NEWEST, ROTATED, left_pad, random_ids, step_logits, tiny_model
+from tiny_models import (
+    ALIBI,
+    FAMILIES,
+    LATENT,
+    NEWEST,
+    ROTATED,
+    compiled_once,
+    left_pad,
+    random_ids,
+    step_logits,
+    tiny_model,
+)
 from versions import before
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -57,10 +68,11 @@ EXHAUSTIVE = [
 
 
 class EveryPolicy:
-    """A compiled model under any policy and budget."""
+    """A tiny model, and its compiled copy under any policy and budget."""
 
-    def __init__(self, model):
-        self.model = kvpass.compile(model, policy="full", backend="eager")
+    def __init__(self, family, layers=None):
+        given = {"backend": "eager", "policy": "full", "budget": None}
+        self.original, self.model = compiled_once(family, layers=layers, **given)
 
     def run(self, policy, budget, pieces, mask):
         """Logits of prompt and further pieces, and the cache."""
@@ -90,20 +102,19 @@ def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
     [*(pytest.param(family, some, LAYERS.get(family, 1), id=family) for family, some in SOME.items()), *EXHAUSTIVE],
 )
 def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies, layers):
-    model = tiny_model(family, layers=layers)
-    every = EveryPolicy(model)
+    every = EveryPolicy(family, layers)
     for policy in policies:
-        assert_identical_without_a_limit(model, every, policy)
+        assert_identical_without_a_limit(every, policy)
         assert_padded_rows_equal_alone(every, policy, copies=1 if layers is None or family == "llama" else 3)
     if family not in MET_OTHERWISE:
         assert supported_row(family, every.model) in listed(MODELS_PAGE.read_text()), "run make support-table"
 
 
-def assert_identical_without_a_limit(model, every, policy):
+def assert_identical_without_a_limit(every, policy):
     ids, new = random_ids(3, PROMPT, seed=1), random_ids(3, 7, seed=2)
     pieces = [ids, *new[:, :3].split(1, 1), new[:, 3:]]
     logits, cache = every.run(policy, UNLIMITED, pieces, torch.ones(3, PROMPT + 7).long())
-    assert_close(policy, logits, model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    assert_close(policy, logits, every.original(torch.cat([ids, new], 1)).logits, atol=1e-4)
     assert cache.policy.name == policy
     assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.full_layers)
 
@@ -133,13 +144,12 @@ def assert_padded_rows_equal_alone(every, policy, copies):
 
 @pytest.mark.parametrize("family", NEWEST)
 def test_contracts_1_and_4_in_families_of_the_newest_transformers(family):
-    model = tiny_model(family)
-    every = EveryPolicy(model)
-    assert_identical_without_a_limit(model, every, "lava")
+    every = EveryPolicy(family)
+    assert_identical_without_a_limit(every, "lava")
     assert_padded_rows_equal_alone(every, "lava", copies=3)
     ids = random_ids(2, PROMPT, seed=1)
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    assert torch.equal(greedy(fast, ids), greedy(model, ids)), "tokens with a cache of transformers differ"
+    every.model.set_policy("full")
+    assert torch.equal(greedy(every.model, ids), greedy(every.original, ids)), "with a cache of transformers"
 
 
 @pytest.mark.skipif("dory" not in NEWEST, reason="transformers without this family")

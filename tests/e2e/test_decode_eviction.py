@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from compiled_models import greedy, padded, prompts_of, two_layers
+from compiled_models import compiled_anew, greedy, padded, prompts_of, two_layers
 from kvpass.cache import layers as store
 from kvpass.cache.plan import plan
 from kvpass.kernels import cpu
@@ -50,7 +50,7 @@ EVICTING = {
     for name, options in RULES.items()
 }
 EVICTING |= PAIRS
-BUDGET, STEPS = 16, 30
+BUDGET, STEPS = 16, 16
 
 
 def compiled(layers=2, budget=BUDGET, **options):
@@ -135,7 +135,7 @@ def released_cake(scores, lengths, prompt_keys, decode, scale, window):
 @pytest.mark.parametrize("family", quick(["gemma3", "qwen3"], ["gemma3"]))
 def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch, family):
     """In the layers that attend to all tokens; of the others nothing is compressed."""
-    calls, window, tokens, steps = recorded_calls(monkeypatch), 6, 40, 70
+    calls, window, tokens, steps = recorded_calls(monkeypatch), 6, 40, 40
     options = {"tau1": 1.6, "tau2": 0.4, "window": window, "parity": "code"}
     model, fast = two_layers(family, policy="cake", budget=26, **options)
     ids = random_ids(1, tokens, seed=1)
@@ -167,20 +167,18 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
     ("policy", "window"), quick_rows([("h2o", 6), ("kvzip_plus", 0), ("criticalkv", 6)], [("h2o", 6)])
 )
 def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
-    caches = []
-    for dtype in (torch.float32, torch.float64):
-        model = tiny_model("llama", layers=1).to(dtype)
-        fast = kvpass.compile(model, policy=policy, budget=BUDGET, window=window, backend="eager")
+    caches, single = [], compiled(layers=1, policy=policy, window=window)
+    double = compiled_anew(tiny_model("llama", layers=1).double(), policy=policy, budget=BUDGET, window=window)
+    for fast in (single, double):
         cache = fast(random_ids(1, 40)).past_key_values
         fast(random_ids(1, 1, seed=1), past_key_values=cache)
         caches.append(kept_columns(cache, 41))
     assert torch.equal(*caches)
 
 
-@pytest.mark.parametrize("parity", ["paper", "code"])
-@pytest.mark.parametrize(
-    "policy",
-    [
+@each_value(
+    parity=["paper", "code"],
+    policy=[
         name
         for name, kind in sorted(kvpass.POLICIES.items())
         if not (name in {*RULES, "full"} or kind.inputs & {"replays", "token_scores"})

@@ -13,6 +13,7 @@ from command_line import invoke
 from divided_model import small_builtin
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cli.documents import Document
+from tiny_models import sharing_captures
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
@@ -28,7 +29,8 @@ def captured_once():
     def compiled(model, *, policy, backend, budget=None, entries="model", **options):
         key = backend, model.dtype, model.config.num_hidden_layers, entries
         if key not in made:
-            made[key] = original(model, policy="full", backend=backend, entries=entries)
+            fast = original(model, policy="full", backend=backend, entries=entries)
+            made[key] = sharing_captures(fast, "documents", *key[:-1])
         made[key].set_policy(policy, budget, **options)
         return made[key]
 

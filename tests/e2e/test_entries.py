@@ -1,6 +1,5 @@
 """Entries in fewer bits: what attention sees of them, bytes, files, eviction while decoding, later turns, refusals."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from compiled_models import compiled_anew, greedy, padded, reloaded
+from compiled_models import compiled_anew, greedy, padded, reloaded, two_layers
 from kvpass.cache.serialization import read_cache_file
 from kvpass.cache.shared_heads import divided, joined
 from kvpass.errors import CacheFileError, CacheMismatchError
@@ -20,33 +19,16 @@ from kvpass.ranks import Ranks
 from kvpass.rotation import rotated_back
 from numeric_checks import assert_close, rounded
 from pairwise import quick, quick_rows
-from tiny_models import continuation, random_ids, sharing_captures, tiny_model
+from tiny_models import continuation, random_ids, tiny_model
 
 FORMATS = ["int8", "fp8", "rot4", "rot3", "rot2"]
 ROTATED = {"rot4": 4, "rot3": 3, "rot2": 2}
 WINDOW, BUDGET = 8, 20
 
 
-@functools.cache
-def decoder(family: str) -> Any:
-    changes = {} if family == "deepseek_v3" else {"head_dim": 32}
-    return tiny_model(family, layers=None if family == "gemma3" else 2, **changes)
-
-
-@functools.cache
-def captured(entries: str, family: str, backend: str, recompress: str) -> Any:
-    given = {"policy": "snapkv", "budget": 1.0, "entries": entries, "recompress": recompress}
-    fast = kvpass.compile(decoder(family), backend=backend, **given)
-    return sharing_captures(fast, "entries", family, backend)
-
-
-def compiled(
-    entries: str = "int8", family: str = "llama", backend: str = "eager", recompress: str = "never", **options: Any
-) -> Any:
-    """A model that is shared by all that change nothing of it but its policy."""
-    fast = captured(entries, family, backend, recompress)
-    fast.set_policy(**{"policy": "lava", "window": WINDOW, "budget": BUDGET, **options})
-    return fast
+def compiled(entries: str = "int8", family: str = "llama", **options: Any) -> Any:
+    """A model that is shared with other tests: :func:`two_layers`."""
+    return two_layers(family, entries=entries, **options)[1]
 
 
 IDS, MASK = padded(100, 31)
@@ -114,7 +96,7 @@ def round_prompt(store: Any, entries: str, means: torch.Tensor) -> None:
 )
 def test_attention_reads_rounded_entries(family: str, entries: str, backend: str) -> None:
     """Logits equal those against a cache in full precision that holds the rounded entries."""
-    packed, plain = compiled(entries, family, backend), compiled("model", family)
+    packed, plain = compiled(entries, family, backend=backend), compiled("model", family)
     cache, other = (fast(IDS, MASK).past_key_values for fast in (packed, plain))
     assert torch.equal(cache.positions, other.positions), "what is kept depends on the entries' format"
     before = plain(IDS[:, :1], past_key_values=other.clone()).logits
@@ -215,8 +197,8 @@ def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     cache.save(path)
     metadata, tensors = read_cache_file(path)
     assert metadata["entry_format"] == entries
-    codes = tensors["store0_pool_k"]
-    assert codes.dtype.itemsize == 1 and codes.shape[2] == 32 * ROTATED.get(entries, 8) // 8
+    codes, dim = tensors["store0_pool_k"], cache.full_layers[0].geometry.key_dim
+    assert codes.dtype.itemsize == 1 and codes.shape[2] == dim * ROTATED.get(entries, 8) // 8
     scales = {name for name in tensors if name.endswith("scale")}
     assert scales == {f"store0_{side}_{name}_scale" for side in ("pool", "tail") for name in "kv"}
     loaded = kvpass.load_cache(path, fast)

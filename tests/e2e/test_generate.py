@@ -12,7 +12,7 @@ import kvpass
 from compiled_models import compiled_anew, greedy, padded, prompts_of, two_layers
 from kvpass import builtin
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import each_value, quick
 from tiny_models import VOCABULARY, compiled_once, random_ids, tiny_model
 from versions import needs_transformers
 
@@ -32,10 +32,9 @@ def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
     assert ours.lm_head.weight is ours.model.embed_tokens.weight is tied.lm_head.weight
 
 
-@pytest.mark.parametrize("policy", ["lava", "h2o"])
-@pytest.mark.parametrize(
-    "options",
-    [
+@each_value(
+    policy=["lava", "h2o"],
+    options=[
         {"do_sample": True, "temperature": 1.3, "top_k": 20},
         {"repetition_penalty": 1.5},
         {"output_scores": True, "return_dict_in_generate": True},
@@ -44,7 +43,6 @@ def test_the_original_is_untouched_and_every_tensor_is_shared(model, fast):
         {"num_beams": 2, "do_sample": True},
         {"num_return_sequences": 3, "do_sample": True},
     ],
-    ids=str,
 )
 def test_generate_gives_what_the_original_gives(policy, options):
     ids, mask = padded(33, 20)

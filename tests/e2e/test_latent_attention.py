@@ -6,11 +6,11 @@ from torch import nn
 from transformers import DynamicCache
 
 import kvpass
-from compiled_models import padded, prompts_of, reloaded, two_layers
+from compiled_models import compiled_anew, padded, prompts_of, reloaded, two_layers
 from kvpass.ops import latents, reference
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
-from tiny_models import random_ids, tiny_model
+from tiny_models import in_blocks, random_ids, tiny_model
 from versions import needs_transformers
 
 pytestmark = needs_transformers("5.16", "transformers before 5.16 caches expanded heads")
@@ -21,8 +21,7 @@ ROW = 16 + 8
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_kept_entry_is_one_row_for_all_heads(dtype):
-    model = tiny_model(FAMILY, layers=2, dtype=dtype)
-    fast = kvpass.compile(model, policy="snapkv", budget=BUDGET, window=WINDOW, backend="eager")
+    model, fast = two_layers(FAMILY, policy="snapkv", changes={} if dtype == torch.float32 else {"dtype": dtype})
     ids, row_bytes = random_ids(2, PROMPT), ROW * dtype.itemsize
     cache = fast(ids).past_key_values
     (store,) = cache.full_layers
@@ -65,13 +64,14 @@ def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch
     monkeypatch.setattr(reference, "attend_prompt", lambda call, *rest: calls.append(call) or attend(call, *rest))
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 3 * 2 * 48 * (28 + 24) * 4)  # of 3 heads: 2 rows of 48 tokens, fp32
     model = tiny_model(FAMILY, layers=1, kv_lora_rank=64)
-    options = {"policy": "h2o", "budget": BUDGET, "window": WINDOW, "backend": "eager"}
+    fast = compiled_anew(model, policy="h2o")
     ids, mask = padded(PROMPT, 37)
-    out = kvpass.compile(model, prefill_block=24, **options)(ids, attention_mask=mask)
+    with in_blocks(fast, 24):
+        out = fast(ids, attention_mask=mask)
     assert [tuple(call.k.shape[1:]) for call in calls] == [(4, 24, 24), (3, 48, 24), (1, 48, 24), (1, PROMPT, 72)]
     for row, prompt in enumerate(prompts_of(PROMPT, 37)):
         assert_close("logits", out.logits[row, -len(prompt) :], model(prompt[None]).logits[0], atol=1e-4)
-    whole = kvpass.compile(model, **options)(ids, attention_mask=mask)
+    whole = fast(ids, attention_mask=mask)
     assert torch.equal(out.past_key_values.positions, whole.past_key_values.positions)
 
 

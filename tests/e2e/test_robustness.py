@@ -13,8 +13,7 @@ from tiny_models import random_ids, tiny_model
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["lava", "tova", "h2o"])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 30])
+@each_value(tokens=[1, 2, 7, 8, 9, 30], policy=["lava", "tova", "h2o"])
 def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
     model, fast = two_layers(policy=policy, budget=64)
     ids = random_ids(2, tokens, seed=tokens)

@@ -1,7 +1,5 @@
 """What tests of the evaluation share."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """How the harness finds the model: entry points, the hook that torch calls (see test_harness_cli), and the import."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import subprocess

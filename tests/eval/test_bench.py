@@ -1,7 +1,5 @@
 """The bench on micro models: batches, the bound, memory that does not suffice, and the helpers it measures with."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

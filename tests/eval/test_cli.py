@@ -1,7 +1,5 @@
 """The ``kvpass`` command: help, version, clear errors, and a whole bench on a micro model."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

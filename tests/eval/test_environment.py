@@ -1,7 +1,5 @@
 """What results say they were measured with."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError
 

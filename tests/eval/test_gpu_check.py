@@ -1,7 +1,5 @@
 """The stages of scripts/gpu-check, with commands that need no GPU: limits, and what is kept."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """KVPassLM against the harness's own Hugging Face model, and against eager attention to what was kept."""
 
-from __future__ import annotations
-
 import copy
 import json
 from types import SimpleNamespace

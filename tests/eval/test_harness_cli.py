@@ -1,7 +1,5 @@
 """The function of the ``lm_eval`` command, offline, with a tiny model and local tasks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Answers stored by ``--use_cache``: found again by what gave them, by nothing else."""
 
-from __future__ import annotations
-
 import copy
 import json
 

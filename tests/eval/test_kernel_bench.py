@@ -1,7 +1,5 @@
 """The kernel bench without a GPU: its inputs, its operators on the eager reference, its kernel in the interpreter."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

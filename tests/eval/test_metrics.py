@@ -1,7 +1,5 @@
 """Metrics against cases computed by hand from the official definitions; intervals against published values."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

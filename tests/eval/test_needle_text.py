@@ -1,7 +1,5 @@
 """Needle texts: their answers against a reader that knows only the grammar, their lengths, and what is held out."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A policy of the user's own, named by its module, in every command; an edited one never finds its old answers."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.metadata import EntryPoint

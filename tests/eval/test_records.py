@@ -1,7 +1,5 @@
 """The file of answered samples, and rows made of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 

@@ -1,7 +1,5 @@
 """``kvpass eval``: what it refuses, resuming, keys, tables, command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

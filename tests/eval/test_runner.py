@@ -1,7 +1,5 @@
 """Batches of prompts: answers against transformers, against batch 1, and what is read for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Tasks: what a prompt promises is read off the prompt itself, by other means than those that made it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """``kvpass bench --tune`` without a device: the search, the table it writes, the case of every workload."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small decoders, and a Dynamo capture that runs passes and compares the rewritten graph with the eager model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data flow with in-place writes, shape-only operands, evaluation on small sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

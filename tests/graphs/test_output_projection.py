@@ -1,7 +1,5 @@
 """The output projection that a policy reads is the linear layer after attention, head by head, or it is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

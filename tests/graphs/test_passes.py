@@ -1,7 +1,5 @@
 """Passes over the captured graph, one at a time: their order, one token, attributes, linear layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

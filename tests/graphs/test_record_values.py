@@ -1,7 +1,5 @@
 """Values that are recorded anew: as if each call had run, with one object for those of one form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The rotary embedding that a policy reads is that of the model's queries, or the model is refused."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -1,7 +1,5 @@
 """Without a CUDA device, Triton's kernels run in its interpreter, on CPU tensors."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

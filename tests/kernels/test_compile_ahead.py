@@ -5,8 +5,6 @@ Triton's compiler instead. That happens in another process, because Triton's int
 chosen once and for all when a kernel is imported. Run as a script, this file is that process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """CPU decode attention against attention in float64."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

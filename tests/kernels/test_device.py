@@ -1,7 +1,5 @@
 """The operators on CUDA (``kvpass.ops.cuda``), kernels interpreted on the CPU, against the eager reference."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Gather, in Triton's interpreter, against loops over rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

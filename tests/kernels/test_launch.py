@@ -1,7 +1,5 @@
 """Where a kernel is launched; the devices are pretended."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Two attentions merged into one, against double precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ Tensors on ``meta`` stand for those of the device. Reading one raises, and so do
 of the host; the host's own are the start columns of a prompt. Kernels are not launched, only their arguments looked at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -30,7 +28,7 @@ from kvpass.ops import evict, sliding
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
 from numeric_checks import observe, prefill_buffers
-from pairwise import pairwise
+from pairwise import each_value
 from policy_variants import VARIANTS
 from tiny_models import POLICY_OPTIONS
 
@@ -73,7 +71,7 @@ def check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -
     assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
 
 
-@pairwise(variant=PLAIN + WITH_OPTIONS, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
+@each_value(variant=PLAIN + WITH_OPTIONS, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
 def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monkeypatch):
     """By Triton's kernel, and by that of a library."""
     monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))

@@ -4,8 +4,6 @@ Triton's kernel runs on the interpreter. For the operators of torch that need a 
 as many KV heads as query heads and no sliding window.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels for rows anywhere in one array, C++ and Triton interpreted, against each alone; what is not theirs is NaN."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -117,14 +115,24 @@ class Case:
         return found
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_rows_anywhere_attend_and_append_as_each_alone(layer):
-    Case().check(layer)
+HALF = torch.float16
+OTHER_WAYS = (lambda *given: attend_extend(*given[:3], EXTEND), reference_of, cpu_of)
 
 
-@pytest.mark.parametrize("way", [lambda *given: attend_extend(*given[:3], EXTEND), reference_of, cpu_of])
-def test_other_ways_address_rows_alike(way):
-    Case(tokens=3, group=2).check(1, way=way)
+@pytest.mark.parametrize(
+    ("made", "checked"),
+    [
+        *(({}, {"layer": layer}) for layer in range(LAYERS)),
+        *(({"dtype": x}, {"layer": i, "way": cpu_of}) for x in (torch.float32, torch.bfloat16) for i in range(LAYERS)),
+        *(({"tokens": 3}, {"layer": 1, "way": way}) for way in OTHER_WAYS),
+        ({"tokens": 3, "group": 3, "dim": 20, "options": True}, {"layer": 1}),
+        ({"dtype": HALF, "dim": 32}, {"layer": 2, "config": None}),
+        pytest.param({"dtype": HALF, "dim": 512}, {"layer": 2, "config": None}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_rows_anywhere_attend_and_append_as_each_alone(made, checked):
+    """Without a config: in that of the table."""
+    Case(**made).check(**checked)
 
 
 @pytest.mark.parametrize("entries", CODES)
@@ -132,25 +140,6 @@ def test_other_ways_address_rows_alike(way):
 def test_rows_of_codes_anywhere_attend_and_append_as_each_alone(way, split, entries, monkeypatch):
     monkeypatch.setattr(cuda, "SPLIT_TOKENS", split)
     Case(tokens=3, entries=entries).check(1, way=way)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_the_cpu_addresses_one_token_alike(layer, dtype):
-    Case(dtype=dtype).check(layer, way=cpu_of)
-
-
-def test_several_tokens_groups_soft_capping_and_sinks():
-    Case(tokens=3, group=3, dim=20, options=True).check(1)
-
-
-def test_half_precision_in_the_pinned_config():
-    Case(dtype=torch.float16, dim=32).check(2, config=None)
-
-
-@pytest.mark.exhaustive
-def test_wide_heads_in_the_pinned_config():
-    Case(dtype=torch.float16, dim=512).check(2, config=None)
 
 
 def test_a_row_is_rounded_as_it_is_alone():

@@ -1,7 +1,5 @@
 """Window statistics on Triton's interpreter, and those of `Observation`, against attention in double precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

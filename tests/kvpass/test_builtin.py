@@ -1,7 +1,5 @@
 """The model that ships with kvpass loads without a network and answers from its prompt."""
 
-from __future__ import annotations
-
 import huggingface_hub.constants
 import pytest
 import torch

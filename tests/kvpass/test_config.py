@@ -1,7 +1,5 @@
 """Budgets as users write them."""
 
-from __future__ import annotations
-
 import itertools
 from decimal import Decimal
 

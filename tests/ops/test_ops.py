@@ -1,7 +1,5 @@
 """The operators: schemas and fakes by opcheck, numbers against float64, the cascade against deciding once."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

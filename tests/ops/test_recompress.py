@@ -1,7 +1,5 @@
 """What a turn's queries say of the entries held, and which of them stay, against a softmax over each head's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

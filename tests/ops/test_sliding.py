@@ -1,7 +1,5 @@
 """Turns on layers with a sliding window, against attention over all columns there ever were."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpass.operands import Attention, RingBuffers

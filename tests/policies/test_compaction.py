@@ -1,7 +1,5 @@
 """The fit of kept entries to what all entries give, on inputs whose solution is known and on bad ones."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Head maps: which heads keep the whole prompt, against an order of all entries; files as published; refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

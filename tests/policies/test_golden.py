@@ -5,8 +5,6 @@ arbitrarily between equal heads, per layer up to the rounding of the head counts
 kept (2e-5). Kept sets exactly, wherever the boundary of a head does not fall inside a group of equal scores.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """kvzap: kept sets against the maps by hand, both layouts of files, what is refused."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -191,15 +189,15 @@ def held_by_hand(scores: Tensor, first: Tensor, quota: list[int], threshold: flo
 @pytest.mark.parametrize("split", quick(["layers", "heads", "none", "threshold"], ["threshold"]))
 @torch.no_grad()
 def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
-    """Hundreds of tokens; what enters attention is that of an uncompressed model whose tokens see as much."""
+    """What enters attention is that of an uncompressed model whose tokens see as much."""
     weight, bias = stacked(load_file(kvzap_file()))
     threshold = 15.0 if split == "threshold" else None
     options = {"window": WINDOW, "sinks": SINKS, "weights": kvzap_file(), "threshold": threshold}
     options |= {"split": "layers" if threshold else split, "evict_during_decode": True}
-    model = tiny_model("llama", layers=LAYERS, vocab_size=512)
-    fast = kvpass.compile(model, policy="kvzap", budget=BUDGET, backend="eager", **options)
-    steps, lengths = 200, (41, 19, 9)
-    texts = [torch.randperm(512)[: n + steps] for n in lengths]  # equal tokens have equal scores
+    model, fast = full()
+    fast.set_policy("kvzap", BUDGET, **options)
+    steps, lengths = 80, (41, 19, 9)
+    texts = [torch.randperm(VOCABULARY)[: n + steps] for n in lengths]  # equal tokens have equal scores
     ids, mask = left_pad([tokens[:-steps] for tokens in texts])
     cache = fast(ids, attention_mask=mask).past_key_values
     text = Transcript(MaskedOracle(model), ids, mask, LAYERS, KV_HEADS)
@@ -237,7 +235,7 @@ def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype, monkeypatch):
     """As steps of one row on a CPU are compiled."""
-    model, found, run = tiny_model("llama", layers=2).to(dtype), [], backend.run_passes
+    model, found, run = tiny_model("llama", layers=1, dtype=dtype), [], backend.run_passes
 
     def run_with_reductions(gm, passes, *, label):
         return run(gm, [*passes, decompose_linear_pass] if label.startswith("decode") else passes, label=label)
@@ -246,7 +244,7 @@ def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype,
         with monkeypatch.context() as patch:
             if reduces:
                 patch.setattr(backend, "run_passes", run_with_reductions)
-            given = {"budget": BUDGET, "weights": kvzap_file(2), "window": WINDOW, "evict_during_decode": True}
+            given = {"budget": BUDGET, "weights": kvzap_file(1), "window": WINDOW, "evict_during_decode": True}
             fast = kvpass.compile(model, policy="kvzap", backend="eager", **given)
             found.append(fast(random_ids(1, 30)).past_key_values)
             for step in range(20):
@@ -257,7 +255,7 @@ def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype,
 
 
 def test_one_prefill_fills_caches_of_it_and_of_others():
-    fast = kvpass.compile(tiny_model("llama", layers=LAYERS), policy="full", backend="eager", prefill_block=16)
+    _, fast = full()
     options = {"weights": kvzap_file(), "window": 4}
     conditions = [
         (kvpass.policies.resolve("kvzap", **options), 10),
@@ -265,9 +263,10 @@ def test_one_prefill_fills_caches_of_it_and_of_others():
         (kvpass.policies.resolve("kvzap", split="file", **options), 14),
     ]
     ids = random_ids(2, 50)
-    for (policy, budget), cache in zip(conditions, fast.compress_each(ids, conditions=conditions), strict=True):
-        fast.set_policy(policy, budget)
-        assert torch.equal(cache.positions, fast.compress(ids).positions)
+    with in_blocks(fast, 16):
+        for (policy, budget), cache in zip(conditions, fast.compress_each(ids, conditions=conditions), strict=True):
+            fast.set_policy(policy, budget)
+            assert torch.equal(cache.positions, fast.compress(ids).positions)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 64), (3, 1, 64), (3, 2, 32)])
@@ -317,12 +316,11 @@ def test_contract_10_what_is_no_file_of_maps_is_refused(tmp_path):
 
 def test_a_decoder_that_adds_in_place_is_compressed_and_a_plan_without_inputs_is_refused():
     """Also to entries in fewer bits."""
-    call = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
-    models = [tiny_model("llama", layers=LAYERS), added_in_place(tiny_model("llama", layers=LAYERS))]
-    ids = random_ids(2, 30)
-    usual, other = (kvpass.compile(model, **call).compress(ids).positions for model in models)
-    assert torch.equal(usual, other)
-    kvpass.compile(models[0], **call, entries="int8").compress(ids)
+    given = {"policy": "kvzap", "budget": BUDGET, "window": WINDOW, "weights": kvzap_file(), "backend": "eager"}
+    ids, other = random_ids(2, 30), kvpass.compile(added_in_place(tiny_model("llama", layers=LAYERS)), **given)
+    for entries in ("model", "int8"):
+        _, usual = compiled_once("llama", layers=LAYERS, entries=entries, **given)
+        assert torch.equal(usual.compress(ids).positions, other.compress(ids).positions)
     q, k, v = torch.randn(3, LAYERS, 1, KV_HEADS, 30, 4)
     with pytest.raises(ValueError, match=r"pass entering="):
         plan("kvzap", q, k, v, budget=BUDGET, window=WINDOW, weights=kvzap_file())

@@ -1,7 +1,5 @@
 """The layer attention output loss and its bounds (Ada-KV Theorems 3.1 and 3.3, LAVa Lemma 1 and Theorem 1)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

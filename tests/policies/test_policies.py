@@ -1,7 +1,5 @@
 """Policies: scores against their formulas written out, layer and head splits against brute force."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

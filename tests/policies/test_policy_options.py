@@ -1,7 +1,5 @@
 """Policies: names, options and their ranges, specs that can be read back, policies of one's own."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """What ``kvpass.compile`` refuses of policies and of what goes with them, in what words."""
 
-from __future__ import annotations
-
 import pytest
 
 import kvpass

@@ -1,7 +1,5 @@
 """Contract 3 at scheduler level: cascading equals deciding once, and both equal a brute force in exact arithmetic."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

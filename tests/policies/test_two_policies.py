@@ -3,8 +3,6 @@
 Compiled models decode by both in tests/e2e/test_decode_eviction.py.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import ClassVar

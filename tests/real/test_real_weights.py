@@ -4,8 +4,6 @@ On the CUDA device of this machine if it has one. Another model, in the folder `
 for sliding layers), gets the test of equal tokens too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

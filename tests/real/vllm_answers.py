@@ -1,7 +1,5 @@
 """``python vllm_answers.py FOLDER``: prints the greedy tokens of prompts in vLLM; settings and prompts come as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Settings of Dynamo for processes that make many small captures."""
 
-from __future__ import annotations
-
 import gc
 
 import torch._dynamo

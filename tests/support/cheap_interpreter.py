@@ -1,7 +1,5 @@
 """Triton's interpreter without what it does again for every function and every sum of a kernel."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What tests run on one device and in each of several processes that share a model, and how they compare the two."""
 
-from __future__ import annotations
-
 import functools
 import io
 import os

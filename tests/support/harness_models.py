@@ -1,7 +1,5 @@
 """The model ``kvpass`` of lm-evaluation-harness on one tiny decoder, and requests to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

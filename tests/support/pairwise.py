@@ -1,7 +1,5 @@
 """Samples of a product of parameters, for the quick suite; the rest of the product is marked ``exhaustive``."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies with options that change what is computed, beside each policy as it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpass.policies import POLICIES

@@ -1,7 +1,5 @@
 """Processes with a group (gloo) that stay and run what tests name, so that torch and transformers are imported once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """What attention operators and modules are called with, and calls that are interrupted."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

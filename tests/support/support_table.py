@@ -4,8 +4,6 @@
 found in the traced graphs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,10 +1,8 @@
 """Tiny random models of every family, compiled ones that tests share, and prompts for them."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 import kvpass
 from kvpass.compiler.backend import Compiler
+from kvpass.config import EntryFormat
 from kvpass.policies.rules import Recompress
 
 VOCABULARY = 128
@@ -279,6 +278,8 @@ def compiled_once(
     layers: int | None = None,
     backend: Compiler = "inductor",
     recompress: Recompress = "never",
+    entries: EntryFormat = "model",
+    changes: Mapping[str, Any] | None = None,
     policy: str = "lava",
     budget: int | float | str | None,
     **options: Any,
@@ -286,18 +287,31 @@ def compiled_once(
     """A tiny model and its compiled copy, shared by all tests that change nothing of it but policy and budget.
 
     Args:
-        layers: of the model, if not as many as :data:`FAMILIES` has. options: of the policy.
+        layers, changes: of the model, see :func:`tiny_model`. options: of the policy.
     """
-    model, fast = _compiled_once(family, layers, backend, recompress)
+    model, fast = _compiled_once(family, layers, backend, recompress, entries, tuple((changes or {}).items()))
     fast.set_policy(policy, budget, **options)
     return model, fast
 
 
 @functools.cache
-def _compiled_once(family: str, layers: int | None, backend: Compiler, recompress: Recompress) -> Any:
-    model = tiny_model(family, layers=layers)
-    fast = kvpass.compile(model, policy="snapkv", budget=1.0, backend=backend, recompress=recompress)
-    return model, sharing_captures(fast, family, layers, backend)
+def _compiled_once(
+    family: str,
+    layers: int | None,
+    backend: Compiler,
+    recompress: Recompress,
+    entries: EntryFormat,
+    changes: tuple[tuple[str, Any], ...],
+) -> Any:
+    model = _tiny_once(family, layers, changes)
+    given: dict[str, Any] = {"policy": "snapkv", "budget": 1.0, "recompress": recompress, "entries": entries}
+    fast = kvpass.compile(model, backend=backend, **given)
+    return model, sharing_captures(fast, family, layers, backend, changes)
+
+
+@functools.cache
+def _tiny_once(family: str, layers: int | None, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+    return tiny_model(family, layers=layers, **dict(changes))
 
 
 _CAPTURES: dict[Hashable, Any] = {}

@@ -13,6 +13,7 @@ from kvpass.cache.fingerprint import weights_digest
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.vllm import documents
 from kvpass.vllm.settings import Settings
+from tiny_models import sharing_captures
 
 
 def make(folder, seed=0, **changes):
@@ -26,6 +27,7 @@ def make(folder, seed=0, **changes):
 
 def compressed(model, policy="lava", budget=40, rows=1, tokens=60, **options):
     fast = kvpass.compile(model, policy=policy, budget=budget, backend="eager", **options)
+    sharing_captures(fast, "documents")  # all of the model of the fixture below
     ids = torch.randint(5, 50, (rows, tokens), generator=torch.Generator().manual_seed(7))
     return fast, fast.compress(ids)
 

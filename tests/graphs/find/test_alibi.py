@@ -1,7 +1,5 @@
 """A bias that grows with the position of the key becomes columns of queries and keys; any other bias is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

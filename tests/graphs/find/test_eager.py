@@ -4,8 +4,6 @@ All forms of a table are captured as one graph of as many attention calls, since
 capture fixture compares the outputs of the rewritten graph with those of the code as it stands.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """Calls of the flash-attn library become sites. The library needs a GPU, so a stand-in of the same names and signatures
 computes the same attention on the CPU: its operator, and the autograd function around it that Dynamo traces through."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

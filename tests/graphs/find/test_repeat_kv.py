@@ -3,8 +3,6 @@
 All repeats of a table are captured as one graph of as many attention calls, since a capture is what takes time.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

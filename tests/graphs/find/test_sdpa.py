@@ -1,7 +1,5 @@
 """Raw attention calls become canonical sites, or the capture is refused with module path, node and reason."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 All masks of a table are captured as one graph of as many attention calls, since a capture is what takes time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention that is written out, or hidden in a call, does not slip through; routers and vocabularies are let alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """A text in pieces that is not the whole text is refused: tokens that see others beside the sites, places in a call."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Runs in a process of its own: engines, one after the other, in three ways of asking them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Decode steps that are recorded once and replayed, as CUDA graphs are, with what vLLM does around those."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python scenarios.py FOLDER``: runs the scenarios of test_engine.py that it reads from its input, one a line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """The tiny model of these tests, its prompts and documents, and what ``kvpass.compile`` answers; needs no vLLM."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
