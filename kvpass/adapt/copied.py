@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.adapt.positions import rotate_by_row, tune_by_position
 from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers, replace_token_mixers
+from kvpass.adapt.shared_layers import keep_all_tokens
 from kvpass.adapt.tensor_parallel import check_heads, divides_heads, hold_own_weights
 from kvpass.adapt.wrappers import check_wrappers, remove_wrappers
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -58,6 +59,7 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     divided = hold_own_weights(copied, model, ranks) if is_divided else {}
     remove_wrappers(copied, model)
     longrope_limit = rotate_by_row(copied)
+    keep_all_tokens(copied)
     if recurrent is not None:
         replace_token_mixers(copied)
     expanded = None

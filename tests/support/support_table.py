@@ -51,6 +51,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "longcat_flash": _ONE_LAYER
     | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
     | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+    "dbrx": {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64}
+    | {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
+    },
+    "zaya": LLAMA_LIKE | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
+    "inkling2_text": LLAMA_LIKE | {"head_dim": 16},
     "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "xlm": {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},
