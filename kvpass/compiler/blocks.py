@@ -293,13 +293,10 @@ class LayerRun:
     def _room(self, layer: Layer, shape: list[int], like: Tensor) -> Tensor:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
         results = [node for node in layer.results if node in self.decoder.split.axes]
-        held = [x.untyped_storage().data_ptr() for x in self.known.values() if isinstance(x, Tensor)]
+        # weights may be tensors that wrap others, whose own storage has no address
+        held = [x.untyped_storage()._cdata for x in self.known.values() if isinstance(x, Tensor)]
         for node in layer.read_last if len(results) == 1 else ():
             old = self.known[node]
-            if (
-                list(old.shape) == shape
-                and old.dtype == like.dtype
-                and held.count(old.untyped_storage().data_ptr()) == 1
-            ):
+            if list(old.shape) == shape and old.dtype == like.dtype and held.count(old.untyped_storage()._cdata) == 1:
                 return old
         return like.new_empty(shape)
