@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -128,6 +129,7 @@ class SplitDecoder:
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
         self.locations, self.pools = site_locations(self.layout), pool_facts(gm, self.layout)
+        self.readers = Counter(layer.site.layer for layer in split.layers)  # ops that attend to one layer's entries
 
     def edges(self, tokens: int, block: int) -> list[int]:
         """Return where blocks begin, and the end; no block is a single token, unless the prompt is one.

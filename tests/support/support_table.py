@@ -1,26 +1,30 @@
 """The tables of decoders in docs/models.md, made from what the tests' tiny models report.
 
 ``make support-table`` replaces them. The tests compare each family and each refusal with them, so they say what was
-found in the traced graphs.
+found in the traced graphs. Of types that the tests do not have, a third table says what ``scripts/try-decoders``
+recorded in ``benchmarks/decoders.json``.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
 from rich.progress import track
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvpass
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.eval.tables import markdown_table
 from kvpass.frontends.transformers import CompressedModel
-from tiny_models import FAMILIES, HYBRIDS, LATENT_LIKE, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LATENT_LIKE, LLAMA_LIKE, NEWEST, VOCABULARY, random_ids, tiny_model
 
 _FOUND_BY = {
     "find_attention": "`scaled_dot_product_attention`, found in the graph",
@@ -33,6 +37,9 @@ _VARIANTS = {
 }
 _HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because")
 _BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
+_OTHERS_BEGIN, _OTHERS_END = "<!-- other types, by make support-table -->\n\n", "\n<!-- end of other types -->"
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "decoders.json"
+"""What ``scripts/try-decoders`` found."""
 
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 _ONE_LAYER = {name: value for name, value in LATENT_LIKE.items() if name != "num_hidden_layers"} | {"num_layers": 1}
@@ -139,6 +146,37 @@ def listed(text: str) -> list[list[str]]:
     return [[name, *said] for names, *said in rows for name in names.split(", ")]
 
 
+def others(record: Path = RECORD) -> str:
+    """What was found of each causal type of the installed transformers that the tests do not have, as Markdown."""
+    found = {
+        name: (result, reason, run["versions"]["transformers"])
+        for run in json.loads(record.read_text())
+        for name, (result, reason) in run["decoders"].items()
+    }
+    types = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & {*CONFIG_MAPPING}
+    untested = types - {model_type for model_type, _ in (FAMILIES | HYBRIDS | NEWEST).values()} - {*REFUSED}
+    rows = []
+    for name in sorted(untested):
+        result, reason, version = found.get(name, ("not tried", "", ""))
+        reason = re.sub(r"^\w+: (cannot compress attention in .*?\): )?|`", "", reason).replace("|", "\\|")
+        rows.append([name, result if result == "same" or not reason else f"{result}: {reason}", version])
+    order = ("same", "refused", "not tried", "DIFFERENT")
+    rows.sort(key=lambda row: order.index(row[1].partition(":")[0]))
+    said = f"Of the {len(types)} types of transformers {transformers.__version__} the tests lack {len(untested)}:\n\n"
+    header = ("decoder", "`scripts/try-decoders`", "with transformers")
+    return said + markdown_table(header, _grouped(rows), left=len(header))
+
+
+def others_listed(text: str) -> str:
+    """The part of a text that :func:`others` made."""
+    return text.split(_OTHERS_BEGIN)[1].split(_OTHERS_END)[0]
+
+
+def _replaced(text: str, begin: str, end: str, made: str) -> str:
+    head, rest = text.split(begin)
+    return head + begin + made + end + rest.split(end)[1]
+
+
 def _grouped(rows: Iterable[list[str]]) -> list[list[str]]:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *said in rows:
@@ -154,8 +192,8 @@ def main(readme: Annotated[Path, typer.Argument(help="File whose tables are repl
         fast(random_ids(1, 20))
         supported.append(supported_row(family, fast))
     refused = [refused_row(model_type) for model_type in track(REFUSED, description="refused")]
-    head, rest = readme.read_text().split(_BEGIN)
-    readme.write_text(head + _BEGIN + tables(supported, refused) + _END + rest.split(_END)[1])
+    text = _replaced(readme.read_text(), _BEGIN, _END, tables(supported, refused))
+    readme.write_text(_replaced(text, _OTHERS_BEGIN, _OTHERS_END, others()))
 
 
 if __name__ == "__main__":
