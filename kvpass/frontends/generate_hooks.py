@@ -47,7 +47,7 @@ class GenerateHooks(CompressedForward):
 
         Classes that read images count several, and add what the last image shifted, also one of the uncompiled model.
         """
-        positions: Tensor = GenerationMixin._prepare_position_ids_for_generation(self, *args, **kwargs)  # type: ignore[misc]
+        positions: Tensor = GenerationMixin._prepare_position_ids_for_generation(self, *args, **kwargs)
         return positions
 
     def prepare_inputs_for_generation(

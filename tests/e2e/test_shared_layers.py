@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvpass
@@ -11,7 +12,8 @@ from compiled_models import greedy
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import LLAMA_LIKE, left_pad, random_ids
+from small_decoders import DIM, SmallDecoder
+from tiny_models import LLAMA_LIKE, in_session, left_pad, random_ids, raw
 from versions import needs_transformers
 
 pytestmark = needs_transformers("5.23", "gemma4 has other names")
@@ -81,6 +83,37 @@ def test_scores_are_those_of_all_readers():
         scores = heads.unflatten(1, (2, -1)).mean((0, 2, 3))
         expected = scores.topk(kept, -1).indices.sort(-1).values
         assert torch.equal(found[layer, :, :-window].nonzero()[:, 1].view(2, kept), expected)
+
+
+class Sharing(SmallDecoder):
+    """The third and fourth layer attend to the keys and values of the second."""
+
+    def forward(self, ids):
+        x, held = self.embedded(ids), []
+        for i, layer in enumerate(self.layers):
+            q, *own = (part.unflatten(-1, (-1, DIM)).transpose(1, 2) for part in layer(x).split(self.sizes, -1))
+            held = own if i < 2 else held
+            x = x + scaled_dot_product_attention(q, *held, is_causal=True).transpose(1, 2).flatten(2)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("policy", quick(["h2o", "lava", "full"], ["h2o", "full"]))
+def test_a_prompt_in_blocks_keeps_what_a_whole_one_keeps(policy):
+    module = Sharing(layers=4)
+    budget = {} if policy == "full" else {"budget": 24, "window": 8}
+    budget |= {"evict_during_decode": False} if policy == "h2o" else {}
+    found = []
+    for block in (16, 64):
+        fast = raw(module, {"policy": policy, "compiler": "eager", "prefill_block": block, **budget})
+        logits, cache = in_session(fast, [61, 3], torch.cat([IDS, NEW[:, :3]], 1))
+        assert [group.layers for group in cache.layout.pools] == [(0, 1)]
+        found.append((cache.positions, logits))
+    (positions, logits), (whole, expected) = found
+    assert torch.equal(positions, whole)
+    assert_close("logits", logits, expected, atol=1e-4)
+    if policy == "full":
+        with torch.no_grad():
+            assert_close("logits", logits, module(torch.cat([IDS, NEW[:, :3]], 1)), atol=1e-4)
 
 
 def test_what_is_of_one_layer_alone_is_refused():
