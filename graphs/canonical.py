@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -110,9 +110,28 @@ class Site:
 
 
 def find_sites(gm: GraphModule) -> list[Site]:
-    """Return the attention ops in execution order; layers are numbered in that order."""
-    nodes = gm.graph.find_nodes(op="call_function", target=SITE)
-    return [Site(node=node, layer=layer, **arguments_of(node)) for layer, node in enumerate(nodes)]
+    """Return the attention ops in execution order.
+
+    Layers are numbered in that order. An op without a window that reads keys and values of an earlier one is of its
+    layer, unless another such op with keys and values of its own is between them: entries are kept layer after layer.
+    """
+    sites: list[Site] = []
+    latest, layers = None, 0
+    for node in gm.graph.find_nodes(op="call_function", target=SITE):
+        site = Site(node=node, layer=layers, **arguments_of(node))
+        if site.sliding_window is None:
+            if latest is not None and site.sinks is None and site.call[1:] == latest.call[1:]:
+                site = replace(site, layer=latest.layer)
+            latest = site
+        layers = max(layers, site.layer + 1)
+        sites.append(site)
+    return sites
+
+
+def _first_sites(gm: GraphModule) -> list[Site]:
+    """Return the first attention op of each layer."""
+    first = {site.layer: site for site in reversed(find_sites(gm))}
+    return [first[layer] for layer in sorted(first)]
 
 
 def state_of(node: Node) -> tuple[int, str]:
@@ -187,14 +206,14 @@ def _group(site: Site) -> LayerGroup:
 
 def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
-    sites = find_sites(gm)
+    sites = _first_sites(gm)
     k = recorded(sites[0].k)
     return Layout.of(list(map(_group, sites)), _state_shapes(gm)), k.dtype, k.device
 
 
 def pool_facts(gm: GraphModule, layout: Layout) -> tuple[PoolFacts, ...]:
     """Return what a cache must know of each pool beside the layout."""
-    sites, found = find_sites(gm), []
+    sites, found = _first_sites(gm), []
     for layers in (group.layers for group in layout.pools):
         heads, kv_heads = (recorded(x).shape[1] for x in (sites[layers[0]].q, sites[layers[0]].k))
         plain = all(sites[layer].softcap is None and sites[layer].sinks is None for layer in layers)

@@ -13,12 +13,15 @@ or, under a policy that evicts while decoding::
     out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks, entering)
 
 An attention op with a sliding window or chunks becomes ``attend_ring``, under every policy. One ``columns_held``
-precedes all ops that share a ring. ``layer`` of an operator is its index among the ops of its pool or ring. The tuples
-are defined in :mod:`kvpass.operands`. ``read_state`` becomes an input, ``write_state`` a ``store_state`` into another.
+precedes all ops that share a ring. ``layer`` of an operator is its index among the layers of its pool or ring. Ops that
+read the same keys and values are of one layer: each appends to the same slots what the first one has appended. The
+tuples are defined in :mod:`kvpass.operands`. ``read_state`` becomes an input, ``write_state`` a ``store_state`` into
+another.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,7 +31,7 @@ from torch.fx import GraphModule, Node
 
 from kvpass.config import Layout
 from kvpass.graphs.canonical import READ_STATE, WRITE_STATE, find_sites, site_locations, state_of
-from kvpass.graphs.fx_utils import recorded, replace_node
+from kvpass.graphs.fx_utils import recorded, refuse, replace_node
 from kvpass.operands import AppendBuffers, EvictBuffers, RecompressBuffers, RingBuffers
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
@@ -47,6 +50,7 @@ def rewrite_cached_pass(
     """
     call, rule, columns = partial(_call, gm), policy.decode_rule(), dict[str, Node]()
     sites, locations = find_sites(gm), site_locations(layout)
+    readers = Counter(site.layer for site in sites)
     _bind_states(gm, state, layout)
     for site in sites:
         location = locations[site.layer]
@@ -68,6 +72,8 @@ def rewrite_cached_pass(
                 output = call("attend_cache", *site.call, *held, layer, impl)
                 found = location.buffers(RecompressBuffers, state)
                 if None not in found:
+                    if readers[site.layer] > 1:
+                        raise refuse(site.node, "recompression of keys and values that several layers attend to")
                     call("observe_held", *site.call, *held, *found, layer, location.layers, policy.spec, ranks.spec)
         output.meta = site.node.meta
         replace_node(site.node, output)

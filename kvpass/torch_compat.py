@@ -44,7 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -131,6 +131,14 @@ def compiled_for_any_length() -> Iterator[None]:
 
     with mock.patch.object(SIMDScheduling, "can_use_32bit_indexing", staticmethod(for_every_size)):
         yield
+
+
+def wrapped_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor subclass wraps, and those that they wrap; none of a plain tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield getattr(tensor, name)
+            yield from wrapped_tensors(getattr(tensor, name))
 
 
 def storage_users(tensor: Tensor) -> int:

@@ -52,7 +52,11 @@ def find_attention_pass(gm: GraphModule) -> int:
     if not raw:
         return 0
     if find_sites(gm):
-        raise refuse(raw[0], "some attention calls of this graph are canonical sites and some are not")
+        reason = (
+            "it calls scaled_dot_product_attention, and other attention of the model goes through the attention "
+            "interface or kvpass.attention: kvpass does not know whether this call relates tokens of the text"
+        )
+        raise refuse(raw[0], reason)
     flow = DataFlow(gm)
     proofs: dict[tuple[Any, ...], Band] = {}
     bands = [_check(flow, node, proofs) for node in raw]

@@ -14,6 +14,7 @@ from kvpass.adapt.equal_layers import repeat_layers
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.adapt.positions import rotate_by_row, tune_by_position
 from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers, replace_token_mixers
+from kvpass.adapt.shared_layers import keep_all_tokens
 from kvpass.adapt.tensor_parallel import check_heads, divides_heads, hold_own_weights
 from kvpass.adapt.wrappers import check_wrappers, remove_wrappers
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -60,6 +61,7 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     remove_wrappers(copied, model)
     repeat_layers(copied)
     longrope_limit = rotate_by_row(copied)
+    keep_all_tokens(copied)
     if recurrent is not None:
         replace_token_mixers(copied)
     expanded = None

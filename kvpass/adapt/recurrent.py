@@ -74,7 +74,8 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     if not _is_hybrid(model, kinds):
         return None
     name, reason = type(model).__name__, None
-    methods = (method for kind in {*map(type, model.modules())} for method in _methods_of(kind).values())
+    kinds_of_modules = {*map(type, model.modules())}
+    called = [{*method.__code__.co_names} for kind in kinds_of_modules for method in _methods_of(kind).values()]
     if kinds and not attention:
         reason = "it has recurrent layers and no attention, so no KV cache that could be compressed"
     elif not hasattr(Cache, "get_conv_state"):
@@ -82,10 +83,15 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
             "it has recurrent layers beside attention, for which kvpass needs transformers >= 5.22; here is "
             f"{transformers.__version__}"
         )
-    elif _GIVES_STATES.isdisjoint(name for method in methods for name in method.__code__.co_names):
+    elif _GIVES_STATES.isdisjoint(set().union(*called)):
         reason = (
             "its recurrent layers do not give their states to a cache (update_conv_state, update_recurrent_state): "
             "they keep them in themselves, or in a cache class of their own"
+        )
+    elif any("update_conv_state" in names and "causal_conv1d_fn" not in names for names in called):
+        reason = (
+            "a layer gives the cache columns for its convolution (update_conv_state) but does not call "
+            "causal_conv1d_fn, by which kvpass continues convolutions from call to call"
         )
     if reason is not None:
         raise UnsupportedAttentionError("", name, reason)

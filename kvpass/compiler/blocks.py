@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -128,6 +129,7 @@ class SplitDecoder:
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
         self.locations, self.pools = site_locations(self.layout), pool_facts(gm, self.layout)
+        self.readers = Counter(layer.site.layer for layer in split.layers)  # ops that attend to one layer's entries
 
     def edges(self, tokens: int, block: int) -> list[int]:
         """Return where blocks begin, and the end; no block is a single token, unless the prompt is one.
@@ -293,13 +295,10 @@ class LayerRun:
     def _room(self, layer: Layer, shape: list[int], like: Tensor) -> Tensor:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
         results = [node for node in layer.results if node in self.decoder.split.axes]
-        held = [x.untyped_storage().data_ptr() for x in self.known.values() if isinstance(x, Tensor)]
+        # weights may be tensors that wrap others, whose own storage has no address
+        held = [x.untyped_storage()._cdata for x in self.known.values() if isinstance(x, Tensor)]
         for node in layer.read_last if len(results) == 1 else ():
             old = self.known[node]
-            if (
-                list(old.shape) == shape
-                and old.dtype == like.dtype
-                and held.count(old.untyped_storage().data_ptr()) == 1
-            ):
+            if list(old.shape) == shape and old.dtype == like.dtype and held.count(old.untyped_storage()._cdata) == 1:
                 return old
         return like.new_empty(shape)

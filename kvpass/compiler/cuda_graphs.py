@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvpass.torch_compat import wrapped_tensors
+
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
@@ -133,7 +135,10 @@ class GraphedStep:
         """Return a capture's key: layout of copied inputs, addresses of other tensors and of state, other values."""
         given = [_layout(value) for value in map(inputs.__getitem__, self._given)]
         fixed = (*map(inputs.__getitem__, self._held), *state)
-        return (*given, *map(Tensor.data_ptr, fixed), *(x.shape for x in state))
+        addresses = list(map(Tensor.data_ptr, fixed))
+        if 0 in addresses:  # of tensors that wrap others, such as quantised weights
+            addresses += [part.data_ptr() for x in fixed for part in wrapped_tensors(x)]
+        return (*given, *addresses, *(x.shape for x in state))
 
 
 def _remember(known: OrderedDict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any, most: int) -> None:

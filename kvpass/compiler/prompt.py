@@ -6,8 +6,9 @@ compaction the prompt then runs a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class Prefill(SplitDecoder):
                     "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
                     "without compact"
                 )
+            if max(self.readers.values()) > 1 and (fill.policy.compact or fill.policy.decode_rule() is not None):
+                raise ValueError(
+                    f"policy {fill.policy.spec}: several layers of this model attend to the same keys and values, and "
+                    "compact=True and eviction while decoding are of one layer; where the policy has the option, give "
+                    "evict_during_decode=False"
+                )
         prompt = _ScoredPrompt(self, fills, inputs, block, ranks)
         edges, results_from = prompt.edges, 0
         prompt.begin()
@@ -73,6 +80,35 @@ class Prefill(SplitDecoder):
         return results
 
 
+class _Reader(NamedTuple):
+    """What an attention op gives to the scores of the entries that it attends to.
+
+    Attributes:
+        q: its last queries ``[B, H, T, D]``. lse: of these ``[B, H, T]``, where it was computed. summed: column sums
+            ``[B, H, N]``, if any policy reads them. replayed: what replays attend to, ``[B, K, N]``.
+    """
+
+    q: Tensor
+    lse: Tensor | None
+    summed: list[Tensor]
+    replayed: dict[Fill, Tensor]
+
+
+def _joined(readers: Sequence[_Reader], kv_heads: int) -> _Reader:
+    """Return ops that read the same keys and values as one, which has the query heads of all of them."""
+    first, *others = readers
+    if not others:
+        return first
+
+    def side_by_side(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat([x.unflatten(1, (kv_heads, -1)) for x in parts], 2).flatten(1, 2)
+
+    most = {fill: functools.reduce(torch.maximum, (one.replayed[fill] for one in readers)) for fill in first.replayed}
+    lses = [one.lse for one in readers if one.lse is not None]
+    summed = [side_by_side(one.summed[0] for one in readers)] if first.summed else []
+    return _Reader(side_by_side(one.q for one in readers), side_by_side(lses) if lses else None, summed, most)
+
+
 class _ScoredPrompt(PromptRun):
     """A prompt that is being prefilled into one or more caches, whose policies score its entries."""
 
@@ -82,6 +118,7 @@ class _ScoredPrompt(PromptRun):
         readers = [fill for fill in fills if "replays" in fill.policy.inputs]
         super().__init__(decoder, fills, inputs, block, readers, lambda policy, ids: policy.replays(ids))
         self.ranks, self.ops = ranks, implementation(self.first)
+        self._readers: list[_Reader] = []
 
     def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
         """Run a layer, as :meth:`attend` does; each policy scores its entries and keeps some."""
@@ -111,6 +148,12 @@ class _ScoredPrompt(PromptRun):
             with record_function("kvpass::replay"):
                 most = self._replay(layer, call, location, behind, is_last=is_last)
             replayed.update({fill: most["norms" in fill.policy.inputs] for fill in behind.readers})
+        if not location.ring:
+            self._readers.append(_Reader(call.q, lse, summed, replayed))
+            if len(self._readers) < self.decoder.readers[layer.site.layer]:
+                return
+            queries, lse, summed, replayed = _joined(self._readers, call.k.shape[1])
+            call, self._readers = call._replace(q=queries), []
         columns = torch.arange(self.tokens, device=call.k.device)
         for fill in self.fills:
             if location.ring:
@@ -175,7 +218,9 @@ class _ScoredPrompt(PromptRun):
 
     def _projection(self, site: Site) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
-        found = site.output_projection
+        several = self.decoder.readers[site.layer] > 1
+        what = "one output projection behind the keys and values of a layer, and several layers attend to these"
+        found = site.needed(None if several else site.output_projection, what)
         weight: Tensor = self.known[found.weight]
         return weight.T if found.inputs_first else weight
 

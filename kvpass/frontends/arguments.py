@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpass.errors import UnsupportedAttentionError
-from kvpass.frontends.forward import ONLY_LOGITS, OUTPUTS, UNSUPPORTED, check_cache
+from kvpass.frontends.forward import NO_IMAGES, ONLY_LOGITS, OUTPUTS, UNSUPPORTED, check_cache, is_of_images
 from kvpass.policies.rules import Rules
 from kvpass.transformers_compat import CACHE
 
@@ -49,7 +49,7 @@ def check_model(model: object) -> None:
     if not model.can_generate():
         raise ValueError(
             f"{kind} is no causal language model: it has no head that predicts the next token; if its checkpoint is "
-            f"of a decoder, {_FROM_PRETRAINED}"
+            f"of a decoder, {_FROM_PRETRAINED}; if it is a part of a model that has one, compile that"
         )
     if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(
@@ -96,6 +96,9 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
                     f"use_cache=False and {name}: the whole text is computed again for every new token, and a cache "
                     "would get it each time; leave one of them out"
                 )
+    for name, value in kwargs.items():
+        if value is not None and is_of_images(name):
+            raise ValueError(f"generate argument {name!r} is not supported: {NO_IMAGES}")
     for name, reason in (_OF_GENERATE | UNSUPPORTED).items():
         value = in_force(name, kwargs, given, default)
         if value is not None and value is not False:

@@ -32,7 +32,7 @@ ATTENTION_NAME = "kvpass"
 
 _HARMLESS = set(
     "position_ids use_cache cache_position output_attentions output_hidden_states output_router_logits return_dict "
-    "num_items_in_batch position_embeddings".split()
+    "num_items_in_batch position_embeddings logits_to_keep".split()
 )
 
 _UNLIMITED = {"full_attention", "attention", "hybrid"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,13 @@ _TAKEN = (
 ).split()
 """Arguments that a kvpass model's ``forward`` takes."""
 
+NO_IMAGES = "kvpass reads no images, videos or sound yet: use the uncompiled model for a prompt that has them"
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+_OF_IMAGES = re.compile("pixel|image|video|audio|vision|patches|target_sizes|^(moe_)?mm_|^input_(features|values)")
+
 UNSUPPORTED = {
     "labels": "a kvpass model computes no loss: compute it from the logits, or use the uncompiled model",
-    "token_type_ids": "a kvpass model takes none: call the tokenizer with return_token_type_ids=False",
+    "token_type_ids": "a kvpass model takes zeros only: call the tokenizer with return_token_type_ids=False",
     **dict.fromkeys(OUTPUTS, ONLY_LOGITS),
     **dict.fromkeys(_OF_WHOLE_TEXT, "the model's class prepares every step from the whole text and knows no cache"),
 }
@@ -78,7 +83,7 @@ class CompressedForward(_Base):
                 tokens of a filled cache anywhere: they are not stored. Zeros for the last tokens appended to a row take
                 these back. Of a mask on CUDA for one new token only the shape is read, to avoid host synchronisation.
             position_ids: true positions ``[B, T]``; by default counted from the first real token. Those of a prompt
-                must ascend by one: a row is one sequence.
+                must ascend by one: a row is one sequence. Several axes ``[axes, B, T]`` (M-RoPE) if all are equal.
             past_key_values: a :class:`CompressedCache` of this model; None or an empty one for a new prompt. One of one
                 row serves any B: each row continues a copy, which is returned.
             inputs_embeds: a prompt ``[B, T, D]`` in place of ``input_ids``, as the model's forward takes it; not with
@@ -97,6 +102,7 @@ class CompressedForward(_Base):
         def checked() -> Tensor:
             if (name := unsupported_argument(kwargs)) is not None:
                 reason = UNSUPPORTED.get(name, f"a kvpass model takes {', '.join(_TAKEN)}; leave it out")
+                reason = NO_IMAGES if is_of_images(name) else reason
                 raise ValueError(f"forward argument {name!r} is not supported: {reason}")
             check_cache(held)
             begun = held is not None and not held.is_empty
@@ -244,6 +250,8 @@ def _append_padded(
 def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     if given is None:
         return computed.contiguous()
+    if given.ndim == 3 and bool((given == given[:1]).all()):  # axes of M-RoPE, all equal where all tokens are text
+        given = given[0]
     if given.ndim != 2 or given.shape[1] != computed.shape[1] or given.shape[0] not in (1, computed.shape[0]):
         axes = "; those of models that read images (M-RoPE) have several axes and are not supported" * (given.ndim == 3)
         raise ValueError(f"position_ids of shape {list(given.shape)}: must be {list(computed.shape)}{axes}")
@@ -307,11 +315,21 @@ def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Po
 
 def unsupported_argument(given: Mapping[str, Any]) -> str | None:
     """Return the first unsupported argument of ``forward``; arguments without effect do not count."""
-    for name, value in given.items():
+    for name, value in sorted(given.items(), key=lambda argument: not is_of_images(argument[0])):
         harmless = value is None or name == "cache_position" or (name in OUTPUTS and not value)
-        if name not in _TAKEN and not harmless:
+        if name not in _TAKEN and not harmless and not says_text(name, value):
             return name
     return None
+
+
+def says_text(name: str, value: Any) -> bool:
+    """Return whether an argument is a tensor of token types that are all zero: each token is text."""
+    return name in _TOKEN_TYPES and isinstance(value, Tensor) and not bool(value.any())
+
+
+def is_of_images(name: str) -> bool:
+    """Return whether the name of an argument is one of images, videos or sound, as processors give them."""
+    return _OF_IMAGES.search(name) is not None
 
 
 def take_cache(given: dict[str, Any]) -> Any:

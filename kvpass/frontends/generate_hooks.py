@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationMixin
 
 from kvpass.adapt.positions import check_rows_stay
 from kvpass.cache.cache import CompressedCache
@@ -40,6 +41,14 @@ class GenerateHooks(CompressedForward):
 
         generator.get_candidates = dropped
         return generator
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return positions of text: of each token one.
+
+        Classes that read images count several, and add what the last image shifted, also one of the uncompiled model.
+        """
+        positions: Tensor = GenerationMixin._prepare_position_ids_for_generation(self, *args, **kwargs)
+        return positions
 
     def prepare_inputs_for_generation(
         self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any

@@ -19,7 +19,7 @@ from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import check_drafts, check_generate, check_generate_mask, said
-from kvpass.frontends.forward import check_embeds, check_ids, take_cache
+from kvpass.frontends.forward import check_embeds, check_ids, says_text, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
@@ -79,6 +79,7 @@ class CompressedModel(GenerateHooks):
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
         """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
         inputs, given = kwargs.pop("inputs"), kwargs.pop("generation_config")
+        kwargs = {name: value for name, value in kwargs.items() if not says_text(name, value)}
         cache: CompressedCache | None = take_cache(kwargs)
         kwargs[CACHE] = cache
         if kwargs.get("use_cache") is None:

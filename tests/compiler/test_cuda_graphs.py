@@ -12,6 +12,7 @@ from torch import nn
 from kvpass.compiler import cuda_graphs
 from kvpass.compiler.cuda_graphs import CaptureError, CudaRecorder, GraphedStep
 from kvpass.graphs.bind_state import held_by_module
+from wrapping_tensor import HalfPrecision
 
 CPU = torch.device("cpu")
 
@@ -66,9 +67,11 @@ def test_an_answer_is_not_overwritten_by_the_next_call():
     assert [float(answer) for answer in answers[1:]] == [3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize("change", ["state", "state shape", "weight", "ids shape"])
+@pytest.mark.parametrize("change", ["state", "state shape", "weight", "wrapped weight", "ids shape"])
 def test_other_memory_or_shapes_are_captured_apart(change):
     step, recorder, weight, state = make()
+    if change == "wrapped weight":
+        weight = HalfPrecision(torch.tensor(2.0).bfloat16())
     ids = torch.ones(2)
     for _ in range(3):
         step((ids, weight), [state])
@@ -76,6 +79,8 @@ def test_other_memory_or_shapes_are_captured_apart(change):
         state = torch.zeros(()) if change == "state" else torch.zeros(3)
     elif change == "weight":
         weight = nn.Parameter(torch.tensor(5.0), requires_grad=False)
+    elif change == "wrapped weight":
+        weight = HalfPrecision(torch.tensor(5.0).bfloat16())
     else:
         ids = torch.ones(3)
     for call in range(3):

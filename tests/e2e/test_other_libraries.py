@@ -8,6 +8,7 @@ import kvpass
 from compiled_models import greedy
 from pairwise import quick
 from tiny_models import random_ids, tiny_model
+from wrapping_tensor import HalfPrecision
 
 IDS = random_ids(1, 40)
 
@@ -52,6 +53,15 @@ def test_weights_quantised_by_torchao_work_in_compiled_code(model, config):
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(model, getattr(torchao, config)())
     assert_same_tokens(model)
+
+
+@pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
+def test_weights_that_wrap_others_are_read_in_blocks(backend):
+    model = tiny_model("llama", layers=2)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(HalfPrecision(layer.weight.detach().bfloat16()), requires_grad=False)
+    assert_same_tokens(model, backend=backend, prefill_block=16)
 
 
 def test_adapter_merged_in_the_original_counts_once(model):

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
 from compiled_models import greedy, padded
+from kvpass.adapt import copied
 from kvpass.cache.serialization import read_cache_file
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
@@ -58,23 +59,35 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     assert layer in refusal.value.module_path
 
 
+SHARED = {
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "layer_types": ["full_attention"] * 2,
+    "num_kv_shared_layers": 1,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+}
+"""Of gemma4_text: the second layer attends to keys and values of the first."""
+
+
+@needs_transformers("5.23", "gemma4 has other names")
+def test_layers_that_share_keys_and_values_run_over_all_tokens_of_a_prompt():
+    model = tiny("gemma4_text", SHARED)
+    model.generation_config.eos_token_id = None
+    ids, mask = padded(41, 30)
+    expected = greedy(model, ids, attention_mask=mask)
+    for block in ("auto", 8):
+        fast = kvpass.compile(model, policy="full", backend="eager", prefill_block=block)
+        assert torch.equal(greedy(fast, ids, attention_mask=mask), expected)
+    assert torch.equal(greedy(model, ids, attention_mask=mask), expected)
+
+
 @needs_transformers("5.23", "before, it keeps all queries")
-def test_a_layer_without_a_query_of_each_token_is_refused():
-    shared = {
-        "head_dim": 16,
-        "global_head_dim": 16,
-        "layer_types": ["full_attention"] * 2,
-        "num_kv_shared_layers": 1,
-        "vocab_size_per_layer_input": 128,
-        "hidden_size_per_layer_input": 8,
-    }
-    model = tiny("gemma4_text", shared)
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(1, 20)
-    with torch.no_grad():
-        assert_close("logits", fast(ids).logits, model(ids).logits, atol=1e-4)
+def test_a_layer_without_a_query_of_each_token_is_refused(monkeypatch):
+    monkeypatch.setattr(copied, "keep_all_tokens", lambda model: None)
+    fast = kvpass.compile(tiny("gemma4_text", SHARED), policy="full", backend="eager")
     with pytest.raises(kvpass.UnsupportedAttentionError, match="not every token of the prompt has a query") as refusal:
-        fast.generate(ids, max_new_tokens=2)
+        fast.generate(random_ids(1, 20), max_new_tokens=2)
     assert "layers.1" in refusal.value.module_path
 
 

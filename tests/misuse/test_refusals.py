@@ -196,7 +196,7 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ({"input_ids": ids, "speed": 3}, "'speed' is not supported: a kvpass model takes input_ids"),
         ({"input_ids": ids, "logits_to_keep": -1}, "logits_to_keep=-1"),
         ({"input_ids": ids, "position_ids": torch.zeros(2, 3, dtype=torch.int64)}, "position_ids"),
-        ({"input_ids": ids, "position_ids": torch.arange(40).expand(4, 2, -1)}, r"\[4, 2, 40\]: must .*; .*M-RoPE"),
+        ({"input_ids": ids, "position_ids": torch.arange(320).view(4, 2, 40)}, r"\[4, 2, 40\]: must .*; .*M-RoPE"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):

@@ -1,24 +1,28 @@
 """The tables of decoders in docs/models.md, made from what the tests' tiny models report.
 
 ``make support-table`` replaces them. The tests compare each family and each refusal with them, so they say what was
-found in the traced graphs.
+found in the traced graphs. Of types that the tests do not have, a third table says what ``scripts/try-decoders``
+recorded in ``benchmarks/decoders.json``.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
 from rich.progress import track
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvpass
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.eval.tables import markdown_table
 from kvpass.frontends.transformers import CompressedModel
-from tiny_models import FAMILIES, HYBRIDS, LATENT_LIKE, LLAMA_LIKE, VOCABULARY, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LATENT_LIKE, LLAMA_LIKE, NEWEST, VOCABULARY, random_ids, tiny_model
 
 _FOUND_BY = {
     "find_attention": "`scaled_dot_product_attention`, found in the graph",
@@ -31,6 +35,9 @@ _VARIANTS = {
 }
 _HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because")
 _BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
+_OTHERS_BEGIN, _OTHERS_END = "<!-- other types, by make support-table -->\n\n", "\n<!-- end of other types -->"
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "decoders.json"
+"""What ``scripts/try-decoders`` found."""
 
 _TINY = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 _ONE_LAYER = {name: value for name, value in LATENT_LIKE.items() if name != "num_hidden_layers"} | {"num_layers": 1}
@@ -49,6 +56,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "longcat_flash": _ONE_LAYER
     | {"head_dim": 8, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
     | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2},
+    "dbrx": {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64}
+    | {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4},
+    },
+    "zaya": LLAMA_LIKE | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
+    "inkling2_text": LLAMA_LIKE | {"head_dim": 16},
     "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "xlm": {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},
@@ -130,6 +144,37 @@ def listed(text: str) -> list[list[str]]:
     return [[name, *said] for names, *said in rows for name in names.split(", ")]
 
 
+def others(record: Path = RECORD) -> str:
+    """What was found of each causal type of the installed transformers that the tests do not have, as Markdown."""
+    found = {
+        name: (result, reason, run["versions"]["transformers"])
+        for run in json.loads(record.read_text())
+        for name, (result, reason) in run["decoders"].items()
+    }
+    types = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} & {*CONFIG_MAPPING}
+    untested = types - {model_type for model_type, _ in (FAMILIES | HYBRIDS | NEWEST).values()} - {*REFUSED}
+    rows = []
+    for name in sorted(untested):
+        result, reason, version = found.get(name, ("not tried", "", ""))
+        reason = re.sub(r"^\w+: (cannot compress attention in .*?\): )?|`", "", reason).replace("|", "\\|")
+        rows.append([name, result if result == "same" or not reason else f"{result}: {reason}", version])
+    order = ("same", "refused", "not tried", "DIFFERENT")
+    rows.sort(key=lambda row: order.index(row[1].partition(":")[0]))
+    said = f"Of the {len(types)} types of transformers {transformers.__version__} the tests lack {len(untested)}:\n\n"
+    header = ("decoder", "`scripts/try-decoders`", "with transformers")
+    return said + markdown_table(header, _grouped(rows), left=len(header))
+
+
+def others_listed(text: str) -> str:
+    """The part of a text that :func:`others` made."""
+    return text.split(_OTHERS_BEGIN)[1].split(_OTHERS_END)[0]
+
+
+def _replaced(text: str, begin: str, end: str, made: str) -> str:
+    head, rest = text.split(begin)
+    return head + begin + made + end + rest.split(end)[1]
+
+
 def _grouped(rows: Iterable[list[str]]) -> list[list[str]]:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *said in rows:
@@ -145,8 +190,8 @@ def main(readme: Annotated[Path, typer.Argument(help="File whose tables are repl
         fast(random_ids(1, 20))
         supported.append(supported_row(family, fast))
     refused = [refused_row(model_type) for model_type in track(REFUSED, description="refused")]
-    head, rest = readme.read_text().split(_BEGIN)
-    readme.write_text(head + _BEGIN + tables(supported, refused) + _END + rest.split(_END)[1])
+    text = _replaced(readme.read_text(), _BEGIN, _END, tables(supported, refused))
+    readme.write_text(_replaced(text, _OTHERS_BEGIN, _OTHERS_END, others()))
 
 
 if __name__ == "__main__":
