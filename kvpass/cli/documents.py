@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.api import read_saved, restore_cache
+from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.metadata import CacheMetadata
+from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.compiler.backend import Compiler
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
@@ -94,7 +94,7 @@ class Document:
         # over both, since ids longer than the document, with a mask of their own, would be taken for the whole text
         asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, **greedy)
+        out = self.model.generate(**asked.to(self.cache.state.device), past_key_values=self.cache, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
 
 

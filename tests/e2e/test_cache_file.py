@@ -8,7 +8,7 @@ import torch
 import kvpass
 from compiled_models import compiled_anew, padded, reloaded, two_layers
 from kvpass.cache import fingerprint
-from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from pairwise import quick, quick_rows
 from tiny_models import HYBRIDS, continuation, kvzap_file, random_ids, tiny_model
 from versions import before
@@ -67,13 +67,17 @@ def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
     for step in ("after the prompt", "after some tokens"):
         loaded = reloaded(cache, fast, tmp_path)
         assert (loaded.columns, loaded.batch_size, len(loaded)) == (cache.columns, 2, len(cache))
-        assert loaded.layout == cache.layout and loaded.policy == cache.policy and loaded.budget == cache.budget
-        if cache.full_layers:
+        assert (
+            loaded.state.layout == cache.state.layout
+            and loaded.policy == cache.policy
+            and loaded.budget == cache.budget
+        )
+        if cache.state.full_layers:
             assert torch.equal(loaded.positions, cache.positions) and torch.equal(loaded.lengths, cache.lengths), step
         assert loaded.nbytes <= cache.nbytes
         expected = continuation(fast, cache)
         assert torch.equal(continuation(fast, loaded), expected), step
-        assert loaded.full_layers == cache.full_layers or torch.equal(loaded.positions, cache.positions)
+        assert loaded.state.full_layers == cache.state.full_layers or torch.equal(loaded.positions, cache.positions)
     assert torch.equal(loaded.attention_mask, cache.attention_mask)
 
 
@@ -99,7 +103,7 @@ def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtyp
     loaded = reloaded(fast.compress(random_ids(1, 1400)), fast, tmp_path)
     size = (tmp_path / "cache.kv").stat().st_size
     assert loaded.nbytes < size < 1.01 * loaded.nbytes
-    assert all(store.pool_k.dtype == dtype for store in loaded.full_layers)
+    assert all(store.buffers.pool_k.dtype == dtype for store in loaded.state.full_layers)
 
 
 def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
@@ -107,11 +111,11 @@ def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
     files = []
     for value in (3.0, 7.0):
         cache = fast(*padded(50, 31)).past_key_values
-        store = cache.full_layers[0]
-        store.tail_k[:, :, :, store.used :] = value
+        store = cache.state.full_layers[0]
+        store.buffers.tail_k[:, :, :, store.used :] = value
         for row in range(2):
-            store.pool_v[row, int(store.offsets[row, -1]) :] = value
-            store.tail_v[:, row, :, : int(store.tail_start[row])] = value
+            store.buffers.pool_v[row, int(store.buffers.offsets[row, -1]) :] = value
+            store.buffers.tail_v[:, row, :, : int(store.buffers.tail_start[row])] = value
         cache.save(tmp_path / "cache.kv")
         files.append(read_cache_file(tmp_path / "cache.kv")[1])
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
@@ -178,9 +182,14 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     before = cache.nbytes
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
-    assert moved.reusable and moved.nbytes == before and moved.device.type == "meta" and cache.device.type == "cpu"
-    parts = [moved, *moved.parts]
-    tensors = {name: value for part in parts for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+    assert (
+        moved.reusable
+        and moved.nbytes == before
+        and moved.state.device.type == "meta"
+        and cache.state.device.type == "cpu"
+    )
+    tensors = {name: value for name, value in vars(moved.state).items() if isinstance(value, torch.Tensor)}
+    tensors |= {name: value for part in moved.state.parts for name, value in part.tensors.items()}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):
         fast(random_ids(1, 1), past_key_values=moved)

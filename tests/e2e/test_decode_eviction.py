@@ -140,7 +140,7 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
     model, fast = two_layers(family, policy="cake", budget=26, **options)
     ids = random_ids(1, tokens, seed=1)
     cache = fast(ids).past_key_values
-    full = list(cache.layer_ids)
+    full = list(cache.state.layer_ids)
     prompt = [calls[layer] for layer in full]
     lengths = kept_columns(cache, tokens - window)[0, full].sum(-1)
     text = Transcript(MaskedOracle(model), ids, torch.ones_like(ids), len(cache), 2)
@@ -256,7 +256,7 @@ def test_statistics_of_a_file_alone_decide_what_is_kept():
     fast.set_policy("triattention", BUDGET, buffer=5, statistics=statistics_file())
     cache = fast(prompt).past_key_values
     for row in (0, 1):
-        rows = cache.full_layers[0].rule_rows[:, row]
+        rows = cache.state.full_layers[0].buffers.rule_rows[:, row]
         assert_close("mean", rows[..., 0, :], held["query_mean"], atol=0)
         assert_close("modulus", rows[..., 1, :8], held["query_modulus"], atol=0)
     assert not torch.equal(cache.positions, own.positions)
@@ -306,6 +306,6 @@ def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):
 
     monkeypatch.setattr(store, "first_slots", watched)
     cache = compiled(policy="h2o", window=6, budget=3 * BUDGET)(random_ids(1, 64)).past_key_values
-    pool_v = cache.full_layers[0].pool_v
+    pool_v = cache.state.full_layers[0].buffers.pool_v
     results = [result for result in made if isinstance(result, torch.Tensor) and result.is_floating_point()]
     assert 0 < max(result.numel() for result in results if result.data_ptr() != pool_v.data_ptr()) < pool_v.numel()

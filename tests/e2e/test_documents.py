@@ -11,7 +11,7 @@ import pytest
 import kvpass
 from command_line import invoke
 from divided_model import small_builtin
-from kvpass.cache.serialization import read_cache_file
+from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import Document
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."

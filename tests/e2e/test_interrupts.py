@@ -5,9 +5,8 @@ import torch
 
 import kvpass
 from compiled_models import compiled_anew, failing, greedy, two_layers
-from kvpass.cache import cache as cache_module
-from kvpass.cache import layers
-from kvpass.cache.layers import FullAttentionLayers
+from kvpass.cache import prefill, state
+from kvpass.cache.state import KVState
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.ops import reference, sliding, slots
 from tiny_models import random_ids
@@ -19,9 +18,9 @@ from tiny_models import random_ids
         ("lava", (reference, "score_layer"), 2),
         ("lava", (reference, "cascade_step"), 2),
         ("lava", (reference, "pack"), 1),
-        ("h2o", (layers, "first_slots"), 1),
-        ("lava", (layers, "LayersRecord"), 1),
-        ("lava", (cache_module, "PromptRecord"), 1),
+        ("h2o", (prefill, "first_slots"), 1),
+        ("lava", (prefill, "LayersRecord"), 1),
+        ("lava", (state, "PromptRecord"), 1),
     ],
 )
 def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, where, count):
@@ -34,7 +33,7 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, whe
     expected_live = fast(token, past_key_values=live.clone()).logits
     with failing(*where, count):
         fast(ids, past_key_values=reused)
-    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.full_layers == []
+    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.state.full_layers == []
     assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
     assert fast(ids, past_key_values=reused).past_key_values is reused
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
@@ -95,14 +94,14 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind():
     cache = fast(random_ids(1, 50)).past_key_values
     token = random_ids(1, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
-    original = type(cache).begin_recompression
+    original = KVState.begin_recompression
 
     def interrupted(*args):
         original(*args)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(cache), "begin_recompression", interrupted)
+        patch.setattr(KVState, "begin_recompression", interrupted)
         fast(random_ids(1, 12), past_key_values=cache)
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
 
@@ -131,6 +130,6 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(tmp_path, family,
 def test_no_memory_for_the_first_cache_is_said_as_such():
     """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
     fast, ids = compiled_anew(), random_ids(1, 40)
-    with failing(FullAttentionLayers, "begin_prefill", error=torch.OutOfMemoryError):
+    with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
         fast(ids)
     assert fast(ids).past_key_values.columns == 40

@@ -108,7 +108,7 @@ def test_over_many_turns_the_budget_is_exact_and_the_logits_are_those_of_the_mas
     model, fast = two_layers(family, policy=policy, recompress="every_turn", **LIKE_A_PROMPT[policy])
     ids, mask = padded(50, 33)
     cache = fast(ids, attention_mask=mask).past_key_values
-    pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.full_layers)
+    pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.state.full_layers)
     transcript = transcript_of(model, ids, mask)
     sizes, logits = [], []
     for turn, tokens in enumerate((12, 3, 2, 30, 9)):

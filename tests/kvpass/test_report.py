@@ -37,7 +37,7 @@ def test_the_dictionary_is_json_and_adds_up():
     numbers = json.loads(json.dumps(found.to_dict()))
     assert numbers["lengths"] == cache.lengths.tolist()
     assert numbers["budget_entries"] == [16, 16] and numbers["prompt_tokens"] == [60, 33]
-    entry = cache.full_layers[0].geometry.entry_bytes()
+    entry = cache.state.full_layers[0].geometry.entry_bytes()
     assert numbers["bytes_full"] == (60 + 33) * 4 * entry
     assert sum(sum(map(sum, row)) for row in numbers["bytes_kept"]) == 2 * 16 * 4 * entry
     assert all(weight > 0 for row in numbers["layer_weights"] for weight in row)
@@ -47,7 +47,7 @@ def test_a_model_whose_layers_all_slide_keeps_nothing_under_the_budget():
     fast = kvpass.compile(tiny_model("mistral_sliding", layers=2), budget=16, window=8, backend="eager")
     found, cache = reported(fast)
     assert found.lengths.shape == found.bytes_kept.shape == found.attention_mass.shape == (2, 0, 0)
-    assert cache.lengths.shape == (2, 0, 0) and cache.positions.shape == (2, 0, 0, 0) and cache.layer_ids == ()
+    assert cache.lengths.shape == (2, 0, 0) and cache.positions.shape == (2, 0, 0, 0) and cache.state.layer_ids == ()
     assert found.lengths.dtype == found.bytes_kept.dtype == cache.positions.dtype == torch.int64
     assert found.bytes_full == found.bytes_kept.sum() == 0 and found.layer_ids == ()
     numbers = json.loads(json.dumps(found.to_dict()))

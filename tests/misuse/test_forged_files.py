@@ -8,7 +8,7 @@ import torch
 
 import kvpass
 from command_line import invoke
-from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from kvpass.cli import documents
 from tiny_models import left_pad, random_ids, tiny_model
 
@@ -363,7 +363,7 @@ def test_a_model_that_fetches_nothing_or_that_the_user_names_is_loaded(ask, tmp_
 
 
 def test_a_message_quotes_no_control_character_of_a_file(ask):
-    _, output = ask(format=3, kvpass_version="\x1b[31m\nred\u202e")
+    _, output = ask(format=4, kvpass_version="\x1b[31m\nred\u202e")
     assert r"written by kvpass \x1b[31m\nred\u202e" in output
 
 
