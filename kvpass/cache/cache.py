@@ -7,7 +7,7 @@ import json
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,39 @@ class _NoLayers(list[Any]):
         raise CacheMismatchError(_NO_LAYERS)
 
 
-class CompressedCache(Cache):
-    """A compressed KV cache with the interface of a ``transformers`` cache.
+class _Filler:
+    """The model that fills a cache, and its state when it did.
 
-    Made by a model that ``kvpass.compile`` returned; returned in ``output.past_key_values``.
+    Attributes:
+        identity: gives its fingerprint, or None: it is gone, or a module of the raw backend.
+    """
+
+    def __init__(self, owner: Fingerprint) -> None:
+        self.identity: Callable[[], ModelFingerprint | None] = (
+            weakref.ref(owner) if isinstance(owner, ModelFingerprint) else lambda: None
+        )
+        self._weights, self._state = reference(owner), owner.state
+
+    def check_weights(self, owner: Fingerprint) -> None:
+        """Raise CacheMismatchError if another model filled the cache."""
+        filled, asked = self._weights(), reference(owner)()
+        if not (filled == asked if isinstance(asked, tuple) else filled is asked):
+            raise CacheMismatchError(
+                "the cache was filled by another model, with weights of its own: continue it with that model, or "
+                "prefill the prompt again"
+            )
+
+    def check_state(self, owner: Fingerprint) -> None:
+        """Raise CacheMismatchError if the model has changed since."""
+        if self._state != owner.state:
+            raise CacheMismatchError(
+                "the cache was filled by another state of this model: its weights were written to or replaced since, "
+                "or other adapters are active; prefill the prompt again"
+            )
+
+
+class CompressedCache(Cache):
+    """A compressed KV cache with the interface of a ``transformers`` cache, from a model of ``kvpass.compile``.
 
     Args:
         policy, budget, ranks, entry_format: as in :class:`KVState`. owner: fingerprint of the model that fills it.
@@ -84,14 +113,8 @@ class CompressedCache(Cache):
         entry_format: EntryFormat = "model",
     ) -> None:
         super().__init__(layers=_NoLayers())
-        self._identity: Callable[[], ModelFingerprint | None] = (
-            weakref.ref(owner) if isinstance(owner, ModelFingerprint) else lambda: None
-        )
-        self._owner = reference(owner)
-        self._filled_by = owner.state
-        self.policy = policy
-        self.budget = budget
-        self.ranks = ranks
+        self._filler = _Filler(owner)
+        self.policy, self.budget, self.ranks = policy, budget, ranks
         self.entry_format: EntryFormat = entry_format
         self.own_budget = False
         self.block: Block | None = None
@@ -138,39 +161,27 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: another model filled it, or this one before it changed; the message says which.
         """
-        filled, asked = self._owner(), reference(owner)()
-        if not (filled == asked if isinstance(asked, tuple) else filled is asked):
-            raise CacheMismatchError(
-                "the cache was filled by another model, with weights of its own: continue it with that model, or "
-                "prefill the prompt again"
-            )
-        differs = ""
+        self._filler.check_weights(owner)
         if self.policy != policy:
             ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
-            differs = f"policy {ours}, the model {theirs}: give the model the cache's policy (model.set_policy)"
-        elif self.budget != budget and not self.own_budget:
-            differs = f"budget {self.budget}, the model {budget}: give the model the cache's budget (model.set_budget)"
-        elif (ours := self.entry_format) != entry_format:
-            differs = f"entries={ours!r}, the model {entry_format!r}: compile the model with the cache's entries"
-        if differs:
-            raise CacheMismatchError(f"the cache has {differs}, or prefill the prompt again")
+            raise _differs(f"policy {ours}", theirs, "give the model the cache's policy (model.set_policy)")
+        if self.budget != budget and not self.own_budget:
+            raise _differs(f"budget {self.budget}", budget, "give the model the cache's budget (model.set_budget)")
+        if (ours := self.entry_format) != entry_format:
+            raise _differs(f"entries={ours!r}", repr(entry_format), "compile the model with the cache's entries")
         self._check_state(owner)
 
     def recheck_fingerprint(self) -> None:
-        """Like :meth:`check_fingerprint`, for a new capture, when modules of the model may have been replaced."""
-        identity = self._identity()
+        """Check the state of the model again, for a new capture: its modules may have been replaced."""
+        identity = self._filler.identity()
         if identity is not None:
             identity.look_again()
             self._check_state(identity)
 
     def _check_state(self, owner: Fingerprint) -> None:
         if self.is_empty:
-            self._filled_by = owner.state
-        elif self._filled_by != owner.state:
-            raise CacheMismatchError(
-                f"{self!r} was filled by another state of this model: its weights were written to or replaced since, "
-                "or other adapters are active; prefill the prompt again"
-            )
+            self._filler = _Filler(owner)
+        self._filler.check_state(owner)
 
     @property
     def _filled(self) -> KVState:
@@ -180,31 +191,22 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache's storages: spare slots, tail capacity, rings, states, positions, ids, all tables."""
+        """Bytes of all storages: spare slots, tail capacity, rings, states, positions, ids, tables."""
         return self.state.nbytes
 
     @property
     def lengths(self) -> Tensor:
-        """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``.
-
-        Of the layers that share the budget, ascending; a head that a layer of another geometry lacks has 0.
-        """
+        """Entries of each row, layer that shares the budget and KV head, all included; int64 ``[B, L, K]``."""
         return self._filled.lengths
 
     @property
     def positions(self) -> Tensor:
-        """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``.
-
-        P: entries of the longest head.
-        """
+        """True positions of the entries, ascending, -1 where a head has fewer than P; int64 ``[B, L, K, P]``."""
         return self._filled.positions
 
     @property
     def ids(self) -> Tensor | None:
-        """Token ids of the columns, padding included, int32 ``[B, columns]``.
-
-        None in a raw session, or from a file without them.
-        """
+        """Token ids of the columns, padding included, int32 ``[B, columns]``; None where they are not known."""
         return self.state.ids
 
     @property
@@ -219,11 +221,13 @@ class CompressedCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Rows."""
         return len(self.state.start)
 
     @property
     def is_empty(self) -> bool:
-        return self.state.columns == 0
+        """Whether it holds no prompt."""
+        return self.columns == 0
 
     def clone(self) -> CompressedCache:
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
@@ -275,7 +279,7 @@ class CompressedCache(Cache):
     update = get_mask_sizes = _of_other_models
 
     def _no_layers(self, *_: Any) -> Any:
-        """Raise: entries are not held layer by layer, the cache grows as needed and has the rows of its prompt."""
+        """Raise: entries are not held layer by layer."""
         raise CacheMismatchError(_NO_LAYERS)
 
     __getitem__ = __iter__ = _no_layers
@@ -303,10 +307,9 @@ class CompressedCache(Cache):
         Args:
             tokens: how many, negative or 0; or a positive number, as before transformers 5.17: how many to keep.
         Raises:
-            ValueError: they are not all appended, or are no more there: layers with a sliding window or a policy that
-                evicts while decoding have overwritten older entries for them, recurrent layers hold one state only; or
-                ``tokens`` is no int.
-            CacheMismatchError: a call on the cache was interrupted. So is one of this that fails half way.
+            ValueError: they are not all appended, or are no more there, since layers with a sliding window, recurrent
+                layers or a policy that evicts while decoding have overwritten what was before; or no int.
+            CacheMismatchError: a call on the cache was interrupted, or a crop, which then leaves wrong counts.
         """
         state = self.state
         try:
@@ -338,11 +341,10 @@ class CompressedCache(Cache):
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
         """Write the cache to a file that :func:`kvpass.load_cache` reads; an existing file is replaced.
 
-        Slots without an entry are not written. The file contains its checksum and the fingerprint of the model that
-        filled the cache, so that it loads for no other model. It is written next to ``path`` and then renamed, so a
-        reader sees the old file or the new one. Only its owner can read a new file; a replaced one keeps its
-        permissions. The next save in the folder removes what a killed process left. Where several processes share the
-        heads, all must call it; the first one writes one file, which loads on any number of processes. The file holds
+        The file contains its checksum and the fingerprint of the model that filled the cache, so that it loads for no
+        other model. Readers see the old file or the new one. Only its owner can read a new file; a replaced one keeps
+        its permissions. The next save in the folder removes what a killed process left. Where several processes share
+        the heads, all must call it; the first writes one file, which loads on any number of processes. The file holds
         the token ids: whoever can read it can read the text.
 
         Args:
@@ -356,33 +358,16 @@ class CompressedCache(Cache):
         state = self._filled
         if self.interrupted:
             raise ValueError(f"{self!r} cannot be saved: a call on it was interrupted; reset it")
-        identity = self._identity()
+        identity = self._filler.identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
         self.recheck_fingerprint()  # what is written is the fingerprint of the model as it is now
-        metadata = CacheMetadata(
-            kvpass_version=__version__,
-            model=identity.describe(),
-            policy=self.policy.spec,
-            budget=self.budget,
-            layout=state.layout,
-            columns=state.columns,
-            entries=tuple(state.budgets),
-            reusable=self.reusable,
-            notes=dict(notes or {}),
-            entry_format=self.entry_format,
-            own_budget=self.own_budget,
-        )
-        if not self.ranks.several:
-            write_cache_file(path, state.saved, asdict(metadata))
-            return
-        parts = self.ranks.gather_to_first({name: x.cpu() for name, x in state.saved.items()})
-
-        def write() -> None:
-            whole = replace(metadata, layout=layout_of_all(state.layout, len(parts)))
-            write_cache_file(path, joined(parts, state.layout), asdict(whole))
-
-        self.ranks.first_does(write)
+        metadata = asdict(_metadata(self, identity.describe(), dict(notes or {})))
+        if self.ranks.several:
+            parts = self.ranks.gather_to_first({name: x.cpu() for name, x in state.saved.items()})
+            self.ranks.first_does(lambda: write_cache_file(path, joined(parts, state.layout), metadata))
+        else:
+            write_cache_file(path, state.saved, metadata)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return forbid_pickling(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
@@ -392,6 +377,26 @@ class CompressedCache(Cache):
             f"CompressedCache(policy={self.policy.name!r}, budget={self.budget}, tokens={self.columns}, "
             f"batch={self.batch_size}, nbytes={self.nbytes}, reusable={self.reusable})"
         )
+
+
+def _metadata(cache: CompressedCache, model: dict[str, Any], notes: dict[str, Any]) -> CacheMetadata:
+    return CacheMetadata(
+        kvpass_version=__version__,
+        model=model,
+        policy=cache.policy.spec,
+        budget=cache.budget,
+        layout=layout_of_all(cache.state.layout, cache.ranks.size),
+        columns=cache.columns,
+        entries=tuple(cache.state.budgets),
+        reusable=cache.reusable,
+        notes=notes,
+        entry_format=cache.entry_format,
+        own_budget=cache.own_budget,
+    )
+
+
+def _differs(ours: str, theirs: object, advice: str) -> CacheMismatchError:
+    return CacheMismatchError(f"the cache has {ours}, the model {theirs}: {advice}, or prefill the prompt again")
 
 
 def _name_and_differences(policy: Policy, other: Policy) -> str:

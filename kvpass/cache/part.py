@@ -7,40 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
+from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.config import LayerGroup, StateShape
 from kvpass.operands import BUFFERS, RingBuffers
-
-
-@dataclass(frozen=True, eq=False)
-class PromptFacts:
-    """What a cache is told of a prompt that it is to hold.
-
-    Attributes:
-        start: first real column of each row, int64 ``[B]`` on the CPU. columns: N.
-        budgets: entries per KV head per layer of each row, window included.
-        dtype, device: of keys and values. expected: further tokens that tails are reserved for.
-        reuse: where memory comes from.
-    """
-
-    start: Tensor
-    columns: int
-    budgets: Sequence[int]
-    dtype: torch.dtype
-    device: torch.device
-    expected: int = 0
-    reuse: BufferReuse = NO_REUSE
-
-    @property
-    def rows(self) -> int:
-        """B."""
-        return self.start.numel()
 
 
 class CachePart:
@@ -139,13 +113,15 @@ class SlidingWindowLayers(CachePart):
         self.buffers = buffers
 
     @classmethod
-    def empty(cls, group: LayerGroup, prompt: PromptFacts) -> SlidingWindowLayers:
-        """Return rings for the rows of a prompt."""
+    def empty(
+        cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, reuse: BufferReuse
+    ) -> SlidingWindowLayers:
+        """Return rings for a prompt."""
         g, window = group.geometry, group.sliding_window
         assert window is not None
-        sizes = {"L": g.layers, "B": prompt.rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
+        sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
         shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}
-        new = (prompt.reuse.empty((group, name), shapes[name], prompt.dtype, prompt.device) for name in shapes)
+        new = (reuse.empty((group, name), shape, dtype, device) for name, shape in shapes.items())
         return cls(group, RingBuffers(*(ring.zero_() for ring in new)))
 
 
@@ -172,11 +148,10 @@ class RecurrentState(CachePart):
         self.buffers = StateBuffers(held, torch.zeros_like(held) if made is None else made)
 
     @classmethod
-    def empty(cls, shape: StateShape, prompt: PromptFacts) -> RecurrentState:
+    def empty(cls, shape: StateShape, rows: int, device: torch.device, reuse: BufferReuse) -> RecurrentState:
         """Return zeros: the state before a text."""
-        sizes, dtype = (prompt.rows, *shape.shape), getattr(torch, shape.dtype)
-        pair = (prompt.reuse.empty((shape, name), sizes, dtype, prompt.device).zero_() for name in StateBuffers._fields)
-        return cls(shape, *pair)
+        sizes, dtype = (rows, *shape.shape), getattr(torch, shape.dtype)
+        return cls(shape, *(reuse.empty((shape, name), sizes, dtype, device).zero_() for name in StateBuffers._fields))
 
     def finish_prefill(self) -> None:
         self.advance(0)

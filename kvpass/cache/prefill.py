@@ -13,24 +13,23 @@ from torch import Tensor
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, operands_of, rounded_up
-from kvpass.cache.part import PromptFacts, RecurrentState, SlidingWindowLayers
+from kvpass.cache.part import RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
 from kvpass.cache.state import KVState, named
-from kvpass.config import EntryFormat, LayerGroup, Layout, PoolFacts
+from kvpass.config import LayerGroup, Layout, PoolFacts
 from kvpass.operands import BITS, BUFFERS, CODES, PrefillBuffers
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
-from kvpass.policies.base import Policy
-from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 class PrefillLayers:
     """Entries of the layers ``group.layers`` while a prompt is read.
 
     Args:
-        group: the layers and their geometry. policy: decides what is kept. facts: what the graph says of the layers.
-        ranks, entry_format: as in :class:`FullAttentionLayers`.
+        group: the layers and their geometry. facts: what the graph says of them.
+        state: the rules, and start, columns and budgets of the prompt. dtype, device: of keys and values.
+        expected: further tokens that tails are reserved for.
     Attributes:
         buffers: written by the prefill graph.
     """
@@ -38,32 +37,32 @@ class PrefillLayers:
     def __init__(
         self,
         group: LayerGroup,
-        policy: Policy,
-        prompt: PromptFacts,
         facts: PoolFacts,
-        ranks: Ranks = ONE_PROCESS,
-        entry_format: EntryFormat = "model",
+        state: KVState,
+        dtype: torch.dtype,
+        device: torch.device,
+        expected: int = 0,
     ) -> None:
-        self._group, self._policy, self._prompt, self._plain = group, policy, prompt, facts.plain
-        self._ranks, self._entry_format, self._rule = ranks, entry_format, policy.decode_rule()
-        n, g, window = prompt.columns, group.geometry, policy.window
-        entries = [max(budget - window, 0) for budget in prompt.budgets]
-        most = policy.capacity(max(entries), g.layers, g.kv_heads * ranks.size)  # all entries may be of this process
-        tail = min(window, n) + rounded_up(1 if self._rule else min(max(prompt.expected, 1), MOST_SPARE))
+        self._group, self._plain, self._state, self._device = group, facts.plain, state, device
+        policy, self._rule = state.policy, state.policy.decode_rule()
+        n, g, window = state.columns, group.geometry, policy.window
+        entries = [max(budget - window, 0) for budget in state.budgets]
+        most = policy.capacity(max(entries), g.layers, g.kv_heads * state.ranks.size)  # all may be of this process
+        tail = min(window, n) + rounded_up(1 if self._rule else min(max(expected, 1), MOST_SPARE))
         query_rows = 0 if self._rule is None else self._rule.rows_per_head
-        sizes = {"B": prompt.rows, "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail}
+        sizes = {"B": len(entries), "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail}
         sizes["E"] = max(2, min(most, g.layers * g.kv_heads * max(n - window, 0) + g.layers))
         sizes |= {"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group}
         sizes |= {"Q": query_rows, "F": policy.stat_planes}
         # whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size
-        self._leaves_slots = ranks.several or policy.leaves_room
+        self._leaves_slots = state.ranks.several or policy.leaves_room
         operands = operands_of(self._rule is not None)
 
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
-            stays = name in operands and not (buffer.packed and entry_format != "model")
-            memory = prompt.reuse if stays and not (buffer.of_pool and self._leaves_slots) else NO_REUSE
-            x = memory.empty((group, name), buffer.shape(sizes), buffer.dtype or prompt.dtype, prompt.device)
+            stays = name in operands and not (buffer.packed and state.entry_format != "model")
+            memory = state.reuse if stays and not (buffer.of_pool and self._leaves_slots) else NO_REUSE
+            x = memory.empty((group, name), buffer.shape(sizes), buffer.dtype or dtype, device)
             return x if buffer.initial is None else x.fill_(buffer.initial)
 
         optional = {"rule_rows": query_rows > 0, "output_errors": policy.compact}
@@ -78,14 +77,14 @@ class PrefillLayers:
 
     def finish(self) -> tuple[FullAttentionLayers, LayersRecord]:
         """Return the entries that were kept, and their record; the tables that only the cascade needs are dropped."""
-        b, g, n, device = self.buffers, self._group.geometry, self._prompt.columns, self._prompt.device
+        b, g, state, device = self.buffers, self._group.geometry, self._state, self._device
         del self.buffers
-        window = min(self._policy.window, n)
+        window = min(state.policy.window, state.columns)
         if self._leaves_slots:
             b = _without_spare_slots(b)
         tensors = {name: x for name, x in b._asdict().items() if x is not None and BUFFERS[name].saved}
         tensors["pool_positions"] = b.slots[POSITION].clone()
-        tensors["tail_start"] = (self._prompt.start - (n - window)).clamp(min=0).to(device)
+        tensors["tail_start"] = (state.start - (state.columns - window)).clamp(min=0).to(device)
         owner, heads = b.slots[OWNER].long(), g.layers * g.kv_heads
         mass = torch.zeros(owner.shape[0], heads + 1, dtype=torch.float32, device=device)
         mass.scatter_add_(1, torch.where(owner < 0, heads, owner), b.slot_stats[MASS])
@@ -100,10 +99,9 @@ class PrefillLayers:
         if self._rule is not None:
             self._begin_evicting(tensors, b, window)
         del b
-        if self._entry_format != "model":
+        if state.entry_format != "model":
             self._pack(tensors, window)
-        reuse = self._prompt.reuse
-        rules = self._policy, self._ranks, self._entry_format
+        reuse, rules = state.reuse, (state.policy, state.ranks, state.entry_format)
         store = FullAttentionLayers(self._group, tensors, *rules, window)
         new = {name: x for name, x in store.cached_state.items() if name not in PrefillBuffers._fields}
         store.buffers = store.buffers._replace(**{name: reuse.copy((self._group, name), x) for name, x in new.items()})
@@ -111,7 +109,7 @@ class PrefillLayers:
 
     def _pack(self, tensors: dict[str, Tensor], used: int) -> None:
         """Quantise the entries, one buffer after the other: then only one of them is held twice."""
-        bits, dtype, g = BITS[self._entry_format], CODES[self._entry_format], self._group.geometry
+        bits, dtype, g = BITS[self._state.entry_format], CODES[self._state.entry_format], self._group.geometry
         offsets, start, mean = tensors["offsets"], tensors["tail_start"], None
         if self._rule is None and not g.values_in_keys:
             if self._plain:
@@ -123,7 +121,7 @@ class PrefillLayers:
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             floats = tensors.pop(name)
             shape = (*floats.shape[:-1], floats.shape[-1] * bits // 8)
-            codes = self._prompt.reuse.empty((self._group, name, "packed"), shape, dtype, floats.device)
+            codes = self._state.reuse.empty((self._group, name, "packed"), shape, dtype, floats.device)
             if shape[-1]:  # else values are stored in keys
                 scale = torch.empty(floats.shape[:-1], dtype=torch.float32, device=floats.device)
                 slots = slice(used if name.startswith("tail") else None)
@@ -135,13 +133,13 @@ class PrefillLayers:
 
     def _begin_evicting(self, tensors: dict[str, Tensor], b: PrefillBuffers, window: int) -> None:
         """Make the tables for eviction while decoding: slots of entries, quota of each head."""
-        columns, first = self._prompt.columns, self._prompt.start.to(b.offsets.device)
+        columns, first, policy = self._state.columns, self._state.start.to(self._device), self._state.policy
         assert self._rule is not None
         slots = first_slots(b, first, columns, window, self._rule.numbers_per_entry)
         tensors["slot_positions"], tensors["decode_state"] = slots
         kept = entries_of(b.offsets, self._group).transpose(0, 1)
-        available = (columns - first - self._policy.window).clamp(min=0)
-        tensors["quota"] = self._policy.decode_quota(kept, b.entries, available, self._ranks).contiguous()
+        available = (columns - first - policy.window).clamp(min=0)
+        tensors["quota"] = policy.decode_quota(kept, b.entries, available, self._state.ranks).contiguous()
         tensors["next_position"] = columns - first
 
 
@@ -174,34 +172,31 @@ class CachePrefill:
             ValueError: the budget cannot hold window + 1 entries of some row.
             CacheMismatchError: the graph has another layout.
         """
+        if not self._filled.layout.names:
+            self._allocate(layout, dtype, device, reuse, pools)
         state = self._filled
-        if not state.layout.names:
-            state = self._allocate(layout, dtype, device, reuse, pools)
         state.check_layout(layout)
         first = state.start.to(device, non_blocking=True)
-        parts = [*self._pools, *state.parts]
-        return {**named(layout, [part.tensors for part in parts]), "start": state.start, "first": first}
+        tensors = [*(pool.tensors for pool in self._pools), *(part.tensors for part in state.parts)]
+        return {**named(layout, tensors), "start": state.start, "first": first}
 
     def _allocate(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, reuse: BufferReuse, pools: Sequence[PoolFacts]
-    ) -> KVState:
-        state = self._filled
+    ) -> None:
+        state, rows = self._filled, len(self._filled.start)
         for group in layout.pools:
             group.geometry.check_format(state.entry_format, device)
-        n, budgets = state.columns, state.budgets
+        budgets = state.budgets
         if state.budget is not None and layout.pools:
             token_bytes = layout.token_bytes(state.entry_format) * state.ranks.size
             budgets = [state.budget.check(length, state.policy.window, token_bytes) for length in budgets]
-        prompt = PromptFacts(state.start, n, budgets, dtype, device, self._expected - n, reuse)
-        self._pools = [
-            PrefillLayers(group, state.policy, prompt, facts, state.ranks, state.entry_format)
-            for group, facts in zip(layout.pools, pools, strict=True)
-        ]
-        rings = [SlidingWindowLayers.empty(group, prompt) for group in layout.rings]
-        parts = [*rings, *(RecurrentState.empty(shape, prompt) for shape in layout.states)]
-        self._device = device
-        self._filled = replace(state, layout=layout, budgets=budgets, parts=parts, reuse=reuse)
-        return self._filled
+        state = replace(state, layout=layout, budgets=budgets, reuse=reuse)
+        to_come = self._expected - state.columns
+        groups = zip(layout.pools, pools, strict=True)
+        self._pools = [PrefillLayers(group, facts, state, dtype, device, to_come) for group, facts in groups]
+        rings = [SlidingWindowLayers.empty(group, rows, dtype, device, reuse) for group in layout.rings]
+        states = [RecurrentState.empty(shape, rows, device, reuse) for shape in layout.states]
+        self._filled, self._device = replace(state, parts=[*rings, *states]), device
 
     def finish(self) -> tuple[KVState, PromptRecord]:
         """Return the cache after the prefill graph, and the record of what was kept."""

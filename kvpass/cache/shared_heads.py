@@ -114,7 +114,7 @@ def _without_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_heads(layout: Layout, changed: Callable[[LayerGroup], LayerGroup]) -> Layout:
-    return Layout(pools=tuple(map(changed, layout.pools)), rings=tuple(map(changed, layout.rings)))
+    return replace(layout, pools=tuple(map(changed, layout.pools)), rings=tuple(map(changed, layout.rings)))
 
 
 def _group_of_all(group: LayerGroup, size: int) -> LayerGroup:

@@ -96,7 +96,7 @@ class KVState:
         return {**state, "seen": self.seen, "first": self.start}
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise CacheMismatchError unless a graph has the layout of the cache."""
+        """Raise CacheMismatchError if a graph has another layout."""
         if layout != self.layout:
             raise CacheMismatchError(f"a cache of layout {self.layout} was handed to a model of layout {layout}")
 
@@ -129,9 +129,7 @@ class KVState:
         return not self.overwrites and not self.states
 
     def begin_recompression(self, tokens: int, threshold: float) -> bool:
-        """Prepare recompression of rows that will exceed ``threshold`` budgets after ``tokens`` more.
-
-        Call it when there is room for these tokens, and empty ``recompressions`` afterwards.
+        """Prepare recompression of rows that exceed ``threshold`` budgets after ``tokens`` more, which have room.
 
         Returns:
             whether there is such a row; the extend graph must then compute recompression scores.
@@ -222,10 +220,7 @@ class KVState:
 
     @property
     def lengths(self) -> Tensor:
-        """Entries held per row, layer and KV head, window and appended tokens included; int64 ``[B, L, K]``.
-
-        Layers are in the order of ``layer_ids``; a head that a layer of another geometry lacks has 0.
-        """
+        """Entries, all included; int64 ``[B, L, K]``; a head that a layer of another geometry lacks has 0."""
         lengths = [store.lengths for store in self.full_layers]
         return scatter_to_layers(self.layout.pools, lengths, 0, (len(self.start), 0, 0))
 

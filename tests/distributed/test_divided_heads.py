@@ -13,11 +13,11 @@ from torch import Tensor
 import kvpass
 from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.part import PromptFacts
 from kvpass.cache.prefill import PrefillLayers
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, record_of_all
+from kvpass.cache.state import KVState
 from kvpass.config import Budget, Geometry, LayerGroup, Layout, PoolFacts
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs
 from kvpass.ops import evict, recompress, reference
@@ -88,8 +88,8 @@ def recorded(
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
     group = LayerGroup(geometry=geometry, layers=tuple(layers))
     budgets = [BUDGET if policy.needs_budget else TOKENS] * ROWS
-    prompt = PromptFacts(start, TOKENS, budgets, q.dtype, q.device)
-    prefill = PrefillLayers(group, policy, prompt, PoolFacts(1, plain=False), ranks)
+    state = KVState(policy=policy, budget=None, ranks=ranks, start=start, columns=TOKENS, budgets=budgets)
+    prefill = PrefillLayers(group, PoolFacts(1, plain=False), state, q.dtype, q.device)
     buffers = prefill.buffers
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)

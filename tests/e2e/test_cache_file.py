@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvpass
-from compiled_models import compiled_anew, padded, reloaded, two_layers
+from compiled_models import compiled_anew, greedy, padded, reloaded, two_layers
 from kvpass.cache import fingerprint
 from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from pairwise import quick, quick_rows
@@ -18,6 +18,7 @@ CASES = {
     "lava": ("llama", "lava", {}),
     "one budget in bytes": ("gpt2", "snapkv", {"budget": "30KiB"}),
     "full": ("llama", "full", {"budget": None}),
+    "full, codes": ("llama", "full", {"budget": None, "entries": "int8"}),
     "no window": ("llama", "streaming_llm", {"window": 0, "evict_during_decode": False}),
     "evicts, tables": ("llama", "cake", {"tau1": 1.0, "tau2": 1.0}),
     "evicts, accumulates": ("qwen3", "h2o", {}),
@@ -89,6 +90,25 @@ def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_toke
     cache = fast(random_ids(1, 40)).past_key_values
     loaded, new = reloaded(cache, later, tmp_path), random_ids(1, 1, seed=1)
     assert torch.equal(later(new, past_key_values=loaded).logits, fast(new, past_key_values=cache).logits)
+
+
+def test_padding_behind_a_row_comes_back_from_a_file(fast, tmp_path):
+    cache, new = fast(*padded(50, 31)).past_key_values, random_ids(2, 4)
+    behind = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    mask = torch.cat([padded(50, 31)[1], behind, torch.ones(2, 1).long()], 1)
+    fast(new, mask[:, :54], past_key_values=cache)
+    fast(new[:, :1], past_key_values=cache)
+    loaded = reloaded(cache, fast, tmp_path)
+    assert torch.equal(loaded.attention_mask, mask) and torch.equal(cache.attention_mask, mask)
+    assert torch.equal(loaded.ids, torch.cat([padded(50, 31)[0], new, new[:, :1]], 1))
+    seen = {"attention_mask": torch.cat([mask, torch.ones(2, 1).long()], 1), "repetition_penalty": 2.0}
+    answers = [greedy(fast, new[:, :1], past_key_values=x.clone(), **seen) for x in (cache, loaded)]
+    assert torch.equal(*answers)
+    metadata, tensors = read_cache_file(tmp_path / "cache.kv")
+    for wrong in (tensors["mask"] * 2, 1 - tensors["mask"], tensors["mask"].repeat(1, 2), tensors["mask"][:1]):
+        write_cache_file(tmp_path / "forged.kv", {**tensors, "mask": wrong}, metadata)
+        with pytest.raises(kvpass.CacheFileError, match="mask"):
+            kvpass.load_cache(tmp_path / "forged.kv", fast)
 
 
 DTYPES = [(torch.bfloat16, "lava"), (torch.float32, "h2o"), (torch.float16, "snapkv")]

@@ -122,7 +122,7 @@ def test_every_place_of_the_metadata_with_every_wrong_value_is_refused(base):
 
 NUMBERS = {
     "no columns": {"columns": 0},
-    "columns that no memory has a mask for": {"columns": 2**26 + 1},
+    "columns that no memory has a mask for, of two rows": {"columns": 2**25 + 1},
     "a budget of no row": {"entries": []},
     "a budget of too few rows": {"entries": [20]},
     "a budget of too many rows": {"entries": [20, 20, 20]},
@@ -154,6 +154,22 @@ def test_layers_that_overlap_are_missing_or_out_of_order_are_refused(base):
         ("a ring as pool", [{**pool, "sliding_window": 9}]),
     ):
         base.refuses(what, {**base.metadata, "layout": {"pools": pools, "rings": rings}})
+
+
+def test_a_small_file_of_many_heads_is_refused_before_memory_is_taken(appending):
+    """Tails of no slots: the next call would make them longer."""
+    heads, rows, layers = 75_000, 2, 1
+    metadata = copy.deepcopy(appending.metadata)
+    metadata["layout"]["pools"][0]["geometry"] |= {"kv_heads": heads, "key_dim": 128, "value_dim": 128}
+    forged = {
+        "store0_offsets": torch.zeros(rows, layers * heads + 1, dtype=torch.int32),
+        "store0_pool_positions": torch.full((rows, 2), -1, dtype=torch.int32),
+        "store0_tail_start": torch.zeros(rows, dtype=torch.int64),
+        **{f"store0_pool_{side}": torch.zeros(rows, 2, 128) for side in "kv"},
+        **{f"store0_tail_{side}": torch.zeros(layers, rows, heads, 0, 128) for side in "kv"},
+    }
+    with pytest.raises(kvpass.CacheMismatchError, match=r"keys and values of \d+ numbers, here \d+"):
+        appending.load(metadata, appending.tensors | forged)
 
 
 def of(name, change):
