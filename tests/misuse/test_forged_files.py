@@ -122,7 +122,7 @@ def test_every_place_of_the_metadata_with_every_wrong_value_is_refused(base):
 
 NUMBERS = {
     "no columns": {"columns": 0},
-    "columns that no memory has a mask for, of two rows": {"columns": 2**25 + 1},
+    "columns that no memory has a mask for": {"columns": 2**26 + 1},
     "a budget of no row": {"entries": []},
     "a budget of too few rows": {"entries": [20]},
     "a budget of too many rows": {"entries": [20, 20, 20]},
@@ -156,8 +156,11 @@ def test_layers_that_overlap_are_missing_or_out_of_order_are_refused(base):
         base.refuses(what, {**base.metadata, "layout": {"pools": pools, "rings": rings}})
 
 
-def test_a_small_file_of_many_heads_is_refused_before_memory_is_taken(appending):
-    """Tails of no slots: the next call would make them longer."""
+def test_a_small_file_for_which_a_call_would_take_much_memory_is_refused(appending):
+    """A mask over all columns of two rows, or room in the tails, which have no slots, of many heads."""
+    no_ids = {name: tensor for name, tensor in appending.tensors.items() if name != "ids"}
+    with pytest.raises(kvpass.CacheFileError, match="columns=33554433 of 2 rows: must be from 1 to"):
+        appending.load({**appending.metadata, "columns": 2**25 + 1}, no_ids)
     heads, rows, layers = 75_000, 2, 1
     metadata = copy.deepcopy(appending.metadata)
     metadata["layout"]["pools"][0]["geometry"] |= {"kv_heads": heads, "key_dim": 128, "value_dim": 128}
