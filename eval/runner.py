@@ -275,7 +275,7 @@ def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> Com
         return cache
     picked = cache if last else cache.clone()
     picked.reusable = False
-    picked.batch_select_indices(torch.tensor(rows, device=cache.state.device))
+    picked.batch_select_indices(torch.tensor(rows, device=cache.device))
     return picked
 
 

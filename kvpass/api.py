@@ -194,7 +194,7 @@ def restore_cache(
     cache.reusable, cache.own_budget = metadata.reusable, metadata.own_budget
     runtime.check_cache(cache, rules)
     cache = cache.to(model.device if device is None else device)
-    cache.state.reuse = runtime.captures.compiler.memory(cache.state.device)
+    cache.state.reuse = runtime.captures.compiler.memory(cache.device)
     return cache
 
 

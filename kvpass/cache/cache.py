@@ -19,7 +19,7 @@ from kvpass.cache.cache_file import CacheMetadata, write_cache_file
 from kvpass.cache.copying import forbid_pickling
 from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
 from kvpass.cache.prefill import CachePrefill
-from kvpass.cache.prompt_record import PromptRecord
+from kvpass.cache.prompt_record import PromptRecord, layer_ids
 from kvpass.cache.shared_heads import joined, layout_of_all
 from kvpass.cache.state import KVState
 from kvpass.config import Block, Budget, EntryFormat
@@ -99,10 +99,8 @@ class CompressedCache(Cache):
             gives it again; :meth:`crop` then leaves one of the prompt where it is.
     """
 
-    is_compileable = False
-    """kvpass has compiled the model itself, so ``generate`` must not compile it."""
-    is_croppable = True
-    """:meth:`crop` says why where it is not."""
+    is_compileable = False  # kvpass has compiled the model itself, so `generate` must not compile it
+    is_croppable = True  # crop says why where it is not
 
     def __init__(
         self,
@@ -125,9 +123,6 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Remove all entries; the cache can be filled again."""
         self.expected = 0
-        self._empty()
-
-    def _empty(self) -> None:
         self.state = KVState(policy=self.policy, budget=self.budget, ranks=self.ranks, entry_format=self.entry_format)
         self.prefill: CachePrefill | None = None
         self.record: PromptRecord | None = None
@@ -137,13 +132,12 @@ class CompressedCache(Cache):
         self.answer_end: list[int] | None = None
         self.interrupted = False
 
-    # -- prefill ----------------------------------------------------------------------------------------------------
-
     def begin_prefill(self, start: Tensor, columns: int, ids: Tensor | None = None) -> None:
         """Clear the cache for a prompt of ``columns`` columns and these ids, with real tokens from ``start``."""
-        self._empty()
-        self.state.start = start
-        self.prefill = CachePrefill(self.state, columns, ids, self.expected)
+        expected = self.expected
+        self.reset()
+        self.expected, self.state.start = expected, start
+        self.prefill = CachePrefill(self.state, columns, ids, expected)
 
     def finish_prefill(self) -> None:
         """Store the results of the prefill graph."""
@@ -215,9 +209,14 @@ class CompressedCache(Cache):
         return self.state.attention_mask
 
     @property
-    def columns(self) -> int:
-        """Tokens seen, padding included."""
-        return self.state.columns
+    def device(self) -> torch.device:
+        """Device of the entries."""
+        return self._filled.device
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers that share the budget, as ascending indices among all attention ops of the model."""
+        return layer_ids(self.state.layout.pools)
 
     @property
     def batch_size(self) -> int:
@@ -227,7 +226,7 @@ class CompressedCache(Cache):
     @property
     def is_empty(self) -> bool:
         """Whether it holds no prompt."""
-        return self.columns == 0
+        return self.state.columns == 0
 
     def clone(self) -> CompressedCache:
         """Return an independent copy, not reusable; buffers that no call writes are shared."""
@@ -248,7 +247,9 @@ class CompressedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens seen, padding included as in transformers; not the kept entries."""
-        return self.columns
+        return self.state.columns
+
+    columns = property(get_seq_length)
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
         return -1
@@ -260,13 +261,11 @@ class CompressedCache(Cache):
         return not self.is_empty
 
     @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self)
-
-    @property
     def is_linear(self) -> list[bool]:
         """One False even if empty: ``generate`` gives the whole text at every step if all are linear."""
         return [False] * max(len(self), 1)
+
+    is_sliding = is_linear
 
     def __len__(self) -> int:
         layout = self.state.layout

@@ -16,7 +16,7 @@ from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.cache_file import CacheMetadata, check_tensors
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
-from kvpass.cache.prompt_record import LayersRecord, PromptRecord, layer_ids, scatter_to_layers
+from kvpass.cache.prompt_record import LayersRecord, PromptRecord, scatter_to_layers
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, of_part, record_of_all
 from kvpass.config import Budget, EntryFormat, Layout
@@ -212,11 +212,6 @@ class KVState:
     def device(self) -> torch.device:
         """Device of the entries."""
         return self.start.device
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        """Layers that share the budget, as ascending indices among all attention ops of the model."""
-        return layer_ids(self.layout.pools)
 
     @property
     def lengths(self) -> Tensor:

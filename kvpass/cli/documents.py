@@ -94,7 +94,7 @@ class Document:
         # over both, since ids longer than the document, with a mask of their own, would be taken for the whole text
         asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-        out = self.model.generate(**asked.to(self.cache.state.device), past_key_values=self.cache, **greedy)
+        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
 
 

@@ -129,8 +129,8 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
     """
     if cache.interrupted:
         raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
-    if device != cache.state.device:
-        raise CacheMismatchError(f"the call is on {device}, the cache on {cache.state.device}: use cache.to()")
+    if device != cache.device:
+        raise CacheMismatchError(f"the call is on {device}, the cache on {cache.device}: use cache.to()")
     if cache.batch_size not in (1, rows):
         raise CacheMismatchError(f"the call has {rows} rows, the cache {cache.batch_size}")
     if not cache.reusable and rows == cache.batch_size:

@@ -63,7 +63,7 @@ def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
     """Return what a mask ``[B, columns + T]`` asks of a cache; None where every row gets all new tokens."""
     if cache.state.padded is None and bool(given.all()) and not bool(cache.state.start.any()):
         return None
-    given = given.to(cache.state.device).bool()
+    given = given.to(cache.device).bool()
     old, real = given.split([cache.columns, given.shape[1] - cache.columns], 1)
     seen = cache.attention_mask.bool()
     hidden = seen & ~old

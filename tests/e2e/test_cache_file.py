@@ -202,12 +202,7 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     before = cache.nbytes
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
-    assert (
-        moved.reusable
-        and moved.nbytes == before
-        and moved.state.device.type == "meta"
-        and cache.state.device.type == "cpu"
-    )
+    assert moved.reusable and moved.nbytes == before and moved.device.type == "meta" and cache.device.type == "cpu"
     tensors = {name: value for name, value in vars(moved.state).items() if isinstance(value, torch.Tensor)}
     tensors |= {name: value for part in moved.state.parts for name, value in part.tensors.items()}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()

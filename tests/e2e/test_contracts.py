@@ -276,7 +276,7 @@ def test_contract_7_the_report_states_layers_with_a_sliding_window_or_chunks_apa
     _, fast = two_layers(family)
     cache = fast(random_ids(1, PROMPT)).past_key_values
     report = fast.report().to_dict()
-    assert report["layers"] == list(cache.state.layer_ids) == [1] and report["rings"][0]["layers"] == (0,)
+    assert report["layers"] == list(cache.layer_ids) == [1] and report["rings"][0]["layers"] == (0,)
     assert report["ring_nbytes"] == 2 * 24 * 2 * 16 * 4 and said in str(fast.report())
     assert report["rings"][0]["chunked"] == (family == "llama4") and int(cache.lengths.sum()) == 2 * 20
 

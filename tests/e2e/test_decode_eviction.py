@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from compiled_models import greedy, padded, prompts_of, two_layers
-from kvpass.cache import layers as store
+from kvpass.cache import prefill
 from kvpass.kernels import cpu
 from kvpass.ops import reference
 from kvpass.policies import resolve
@@ -140,7 +140,7 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
     model, fast = two_layers(family, policy="cake", budget=26, **options)
     ids = random_ids(1, tokens, seed=1)
     cache = fast(ids).past_key_values
-    full = list(cache.state.layer_ids)
+    full = list(cache.layer_ids)
     prompt = [calls[layer] for layer in full]
     lengths = kept_columns(cache, tokens - window)[0, full].sum(-1)
     text = Transcript(MaskedOracle(model), ids, torch.ones_like(ids), len(cache), 2)
@@ -298,13 +298,13 @@ def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):
             made.append(func(*args, **(kwargs or {})))
             return made[-1]
 
-    original = store.first_slots
+    original = prefill.first_slots
 
     def watched(*args):
         with Watch():
             return original(*args)
 
-    monkeypatch.setattr(store, "first_slots", watched)
+    monkeypatch.setattr(prefill, "first_slots", watched)
     cache = compiled(policy="h2o", window=6, budget=3 * BUDGET)(random_ids(1, 64)).past_key_values
     pool_v = cache.state.full_layers[0].buffers.pool_v
     results = [result for result in made if isinstance(result, torch.Tensor) and result.is_floating_point()]

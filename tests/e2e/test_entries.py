@@ -241,10 +241,10 @@ def test_recompression_moves_codes_as_they_are(entries: str) -> None:
     (store,), held = cache.state.full_layers, {}
     sides = "k", "k_scale", "v", "v_scale"
     for slot, position in enumerate(store.buffers.pool_positions[0].tolist()):
-        row = [getattr(store, f"pool_{name}")[0, slot].flatten() for name in sides]
+        row = [getattr(store.buffers, f"pool_{name}")[0, slot].flatten() for name in sides]
         held.setdefault(position, []).append(torch.cat(row))
     for slot in range(store.used):
-        tails = [getattr(store, f"tail_{name}")[:, 0, :, slot].flatten(0, 1) for name in sides]
+        tails = [getattr(store.buffers, f"tail_{name}")[:, 0, :, slot].flatten(0, 1) for name in sides]
         held[60 - WINDOW + slot] = [torch.cat([x.flatten() for x in row]) for row in zip(*tails, strict=True)]
     cache = fast(random_ids(1, 10, seed=2), past_key_values=cache).past_key_values
     (after,) = cache.state.full_layers

@@ -94,7 +94,7 @@ def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(tried)
     cache = fast.compress(*padded(41, 19))
     for row, prompt in enumerate(prompts_of(41, 19)):
         worth = attended_most(eager, prompt[None], cache.lengths.shape[2], weighed=policy == "kvzip_plus")
-        assert positions_of(cache, row) == kept_by(worth[list(cache.state.layer_ids)])
+        assert positions_of(cache, row) == kept_by(worth[list(cache.layer_ids)])
 
 
 @pytest.mark.exhaustive

@@ -47,7 +47,7 @@ def test_a_model_whose_layers_all_slide_keeps_nothing_under_the_budget():
     fast = kvpass.compile(tiny_model("mistral_sliding", layers=2), budget=16, window=8, backend="eager")
     found, cache = reported(fast)
     assert found.lengths.shape == found.bytes_kept.shape == found.attention_mass.shape == (2, 0, 0)
-    assert cache.lengths.shape == (2, 0, 0) and cache.positions.shape == (2, 0, 0, 0) and cache.state.layer_ids == ()
+    assert cache.lengths.shape == (2, 0, 0) and cache.positions.shape == (2, 0, 0, 0) and cache.layer_ids == ()
     assert found.lengths.dtype == found.bytes_kept.dtype == cache.positions.dtype == torch.int64
     assert found.bytes_full == found.bytes_kept.sum() == 0 and found.layer_ids == ()
     numbers = json.loads(json.dumps(found.to_dict()))

@@ -139,7 +139,7 @@ def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
         live = positions + cache.state.start[:, None, None, None]
         live = torch.where((positions >= 0) & (live < columns), live, columns)
         chosen = torch.zeros(*positions.shape[:3], columns + 1, dtype=torch.bool, device=live.device)
-        keep[:, list(cache.state.layer_ids)] = chosen.scatter(3, live, True)[..., :columns]
+        keep[:, list(cache.layer_ids)] = chosen.scatter(3, live, True)[..., :columns]
     return keep
 
 
@@ -162,7 +162,7 @@ def assert_decodes_like_the_masked_model(
     keep, columns, logits = kept_columns(cache, ids.shape[1]), ids.shape[1] + sum(pieces), []
     if cache.state.full_layers:
         held = int(cache.lengths.sum())
-        assert int(keep[:, list(cache.state.layer_ids)].sum()) == held
+        assert int(keep[:, list(cache.layer_ids)].sum()) == held
     for piece in new.split(pieces, 1):
         out = fast(piece.contiguous(), past_key_values=between(cache))
         cache = out.past_key_values

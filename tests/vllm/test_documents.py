@@ -113,7 +113,7 @@ def test_a_document_of_codes_keeps_them_with_scales_and_mean(folder, model, file
     assert torch.equal(found.means["a"], store.buffers.key_mean[:, 0, heads])
     assert list(found.pools) == ["pool_k", "pool_v", "pool_k_scale", "pool_v_scale"]
     for name, pool in found.pools.items():
-        of_pool, of_tail = getattr(store, name), getattr(store, name.replace("pool", "tail"))
+        of_pool, of_tail = getattr(store.buffers, name), getattr(store.buffers, name.replace("pool", "tail"))
         for segment, (layer, head) in enumerate((layer, head) for layer in range(2) for head in heads):
             begin, end = found.offsets["a"][segment : segment + 2].tolist()
             first, last = store.buffers.offsets[0, 2 * layer + head :][:2].tolist()
@@ -144,7 +144,7 @@ def test_a_cache_that_an_engine_cannot_continue_is_refused(folder, model, file, 
 
 def test_a_file_of_before_without_token_ids_is_refused(folder, model, file):
     _, cache = compressed(model)
-    cache.ids = None
+    cache.state.ids = None
     cache.save(file)
     refused(folder, file, ".* has no token ids")
 
