@@ -95,7 +95,7 @@ class CachePart:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages: spare slots, tail capacity, positions and all tables included."""
-        return sum(x.untyped_storage().nbytes() for x in self.buffers if x is not None)
+        return sum(x.untyped_storage().nbytes() for x in self.buffers if x is not None and x.ndim)  # no counters
 
 
 class SlidingWindowLayers(CachePart):
