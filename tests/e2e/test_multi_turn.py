@@ -140,7 +140,7 @@ def test_rows_are_compressed_as_they_would_be_alone_each_when_it_is_full():
         for row, cache in enumerate(alone):
             expected = fast(piece[row : row + 1], past_key_values=cache).logits
             assert_close(f"turn {turn}, row {row}", logits[row : row + 1], expected, atol=1e-4)
-            columns = batch.columns - int(batch.start[row])
+            columns = batch.columns - int(batch.state.start[row])
             kept = kept_columns(batch, batch.columns)[row, :, :, -columns:]
             assert torch.equal(kept, kept_columns(cache, columns)[0]), f"turn {turn}, row {row}"
         lengths.append(batch.lengths.sum((1, 2)) // 4)
