@@ -15,9 +15,8 @@ from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.tensor_parallel import ranks_of
 from kvpass.adapt.wrappers import check_weights
 from kvpass.cache.cache import CompressedCache
+from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.cache.fingerprint import ModelFingerprint
-from kvpass.cache.metadata import CacheMetadata
-from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
@@ -168,13 +167,6 @@ def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
 
 
 @torch.inference_mode(False)
-def read_saved(path: str | Path) -> tuple[CacheMetadata, dict[str, Tensor]]:
-    """Read metadata and tensors of a file for :func:`restore_cache`, which checks that they match."""
-    metadata, tensors = read_cache_file(path)
-    return typed(metadata, CacheMetadata, path), tensors
-
-
-@torch.inference_mode(False)
 def restore_cache(
     path: str | Path,
     metadata: CacheMetadata,
@@ -184,17 +176,28 @@ def restore_cache(
     device: torch.device | str | None = None,
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
-    runtime, rules = model._kvpass, model._kvpass.rules
+    runtime, rules, heads = model._kvpass, model._kvpass.rules, model._kvpass.adapted.heads
     runtime.identity.check(metadata.model)
     if metadata.policy != rules.policy.spec:
         raise CacheMismatchError(
             f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
         )
+    groups = (*metadata.layout.pools, *metadata.layout.rings)
+    numbers = sum(g.geometry.layers * g.geometry.kv_heads * (g.geometry.key_dim + g.geometry.value_dim) for g in groups)
+    if numbers > (most := heads.size * _output_features(model)):  # the next call would take memory for as many
+        raise CacheMismatchError(f"the cache is of another model: keys and values of {numbers} numbers, here {most}")
+    cache = CompressedCache(rules.policy, metadata.budget, runtime.identity, heads, metadata.entry_format)
     try:
-        cache = CompressedCache.restore(rules.policy, runtime.identity, metadata, tensors, runtime.adapted.heads)
+        cache.state = cache.state.restored(metadata, tensors)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
+    cache.reusable, cache.own_budget = metadata.reusable, metadata.own_budget
     runtime.check_cache(cache, rules)
     cache = cache.to(model.device if device is None else device)
-    cache.take_memory_from(runtime.captures.compiler.memory(cache.device))
+    cache.state.reuse = runtime.captures.compiler.memory(cache.device)
     return cache
+
+
+def _output_features(model: Any) -> int:
+    """Return at least as many numbers as the model computes for one token, keys and values among them."""
+    return sum(max(x.shape, default=0) for x in (*model.parameters(), *model.buffers()))

@@ -22,13 +22,13 @@ from rich.console import Console
 from torch import Tensor
 from torch.profiler import record_function
 
-from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.part import PromptFacts
+from kvpass.cache.prefill import PrefillLayers
+from kvpass.cache.state import KVState
 from kvpass.config import EntryFormat, Geometry, LayerGroup, PoolFacts
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
-from kvpass.operands import BUFFERS, AppendBuffers, Attention, PrefillBuffers
+from kvpass.operands import BUFFERS, AppendBuffers, Attention
 from kvpass.ops import reference
 from kvpass.ops.compress import compress_layer
 from kvpass.ops.entry_formats import packed
@@ -206,10 +206,8 @@ def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:
     ops = implementation(call.q)
 
     def compress() -> None:
-        store = FullAttentionLayers(group, resolved)
-        prompt = PromptFacts(start, tokens, [BUDGET], shape.dtype, shape.device)
-        store.begin_prefill(prompt, PoolFacts(1, plain=False))
-        buffers = PrefillBuffers(*store.prefill_state.values())
+        state = KVState(policy=resolved, budget=None, start=start, columns=tokens, budgets=[BUDGET])
+        buffers = PrefillLayers(group, PoolFacts(1, plain=False), state, shape.dtype, shape.device).buffers
         for layer in range(shape.layers):
             _, lse = ops.attend_prompt(call, start)
             compress_layer(ops, call, lse, start, first, layer, resolved, buffers, ONE_PROCESS)

@@ -281,7 +281,7 @@ class Kvpass(System):
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
         self.model.generate(token, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
-        if cache.only_appends:
+        if cache.state.only_appends:
             cache.crop(-new_tokens)
         return True
 
@@ -289,5 +289,7 @@ class Kvpass(System):
         return cache.nbytes
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:
-        stored = sum(store.entry_bytes for store in cache.full_layers)
-        return stored + sum(x.nbytes for x in (*cache.sliding_layers, *(state.held for state in cache.states)))
+        stored = sum(store.entry_bytes for store in cache.state.full_layers)
+        return stored + sum(
+            x.nbytes for x in (*cache.state.sliding_layers, *(state.buffers.held for state in cache.state.states))
+        )

@@ -67,9 +67,10 @@ def check_rows_stay(limit: int, cache: CompressedCache, tokens: int) -> None:
 
     Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
     """
-    if bool((cache.start == cache.start[0]).all()):
+    start = cache.state.start
+    if bool((start == start[0]).all()):
         return
-    held = cache.columns - cache.start
+    held = cache.columns - start
     passing = ((held <= limit) & (held + tokens > limit)).nonzero().flatten().tolist()
     if passing:
         raise ValueError(

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.part import PromptFacts
+from kvpass.cache.prefill import PrefillLayers
+from kvpass.cache.state import KVState
 from kvpass.config import Budget, BudgetLike, Geometry, LayerGroup, PoolFacts
-from kvpass.operands import Attention, EvictBuffers, PolicyInputs, PrefillBuffers
+from kvpass.operands import Attention, EvictBuffers, PolicyInputs
 from kvpass.ops import reference
 from kvpass.ops.compress import compress_layer
 from kvpass.ops.evict import attend_evict
@@ -135,10 +136,10 @@ def plan(
     limit = n if parsed is None else parsed.check(n, chosen.window, geometry.token_bytes())
     first = torch.zeros(batch, dtype=torch.int64, device=k.device)
     start = first.cpu()
-    cache = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(range(layers))), chosen)
-    facts = PoolFacts(heads // kv_heads, plain=True)
-    cache.begin_prefill(PromptFacts(start, n, [limit] * batch, k.dtype, k.device), facts)
-    buffers, found = PrefillBuffers(**cache.prefill_state), []
+    group, facts = LayerGroup(geometry=geometry, layers=tuple(range(layers))), PoolFacts(heads // kv_heads, plain=True)
+    state = KVState(policy=chosen, budget=parsed, start=start, columns=n, budgets=[limit] * batch)
+    prefill, found = PrefillLayers(group, facts, state, k.dtype, k.device), []
+    buffers = prefill.buffers
     for i, x in enumerate(hidden):
         call = Attention(q[i], k[i], v[i], scale)
         inputs = PolicyInputs(
@@ -149,11 +150,12 @@ def plan(
         )
         found.append(compress_layer(reference, call, None, start, first, i, chosen, buffers, ONE_PROCESS, inputs))
     reference.pack(buffers)
-    weights, scores = cache.finish_prefill().weights, torch.stack(found)
+    entries = buffers.entries
+    (cache, record), scores = prefill.finish(), torch.stack(found)
 
     keep = _kept(cache, n, n)
-    available = torch.full_like(buffers.entries, n - min(chosen.window, n))
-    budgets = chosen.recorded_budgets(weights, buffers.entries, available, kv_heads)
+    available = torch.full_like(entries, n - min(chosen.window, n))
+    budgets = chosen.recorded_budgets(record.weights, entries, available, kv_heads)
     return Plan(
         policy=chosen,
         budget=parsed,
@@ -187,7 +189,7 @@ def _decoded(
 
 def _kept(cache: FullAttentionLayers, seen: int, columns: int) -> Tensor:
     """Return which tokens have an entry, bool ``[L, B, K, columns]``, when so many were seen."""
-    positions = cache.positions(torch.full((cache.rows,), seen, device=cache.offsets.device))
+    positions = cache.positions(torch.full((cache.rows,), seen, device=cache.buffers.offsets.device))
     mask = torch.zeros(*positions.shape[:3], columns + 1, dtype=torch.bool, device=positions.device)
     return mask.scatter(3, torch.where(positions < 0, columns, positions), True)[..., :columns].transpose(0, 1)
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from kvpass.cache.layers import TAIL_STEP, FullAttentionLayers
 from kvpass.cache.prompt_record import LayersRecord
-from kvpass.cache.segments import pool_of, segments_of
+from kvpass.cache.segments import POOL, TAIL, pool_of, segments_of
 from kvpass.operands import BUFFERS, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
 
@@ -23,14 +23,14 @@ class Recompression:
         store: has room for the new tokens. window: newest tokens of each row that will be kept, int64 ``[B]``,
             ``NOT_DUE`` for rows that do not change.
     Attributes:
-        buffers: written by the extend graph, besides the buffers of the store.
+        buffers: written by the extend graph, besides the buffers of the store. every_row: whether all rows are due.
     """
 
     def __init__(self, store: FullAttentionLayers, window: Tensor) -> None:
-        self.store = store
-        g, device = store.geometry, store.offsets.device
-        slots = store.ranks.max_over_ranks(int(store.pool_lengths.max()) + store.tail_k.shape[3], device)
-        sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": slots}
+        self.store, self.every_row = store, bool((window != NOT_DUE).all())
+        g, device = store.geometry, store.buffers.offsets.device
+        slots = int(store.pool_lengths.max()) + store.buffers.tail_k.shape[3]
+        sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": store.ranks.max_over_ranks(slots, device)}
         self.buffers = RecompressBuffers(
             BUFFERS["recompress_scores"].new(sizes | {"K": g.kv_heads * store.ranks.size}, device),
             BUFFERS["recompress_masses"].new(sizes, device),
@@ -50,8 +50,8 @@ class Recompression:
         available = (seen - window).clamp(min=0)
         stay = store.ranks.local_shard(select_held(scores, layer_weights, entries, available, store.policy), 2)
         due = window != NOT_DUE
-        tails = torch.where(due, window, store.used - store.tail_start)
-        kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.offsets.diff(dim=1))
+        tails = torch.where(due, window, store.used - store.buffers.tail_start)
+        kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.buffers.offsets.diff(dim=1))
         left = self._move(stay, due, tails, pad(kept.cumsum(1), (1, 0)).int(), seen)
         lengths = store.lengths
         line = torch.arange(masses.shape[3], device=masses.device)
@@ -60,8 +60,8 @@ class Recompression:
             group=store.group,
             mass=(masses * (stay | newest)).sum(3),
             weights=layer_weights,
-            positions=left.pool_positions,
-            offsets=left.offsets,
+            positions=left.buffers.pool_positions,
+            offsets=left.buffers.offsets,
         )
 
     def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> FullAttentionLayers:
@@ -71,27 +71,26 @@ class Recompression:
             stay: keep mask, bool ``[B, L, K, S]``. offsets: of the new pool.
             tails: tokens of each row that go into the new tail, int64 ``[B]``.
         """
-        store, used = self.store, int(tails.max())
+        store, used, before = self.store, int(tails.max()), self.store.of_rows
         tensors = {"offsets": offsets, "tail_start": used - tails}
-        for name in store.tail_names:
-            tail: Tensor = getattr(store, name)
+        for name in TAIL & before.keys():
+            tail = before[name]
             tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, *tail.shape[4:])
             for row, length in enumerate(tails.tolist()):
                 tensors[name][:, row, :, used - length : used] = tail[:, row, :, store.used - length : store.used]
-        for name in store.pool_names:
-            rows = segments_of(store.of_rows(name), store.offsets)
+        for name in POOL & before.keys():
+            rows = segments_of(before[name], store.buffers.offsets)
             for row in due.nonzero().flatten().tolist():
-                appended = self._in_tail(name.replace("pool", "tail"), row, int(seen[row]))
+                appended = self._in_tail(before.get(name.replace("pool", "tail")), row, int(seen[row]))
                 every = [torch.cat(pair) for pair in zip(rows[row], appended, strict=True)]
                 rows[row] = [x[keep[: len(x)]] for x, keep in zip(every, stay[row].flatten(0, 1), strict=True)]
             tensors[name] = pool_of(name, rows)
         return store.holding(tensors, used)
 
-    def _in_tail(self, name: str, row: int, seen: int) -> Tensor:
-        """What a buffer of the tails holds of one row, for each layer and head, ``[L * K, n, ...]``."""
-        store, first = self.store, int(self.store.tail_start[row])
-        if name == "tail_positions":  # they follow from the tokens seen
-            positions = torch.arange(first, store.used, dtype=torch.int32, device=store.offsets.device)
+    def _in_tail(self, tail: Tensor | None, row: int, seen: int) -> Tensor:
+        """What a buffer of the tails holds of one row, for each layer and head, ``[L*K, n, ...]``; None: positions."""
+        store, first = self.store, int(self.store.buffers.tail_start[row])
+        if tail is None:  # they follow from the tokens seen
+            positions = torch.arange(first, store.used, dtype=torch.int32, device=store.buffers.offsets.device)
             return (positions + (seen - store.used)).expand(store.geometry.layers * store.geometry.kv_heads, -1)
-        held: Tensor = getattr(store, name)
-        return held[:, row, :, first : store.used].flatten(0, 1)
+        return tail[:, row, :, first : store.used].flatten(0, 1)

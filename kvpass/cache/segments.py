@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpass.operands import BUFFERS
 from kvpass.ops.slots import EMPTY
+
+POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and "E" in buffer.sizes}
+"""Buffers that have one element or row for each slot of the pool."""
+TAIL = {name for name, buffer in BUFFERS.items() if buffer.saved and "C" in buffer.sizes}
+"""Buffers that have one number or row for each slot of the tail."""
 
 
 def segments_of(pool: Tensor, offsets: Tensor) -> list[list[Tensor]]:

@@ -13,13 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
-from kvpass.cache.segments import pool_of, segments_of
+from kvpass.cache.segments import POOL, TAIL, pool_of, segments_of
 from kvpass.config import LayerGroup, Layout
 from kvpass.operands import BUFFERS
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.ranks import Ranks
-
-_POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and "E" in buffer.sizes}
 
 
 def of_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
@@ -48,7 +46,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
             bounds = [held["offsets"] for held in own]
             counts = torch.cat([entries_of(offsets, group) for offsets in bounds], 2)
             buffers["offsets"] = _offsets(counts)
-            for name in _POOL & buffers.keys():
+            for name in POOL & buffers.keys():
                 buffers[name] = _all_heads(name, [held[name] for held in own], bounds, group)
         found |= {f"{part}_{name}": x for name, x in buffers.items()}
     return found
@@ -104,7 +102,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
             own["offsets"] = _offsets(ranks.local_shard(entries_of(whole["offsets"], group), 2))
             numbers = torch.arange(whole["offsets"].shape[1] - 1, device="cpu").view(group.geometry.layers, -1)
             mine = ranks.local_shard(numbers, 1).flatten().tolist()
-            for name in _POOL & whole.keys():
+            for name in POOL & whole.keys():
                 rows = segments_of(whole[name], whole["offsets"])
                 own[name] = pool_of(name, [[row[number] for number in mine] for row in rows])
         found |= {f"{part}_{name}": x for name, x in own.items()}
@@ -112,11 +110,11 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
 
 
 def _without_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if name in ("start", "ids")}
+    return {name: x for name, x in tensors.items() if name in ("start", "ids", "mask")}
 
 
 def _with_heads(layout: Layout, changed: Callable[[LayerGroup], LayerGroup]) -> Layout:
-    return Layout(pools=tuple(map(changed, layout.pools)), rings=tuple(map(changed, layout.rings)))
+    return replace(layout, pools=tuple(map(changed, layout.pools)), rings=tuple(map(changed, layout.rings)))
 
 
 def _group_of_all(group: LayerGroup, size: int) -> LayerGroup:
@@ -149,7 +147,7 @@ def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]
     found = []
     for part, (own_behind, own_capacity) in zip(parts, widths, strict=True):
         more = capacity - own_capacity
-        tails = {name: x for name, x in part.items() if "C" in BUFFERS[name].sizes}
+        tails = {name: x for name, x in part.items() if name in TAIL}
         wider = {name: pad(x, (*(0, 0) * (x.ndim - 4), 0, more)) for name, x in tails.items()}
         for name, absent, empty in (("slot_positions", ABSENT, EMPTY), ("decode_state", 0, 0)):
             of_pool, of_tail = part[name].split([own_behind, own_capacity], -1)

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.api import read_saved, restore_cache
+from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.metadata import CacheMetadata
+from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.compiler.backend import Compiler
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES

@@ -227,7 +227,10 @@ class PhaseCompiler:
 
         def run(call: Call, *inputs: Any) -> Any:
             facts = layout, decoder.dtype, device, self.memory(device), decoder.pools
-            fills = [Fill(cache.policy, cache.prefill_state(*facts)) for cache in (call.cache, *call.cache.fills)]
+            fills = []
+            for cache in (call.cache, *call.cache.fills):
+                assert cache.prefill is not None
+                fills.append(Fill(cache.policy, cache.prefill.buffers(*facts)))
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, call.cache.batch_size, device)
@@ -240,7 +243,7 @@ class PhaseCompiler:
         phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
-        state = cache.cached_state(layout, dtype)
+        state = cache.state.cached_state(layout, dtype)
         fake_mode = backend_mode()
         dynamic = dynamic_dims(state, cache.batch_size)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
@@ -266,7 +269,7 @@ class PhaseCompiler:
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
-            state = list(call.cache.cached_state(layout, dtype).values())
+            state = list(call.cache.state.cached_state(layout, dtype).values())
             for lookup in captured.lookups:
                 lookup.check(inputs)
             call.begin()

@@ -26,7 +26,7 @@ RowReplay = tuple[slice, int, Replay]
 
 @dataclass(eq=False)
 class Fill:
-    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CompressedCache.prefill_state`."""
+    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CachePrefill.buffers`."""
 
     policy: Policy
     state: Mapping[str, Tensor]

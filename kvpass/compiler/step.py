@@ -78,7 +78,7 @@ class Call:
         if self.has_begun:
             raise RuntimeError("two graphs ran in one call: a graph break cuts the decoder in two")
         self.has_begun = True
-        self.cache.interrupted = self.phase != "prefill" and self.cache.overwrites
+        self.cache.interrupted = self.phase != "prefill" and self.cache.state.overwrites
 
     def check_begun(self) -> None:
         """Raise RuntimeError when no captured graph ran: then nothing was written to the cache."""
@@ -134,9 +134,12 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
         raise CacheMismatchError(f"the call is on {device}, the cache on {cache.device}: use cache.to()")
     if cache.batch_size not in (1, rows):
         raise CacheMismatchError(f"the call has {rows} rows, the cache {cache.batch_size}")
+    if not cache.reusable and rows == cache.batch_size:
+        return cache
+    cache = cache.clone()
     if rows != cache.batch_size:
-        return cache.repeated(rows)
-    return cache.clone() if cache.reusable else cache
+        cache.batch_repeat_interleave(rows)
+    return cache
 
 
 def append(
@@ -155,20 +158,20 @@ def append(
     Returns:
         what ``run`` returned, and the new record if all rows were compressed.
     """
-    cache.ensure_room(tokens)
-    record = None
+    state, record = cache.state, None
+    state.ensure_room(tokens, cache.expected)
     try:
-        observed = tokens > 1 and cache.begin_recompression(tokens, threshold)
+        observed = tokens > 1 and state.begin_recompression(tokens, threshold)
         call = Call(cache, "decode" if tokens == 1 else "extend", observed)
         result = run(call)
         call.check_begun()
         cache.interrupted = True
-        cache.advance(tokens, ids)
+        state.advance(tokens, ids)
         if observed:
-            record = cache.recompress()
-        cache.interrupted = False
+            record = state.recompress()
+        cache.record, cache.interrupted = record or cache.record, False
     finally:
-        cache.end_recompression()
+        state.recompressions = ()
     return result, record
 
 

@@ -205,7 +205,7 @@ def continue_cache(
         logits, record = _append_padded(model, cache, ids, position_ids, logits_to_keep, padding)
     else:
         columns = torch.arange(cache.columns, cache.columns + t, device=ids.device)
-        positions = _positions(position_ids, columns - cache.start[:, None])
+        positions = _positions(position_ids, columns - cache.state.start[:, None])
         decoder = decoder_of(model, ids, positions, logits_to_keep)
         logits, record = append(cache, t, decoder, THRESHOLDS[runtime.rules.recompress], ids)
     if record is not None:
@@ -224,7 +224,7 @@ def _append_padded(
     """
     real = padding.real
     within = (real.cumsum(1) - 1).clamp(min=0)  # number of the real token whose logits a column gets
-    positions = _positions(given, within + (cache.columns - padding.taken - cache.start)[:, None])
+    positions = _positions(given, within + (cache.columns - padding.taken - cache.state.start)[:, None])
     wanted = within[:, -logits_to_keep:]
     logits, record = ids.new_empty(0), None
     parts: list[CompressedCache] = []
@@ -243,7 +243,9 @@ def _append_padded(
         logits[rows] = found.gather(1, (wanted[rows] - first)[..., None].expand(-1, -1, found.shape[2]))
         parts.append(part)
         members.append(rows)
-    cache.take_over(parts, torch.cat(members).argsort(), padding.mask, ids)
+    order = torch.cat(members).argsort()
+    cache.state = cache.state.joined([part.state for part in parts], order, padding.mask, ids)
+    cache.record = parts[0].record if len(parts) == 1 else cache.record
     return logits, record if len(parts) == 1 else None
 
 

@@ -23,7 +23,8 @@ class GenerateHooks(CompressedForward):
         """
         cache, rows = kwargs.get(CACHE), len(kwargs["input_ids"])
         if expand_size > 1 and isinstance(cache, CompressedCache) and cache.batch_size == rows > 1:
-            kwargs[CACHE] = cache.repeated(expand_size)
+            cache = kwargs[CACHE] = cache.clone()
+            cache.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)  # type: ignore[misc]
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +79,6 @@ class GenerateHooks(CompressedForward):
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"], inputs_embeds=prepared.get("inputs_embeds"))
         prepared.setdefault("logits_to_keep", 1)
-        if cache is not None and not cache.is_left_padded:
+        if cache is not None and cache.state.padded is not None:
             prepared.pop("position_ids", None)  # transformers counts on from a padded column
         return prepared

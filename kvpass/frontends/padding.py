@@ -61,7 +61,7 @@ class Padding:
 
 def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
     """Return what a mask ``[B, columns + T]`` asks of a cache; None where every row gets all new tokens."""
-    if cache.is_left_padded and bool(given.all()) and not bool(cache.start.any()):
+    if cache.state.padded is None and bool(given.all()) and not bool(cache.state.start.any()):
         return None
     given = given.to(cache.device).bool()
     old, real = given.split([cache.columns, given.shape[1] - cache.columns], 1)
@@ -84,15 +84,15 @@ def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
         return None
     if most:
         where = f"attention_mask: row {int(taken.argmax())} hides its last {most} columns, "
-        if not cache.only_appends:
+        if not cache.state.only_appends:
             raise ValueError(
                 where + "which cannot be taken back: recurrent layers, layers with a sliding window and policies that "
                 "evict while decoding have overwritten what was before; continue this row alone, with its own cache"
             )
-        if most > cache.appended:
+        if most > cache.state.appended:
             raise CacheMismatchError(
                 where
-                + f"but hides other columns than those {cache.appended} that were appended since the prompt or the "
-                "last call with padding; what the cache holds cannot be hidden"
+                + f"but hides other columns than those {cache.state.appended} that were appended since the prompt or "
+                "the last call with padding; what the cache holds cannot be hidden"
             )
     return Padding(real, taken, given.long())

@@ -237,14 +237,16 @@ class CompressedModel(GenerateHooks):
         """
         check_int("prompt_tokens", prompt_tokens, 2)
         before = self._kvpass.last_prompt
-        for rows in batch_sizes:
-            check_int("batch_sizes", rows, 1)
-            token, cache = torch.zeros(rows, 1, dtype=torch.int64, device=self.device), None
-            for tokens in (prompt_tokens, 2, 1) if turns else (prompt_tokens, 1):
-                out = self.forward(token.expand(-1, tokens), past_key_values=cache, logits_to_keep=1)
-                assert isinstance(out, CausalLMOutputWithPast)
-                cache = out[CACHE]
-        self._kvpass.last_prompt = before
+        try:
+            for rows in batch_sizes:
+                check_int("batch_sizes", rows, 1)
+                token, cache = torch.zeros(rows, 1, dtype=torch.int64, device=self.device), None
+                for tokens in (prompt_tokens, 2, 1) if turns else (prompt_tokens, 1):
+                    out = self.forward(token.expand(-1, tokens), past_key_values=cache, logits_to_keep=1)
+                    assert isinstance(out, CausalLMOutputWithPast)
+                    cache = out[CACHE]
+        finally:
+            self._kvpass.last_prompt = before
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return forbid_pickling(

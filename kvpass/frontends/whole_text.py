@@ -93,7 +93,8 @@ def with_text_of_cache(
     Returns:
         the arguments, and how many ids in them are of the cache: 0 where it does not know its ids.
     """
-    prompt, changed, mask = cache.prompt_ids, dict(given), given.get("attention_mask")
+    prompt = None if cache.ids is None else cache.ids[:, : cache.state.prompt_columns]
+    changed, mask = dict(given), given.get("attention_mask")
     if cache.answer_end == ids[:, 0].tolist():
         warnings.warn(_DROPPED, stacklevel=3)
     if prompt is not None and 1 < (n := prompt.shape[1]) <= ids.shape[1] and torch.equal(ids[:, :n], prompt.to(ids)):

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvpass.cache.cache_file import CacheMetadata, check_tensors, read_saved
 from kvpass.cache.fingerprint import ModelFingerprint
-from kvpass.cache.metadata import CacheMetadata, check_tensors
-from kvpass.cache.serialization import read_cache_file, typed
 from kvpass.cache.shared_heads import divided
 from kvpass.config import EntryFormat
 from kvpass.errors import CacheFileError
@@ -126,8 +125,7 @@ def read(config: Any, settings: Settings) -> dict[str, SavedDocument]:
 
 
 def _read(path: Path, max_model_len: int, entry_format: EntryFormat) -> SavedDocument:
-    plain, tensors = read_cache_file(path)
-    metadata = typed(plain, CacheMetadata, path)
+    metadata, tensors = read_saved(path)
     try:
         policy = from_spec(metadata.policy)
         check_tensors(metadata, policy, tensors)

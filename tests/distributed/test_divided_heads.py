@@ -13,11 +13,12 @@ from torch import Tensor
 import kvpass
 from kvpass.adapt.tensor_parallel import check_divided
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.part import PromptFacts
 from kvpass.cache.plan import plan
+from kvpass.cache.prefill import PrefillLayers
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, record_of_all
+from kvpass.cache.state import KVState
 from kvpass.config import Budget, Geometry, LayerGroup, Layout, PoolFacts
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs
 from kvpass.ops import evict, recompress, reference
@@ -85,10 +86,11 @@ def recorded(
     (weights,) = own_heads(ranks, WEIGHTS)
     heads = k.shape[2]
     geometry = Geometry(layers=LAYERS, kv_heads=heads, key_dim=DIM, value_dim=DIM, itemsize=4)
-    store = FullAttentionLayers(LayerGroup(geometry=geometry, layers=tuple(layers)), policy, ranks)
+    group = LayerGroup(geometry=geometry, layers=tuple(layers))
     budgets = [BUDGET if policy.needs_budget else TOKENS] * ROWS
-    store.begin_prefill(PromptFacts(start, TOKENS, budgets, q.dtype, q.device), PoolFacts(1, plain=False))
-    buffers = store._prefill
+    state = KVState(policy=policy, budget=None, ranks=ranks, start=start, columns=TOKENS, budgets=budgets)
+    prefill = PrefillLayers(group, PoolFacts(1, plain=False), state, q.dtype, q.device)
+    buffers = prefill.buffers
     for layer in range(LAYERS):
         call = Attention(q[layer], k[layer], v[layer], DIM**-0.5)
         norms = projected_norms(v[layer], weights[layer], 2) if "norms" in policy.inputs else None
@@ -100,7 +102,7 @@ def recorded(
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
         reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
-    kept = store.finish_prefill()
+    store, kept = prefill.finish()
     rows = torch.tensor([BUDGET] * ROWS)
     layers = {"full_layers": (kept,), "sliding_layers": (), "nbytes": store.nbytes, "ring_nbytes": 0, "state_nbytes": 0}
     asked = {"policy": policy, "budget": Budget.parse(BUDGET), "entries": rows, "window": rows.clamp(max=6)}
@@ -295,7 +297,7 @@ def test_threads_evict_together_what_one_evicts(name):
         slots = parts[0].cached_state["slot_positions"].shape[-1]
         assert meeting.sent[-15 * LAYERS :] == [4 * ROWS * KV_HEADS * GROUP // SIZE * slots] * (15 * LAYERS)
     one = decoded(policy, start, ONE_PROCESS)
-    assert torch.equal(torch.cat([part.quota for part in parts], 2), one.quota)
+    assert torch.equal(torch.cat([part.buffers.quota for part in parts], 2), one.buffers.quota)
     whole, positions = one.positions(seen), [part.positions(seen) for part in parts]
     wide = [torch.nn.functional.pad(x, (0, whole.shape[-1] - x.shape[-1]), value=-1) for x in positions]
     assert torch.equal(torch.cat(wide, 2), whole)
@@ -317,7 +319,7 @@ def test_a_file_of_threads_that_evict_is_that_of_one(name):
         assert torch.equal(whole[tensor], other), tensor
     own, _ = divided(whole, Layout(pools=(one.group,), rings=()), ThreadRanks("", 1, SIZE))
     own = {key.removeprefix("store0_"): x for key, x in own.items() if key != "start"}
-    again = FullAttentionLayers(parts[1].group, policy).holding(own)
+    again = FullAttentionLayers(parts[1].group, own, policy)
     seen = TOKENS + 15 - start
     assert torch.equal(again.positions(seen), parts[1].positions(seen))
 

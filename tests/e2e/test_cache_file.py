@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvpass
-from compiled_models import compiled_anew, padded, reloaded, two_layers
+from compiled_models import compiled_anew, greedy, padded, reloaded, two_layers
 from kvpass.cache import fingerprint
-from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from pairwise import quick, quick_rows
 from tiny_models import HYBRIDS, continuation, kvzap_file, random_ids, tiny_model
 from versions import before
@@ -18,6 +18,7 @@ CASES = {
     "lava": ("llama", "lava", {}),
     "one budget in bytes": ("gpt2", "snapkv", {"budget": "30KiB"}),
     "full": ("llama", "full", {"budget": None}),
+    "full, codes": ("llama", "full", {"budget": None, "entries": "int8"}),
     "no window": ("llama", "streaming_llm", {"window": 0, "evict_during_decode": False}),
     "evicts, tables": ("llama", "cake", {"tau1": 1.0, "tau2": 1.0}),
     "evicts, accumulates": ("qwen3", "h2o", {}),
@@ -67,13 +68,17 @@ def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
     for step in ("after the prompt", "after some tokens"):
         loaded = reloaded(cache, fast, tmp_path)
         assert (loaded.columns, loaded.batch_size, len(loaded)) == (cache.columns, 2, len(cache))
-        assert loaded.layout == cache.layout and loaded.policy == cache.policy and loaded.budget == cache.budget
-        if cache.full_layers:
+        assert (
+            loaded.state.layout == cache.state.layout
+            and loaded.policy == cache.policy
+            and loaded.budget == cache.budget
+        )
+        if cache.state.full_layers:
             assert torch.equal(loaded.positions, cache.positions) and torch.equal(loaded.lengths, cache.lengths), step
         assert loaded.nbytes <= cache.nbytes
         expected = continuation(fast, cache)
         assert torch.equal(continuation(fast, loaded), expected), step
-        assert loaded.full_layers == cache.full_layers or torch.equal(loaded.positions, cache.positions)
+        assert loaded.state.full_layers == cache.state.full_layers or torch.equal(loaded.positions, cache.positions)
     assert torch.equal(loaded.attention_mask, cache.attention_mask)
 
 
@@ -85,6 +90,25 @@ def test_a_model_that_has_prefilled_nothing_continues_a_loaded_cache_by_one_toke
     cache = fast(random_ids(1, 40)).past_key_values
     loaded, new = reloaded(cache, later, tmp_path), random_ids(1, 1, seed=1)
     assert torch.equal(later(new, past_key_values=loaded).logits, fast(new, past_key_values=cache).logits)
+
+
+def test_padding_behind_a_row_comes_back_from_a_file(fast, tmp_path):
+    cache, new = fast(*padded(50, 31)).past_key_values, random_ids(2, 4)
+    behind = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    mask = torch.cat([padded(50, 31)[1], behind, torch.ones(2, 1).long()], 1)
+    fast(new, mask[:, :54], past_key_values=cache)
+    fast(new[:, :1], past_key_values=cache)
+    loaded = reloaded(cache, fast, tmp_path)
+    assert torch.equal(loaded.attention_mask, mask) and torch.equal(cache.attention_mask, mask)
+    assert torch.equal(loaded.ids, torch.cat([padded(50, 31)[0], new, new[:, :1]], 1))
+    seen = {"attention_mask": torch.cat([mask, torch.ones(2, 1).long()], 1), "repetition_penalty": 2.0}
+    answers = [greedy(fast, new[:, :1], past_key_values=x.clone(), **seen) for x in (cache, loaded)]
+    assert torch.equal(*answers)
+    metadata, tensors = read_cache_file(tmp_path / "cache.kv")
+    for wrong in (tensors["mask"] * 2, 1 - tensors["mask"], tensors["mask"].repeat(1, 2), tensors["mask"][:1]):
+        write_cache_file(tmp_path / "forged.kv", {**tensors, "mask": wrong}, metadata)
+        with pytest.raises(kvpass.CacheFileError, match="mask"):
+            kvpass.load_cache(tmp_path / "forged.kv", fast)
 
 
 DTYPES = [(torch.bfloat16, "lava"), (torch.float32, "h2o"), (torch.float16, "snapkv")]
@@ -99,7 +123,7 @@ def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtyp
     loaded = reloaded(fast.compress(random_ids(1, 1400)), fast, tmp_path)
     size = (tmp_path / "cache.kv").stat().st_size
     assert loaded.nbytes < size < 1.01 * loaded.nbytes
-    assert all(store.pool_k.dtype == dtype for store in loaded.full_layers)
+    assert all(store.buffers.pool_k.dtype == dtype for store in loaded.state.full_layers)
 
 
 def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
@@ -107,11 +131,11 @@ def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
     files = []
     for value in (3.0, 7.0):
         cache = fast(*padded(50, 31)).past_key_values
-        store = cache.full_layers[0]
-        store.tail_k[:, :, :, store.used :] = value
+        store = cache.state.full_layers[0]
+        store.buffers.tail_k[:, :, :, store.used :] = value
         for row in range(2):
-            store.pool_v[row, int(store.offsets[row, -1]) :] = value
-            store.tail_v[:, row, :, : int(store.tail_start[row])] = value
+            store.buffers.pool_v[row, int(store.buffers.offsets[row, -1]) :] = value
+            store.buffers.tail_v[:, row, :, : int(store.buffers.tail_start[row])] = value
         cache.save(tmp_path / "cache.kv")
         files.append(read_cache_file(tmp_path / "cache.kv")[1])
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
@@ -179,8 +203,8 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
     assert moved.reusable and moved.nbytes == before and moved.device.type == "meta" and cache.device.type == "cpu"
-    parts = [moved, *moved.parts]
-    tensors = {name: value for part in parts for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in vars(moved.state).items() if isinstance(value, torch.Tensor)}
+    tensors |= {name: value for part in moved.state.parts for name, value in part.tensors.items()}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):
         fast(random_ids(1, 1), past_key_values=moved)

@@ -65,7 +65,7 @@ def machine(family, policy, recompress="never", layers=2, **changes):
             transcript.append(ids, kept_columns(cache, cache.columns))
             out = self.fast(ids, past_key_values=cache)
             tokens = ids.shape[1]
-            if any(store.evicts for store in cache.full_layers) and tokens > 1:
+            if any(store.evicts for store in cache.state.full_layers) and tokens > 1:
                 raise AssertionError("what several tokens see of an evicting cache is not known from outside")
             assert_close("logits", out.logits, transcript.logits()[:, -tokens:], atol=2e-4)
             return out.past_key_values
@@ -96,7 +96,7 @@ def machine(family, policy, recompress="never", layers=2, **changes):
             if cache.columns + tokens > MOST_COLUMNS:
                 return
             ids = random_ids(cache.batch_size, tokens, seed=data.draw(st.integers(0, 99), label="seed"))
-            evicts = any(store.evicts for store in cache.full_layers)
+            evicts = any(store.evicts for store in cache.state.full_layers)
             pieces = ids.split(1, 1) if evicts else [ids]
             at_once = cache.clone()
             logits = self.fast(ids, past_key_values=at_once).logits if evicts else None
@@ -149,7 +149,7 @@ def machine(family, policy, recompress="never", layers=2, **changes):
             path = Path(self.folder.name, "cache.kv")
             cache.save(path)
             loaded = kvpass.load_cache(path, self.fast)
-            assert loaded.reusable == cache.reusable and torch.equal(loaded.start, cache.start)
+            assert loaded.reusable == cache.reusable and torch.equal(loaded.state.start, cache.state.start)
             copied = transcript.clone()
             if loaded.columns < MOST_COLUMNS and not loaded.reusable:
                 self.feed(loaded, copied, random_ids(loaded.batch_size, 1))
@@ -166,10 +166,10 @@ def machine(family, policy, recompress="never", layers=2, **changes):
         def sizes_are_what_they_say(self):
             for cache, transcript in getattr(self, "caches", []):
                 assert (cache.batch_size, cache.columns) == transcript.ids.shape
-                for store in cache.full_layers:
+                for store in cache.state.full_layers:
                     if store.evicts or recompress == "every_turn":
                         continue
-                    appended = transcript.ids.shape[1] - cache.start
+                    appended = transcript.ids.shape[1] - cache.state.start
                     assert bool((store.lengths <= appended[:, None, None]).all())
 
     return Lives

@@ -31,7 +31,7 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_every_kind_of_budg
     out, capacities = fast(random_ids(1, 50), logits_to_keep=1), set()
     for _ in range(200):
         out = fast(token, past_key_values=out.past_key_values)
-        capacities.add(out.past_key_values.full_layers[0].tail_k.shape[3])
+        capacities.add(out.past_key_values.state.full_layers[0].buffers.tail_k.shape[3])
     assert len(capacities) == 4 and max(capacities) >= 208, "tails of other lengths use the same graph"
     phases = [record.phase for record in fast.report().compiled]
     assert sorted(phases) == ["decode", "extend", "prefill"]

@@ -10,7 +10,7 @@ from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StoppingCri
 import kvpass
 import kvpass.frontends.transformers as frontend
 from compiled_models import greedy, padded, two_layers
-from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
@@ -60,7 +60,10 @@ def test_the_continuation_of_a_reusable_cache_is_a_cache_of_its_own(tight):
     cache = tight.compress(random_ids(1, 40))
     out = tight(random_ids(1, 3), past_key_values=cache)
     assert out.past_key_values is not cache and out.past_key_values.get_seq_length() == 43
-    shared = out.past_key_values.full_layers[0].pool_k.data_ptr() == cache.full_layers[0].pool_k.data_ptr()
+    shared = (
+        out.past_key_values.state.full_layers[0].buffers.pool_k.data_ptr()
+        == cache.state.full_layers[0].buffers.pool_k.data_ptr()
+    )
     assert shared, "the kept entries should be shared"
     again = tight(random_ids(1, 1), past_key_values=out.past_key_values)
     assert again.past_key_values is out.past_key_values
@@ -217,9 +220,12 @@ def test_the_ids_of_a_cache_follow_its_rows_copies_and_cuts(fast):
     fast(new, past_key_values=cache)
     assert torch.equal(cache.ids, torch.cat([ids, new.int()], 1)) and torch.equal(twin.ids, ids)
     cache.crop(-2)
-    assert torch.equal(cache.ids, torch.cat([ids, new[:, :1].int()], 1)) and torch.equal(cache.prompt_ids, ids)
-    (layers,) = twin.full_layers
-    layers.arrivals = torch.zeros(4, 64, dtype=torch.int32)  # as on CUDA: counters of programs, not rows of the batch
+    assert torch.equal(cache.ids, torch.cat([ids, new[:, :1].int()], 1)) and torch.equal(
+        cache.ids[:, : cache.state.prompt_columns], ids
+    )
+    (layers,) = twin.state.full_layers
+    counters = torch.zeros(4, 64, dtype=torch.int32)  # as on CUDA: of programs, not rows of the batch
+    layers.buffers = layers.buffers._replace(arrivals=counters)
     twin.reorder_cache(torch.tensor([1, 0]))
     twin.batch_repeat_interleave(2)
     twin.batch_select_indices(torch.tensor([0, 3]))

@@ -116,7 +116,7 @@ def assert_identical_without_a_limit(every, policy):
     logits, cache = every.run(policy, UNLIMITED, pieces, torch.ones(3, PROMPT + 7).long())
     assert_close(policy, logits, every.original(torch.cat([ids, new], 1)).logits, atol=1e-4)
     assert cache.policy.name == policy
-    assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.full_layers)
+    assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.state.full_layers)
 
 
 def assert_padded_rows_equal_alone(every, policy, copies):
@@ -179,8 +179,11 @@ def test_contract_1_identity_in_16_bits(family, dtype, backend):
             cache = fast(ids).past_key_values
             assert int(cache.lengths.sum()) == cache.lengths.numel() * 20
             logits = fast(new, past_key_values=cache).logits
-            (store,) = cache.full_layers
-            assert logits.dtype == dtype == store.pool_k.dtype == store.tail_v.dtype and logits.isfinite().all()
+            (store,) = cache.state.full_layers
+            assert (
+                logits.dtype == dtype == store.buffers.pool_k.dtype == store.buffers.tail_v.dtype
+                and logits.isfinite().all()
+            )
 
 
 @pytest.mark.parametrize("policy", ["lava", "snapkv", "streaming_llm"])
@@ -189,7 +192,7 @@ def test_contract_2_kept_entries_are_exactly_the_budget(policy, budget):
     _, fast = two_layers(policy=policy, budget=budget)
     lengths = [PROMPT, 40, 24]
     cache = fast(*padded(*lengths)).past_key_values
-    g = cache.full_layers[0].geometry
+    g = cache.state.full_layers[0].geometry
     per_head = {20: 20, "12KiB": 12288 // (g.layers * g.kv_heads * g.entry_bytes())}.get(budget)
     for row, n in enumerate(lengths):
         entries = min(per_head if per_head is not None else int(budget * n), n)
@@ -225,8 +228,8 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
     cache = fast(random_ids(2, PROMPT).to(place)).past_key_values
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for part in (cache, *cache.full_layers, *cache.sliding_layers)
-        for tensor in vars(part).values()
+        for tensors in (vars(cache.state).values(), *(part.buffers for part in cache.state.parts))
+        for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }
     assert cache.nbytes == sum(storages.values())
@@ -236,7 +239,7 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
 def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
     _, fast = two_layers(family)
     cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
-    full = 2 * PROMPT * cache.full_layers[0].geometry.token_bytes()
+    full = 2 * PROMPT * cache.state.full_layers[0].geometry.token_bytes()
     assert bigger.ids.nbytes == 2 * 2000 * 4
     assert bigger.nbytes - bigger.ids.nbytes == cache.nbytes - cache.ids.nbytes < full * 2000 / PROMPT
 

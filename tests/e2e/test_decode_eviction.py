@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from compiled_models import compiled_anew, greedy, padded, prompts_of, two_layers
-from kvpass.cache import layers as store
+from kvpass.cache import prefill
 from kvpass.cache.plan import plan
 from kvpass.kernels import cpu
 from kvpass.ops import reference
@@ -254,7 +254,7 @@ def test_statistics_of_a_file_alone_decide_what_is_kept():
     fast.set_policy("triattention", BUDGET, buffer=5, statistics=statistics_file())
     cache = fast(prompt).past_key_values
     for row in (0, 1):
-        rows = cache.full_layers[0].rule_rows[:, row]
+        rows = cache.state.full_layers[0].buffers.rule_rows[:, row]
         assert_close("mean", rows[..., 0, :], held["query_mean"], atol=0)
         assert_close("modulus", rows[..., 1, :8], held["query_modulus"], atol=0)
     assert not torch.equal(cache.positions, own.positions)
@@ -296,14 +296,14 @@ def test_the_first_slot_table_is_made_without_another_pool(monkeypatch):
             made.append(func(*args, **(kwargs or {})))
             return made[-1]
 
-    original = store.first_slots
+    original = prefill.first_slots
 
     def watched(*args):
         with Watch():
             return original(*args)
 
-    monkeypatch.setattr(store, "first_slots", watched)
+    monkeypatch.setattr(prefill, "first_slots", watched)
     cache = compiled(policy="h2o", window=6, budget=3 * BUDGET)(random_ids(1, 64)).past_key_values
-    pool_v = cache.full_layers[0].pool_v
+    pool_v = cache.state.full_layers[0].buffers.pool_v
     results = [result for result in made if isinstance(result, torch.Tensor) and result.is_floating_point()]
     assert 0 < max(result.numel() for result in results if result.data_ptr() != pool_v.data_ptr()) < pool_v.numel()

@@ -11,7 +11,7 @@ import pytest
 import kvpass
 from command_line import invoke
 from divided_model import small_builtin
-from kvpass.cache.serialization import read_cache_file
+from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import Document
 from tiny_models import sharing_captures
 

@@ -134,4 +134,4 @@ def test_only_what_was_appended_can_be_taken_back():
     cache.crop(-3)
     assert torch.equal(cache.positions, before)
     cache.crop(REPEATING.shape[1])  # as before transformers 5.17: so many are left
-    assert cache.get_seq_length() == REPEATING.shape[1] and cache.appended == 0
+    assert cache.get_seq_length() == REPEATING.shape[1] and cache.state.appended == 0

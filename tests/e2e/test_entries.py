@@ -10,7 +10,7 @@ import torch
 
 import kvpass
 from compiled_models import compiled_anew, greedy, padded, reloaded, two_layers
-from kvpass.cache.serialization import read_cache_file
+from kvpass.cache.cache_file import read_cache_file
 from kvpass.cache.shared_heads import divided, joined
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.ops import reference
@@ -41,14 +41,14 @@ NOT_PLAIN = {"gemma2", "gpt_oss"}
 
 def means_of(store: Any, family: str = "llama") -> torch.Tensor:
     """Mean key of each head of a store in full precision, ``[L, B, K, D]``; zeros where none is subtracted."""
-    layers, rows, kv_heads, _, dim = store.tail_k.shape
-    found = store.tail_k.new_zeros(layers, rows, kv_heads, dim)
+    layers, rows, kv_heads, _, dim = store.buffers.tail_k.shape
+    found = store.buffers.tail_k.new_zeros(layers, rows, kv_heads, dim)
     if store.evicts or store.geometry.values_in_keys or family in NOT_PLAIN:
         return found
     for layer, row, head in itertools.product(range(layers), range(rows), range(kv_heads)):
-        begin, end = store.offsets[row, layer * kv_heads + head :][:2].tolist()
-        own = store.tail_k[layer, row, head, int(store.tail_start[row]) : store.used]
-        found[layer, row, head] = torch.cat([store.pool_k[row, begin:end], own]).double().mean(0)
+        begin, end = store.buffers.offsets[row, layer * kv_heads + head :][:2].tolist()
+        own = store.buffers.tail_k[layer, row, head, int(store.buffers.tail_start[row]) : store.used]
+        found[layer, row, head] = torch.cat([store.buffers.pool_k[row, begin:end], own]).double().mean(0)
     return found
 
 
@@ -74,16 +74,16 @@ def new_entries_rounded(entries: str, means: torch.Tensor | None = None) -> Iter
 def round_prompt(store: Any, entries: str, means: torch.Tensor) -> None:
     """Replace what a store in full precision holds by what codes of it stand for."""
     used, heads = slice(store.used), means.transpose(0, 1).flatten(1, 2)
-    for row, bounds in enumerate(store.offsets.tolist()):
+    for row, bounds in enumerate(store.buffers.offsets.tolist()):
         for segment, (begin, end) in enumerate(itertools.pairwise(bounds)):
             mean = heads[row, segment]
-            store.pool_k[row, begin:end] = rounded(store.pool_k[row, begin:end] - mean, entries) + mean
-            if store.pool_v.shape[-1]:
-                store.pool_v[row, begin:end] = rounded(store.pool_v[row, begin:end].clone(), entries)
+            store.buffers.pool_k[row, begin:end] = rounded(store.buffers.pool_k[row, begin:end] - mean, entries) + mean
+            if store.buffers.pool_v.shape[-1]:
+                store.buffers.pool_v[row, begin:end] = rounded(store.buffers.pool_v[row, begin:end].clone(), entries)
     mean = means[:, :, :, None]
-    store.tail_k[..., used, :] = rounded(store.tail_k[..., used, :] - mean, entries) + mean
-    if store.tail_v.shape[-1]:
-        store.tail_v[..., used, :] = rounded(store.tail_v[..., used, :].clone(), entries)
+    store.buffers.tail_k[..., used, :] = rounded(store.buffers.tail_k[..., used, :] - mean, entries) + mean
+    if store.buffers.tail_v.shape[-1]:
+        store.buffers.tail_v[..., used, :] = rounded(store.buffers.tail_v[..., used, :].clone(), entries)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_attention_reads_rounded_entries(family: str, entries: str, backend: str
     cache, other = (fast(IDS, MASK).past_key_values for fast in (packed, plain))
     assert torch.equal(cache.positions, other.positions), "what is kept depends on the entries' format"
     before = plain(IDS[:, :1], past_key_values=other.clone()).logits
-    (means,) = (means_of(store, family) for store in other.full_layers)
-    for store in other.full_layers:
+    (means,) = (means_of(store, family) for store in other.state.full_layers)
+    for store in other.state.full_layers:
         round_prompt(store, entries, means)
     assert not torch.allclose(plain(IDS[:, :1], past_key_values=other.clone()).logits, before, atol=2e-5)
     found = continuation(packed, cache)
@@ -118,7 +118,7 @@ def evicting(policy: str, entries: str, backend: str) -> tuple[Any, Any, Any, An
     options = {"policy": policy, "window": None if policy in ("tova", "streaming_llm") else WINDOW, **EVICTING[policy]}
     packed, plain = compiled(entries, backend=backend, **options), compiled("model", **options)
     cache, other = (fast(IDS, MASK).past_key_values for fast in (packed, plain))
-    for store in other.full_layers:
+    for store in other.state.full_layers:
         round_prompt(store, entries, means_of(store))
     return packed, plain, cache, other
 
@@ -137,7 +137,7 @@ def test_eviction_while_decoding_reads_rounded_entries(policy: str, entries: str
             expected = plain(new[:, step : step + 1], past_key_values=other).logits
         assert_close(f"step {step}", found, expected, atol=5e-5)
     assert torch.equal(cache.positions, other.positions)
-    assert cache.full_layers[0].tail_k.dtype.itemsize == 1
+    assert cache.state.full_layers[0].buffers.tail_k.dtype.itemsize == 1
     assert policy == "r_kv" or int(cache.lengths.sum()) <= held + 4
 
 
@@ -175,7 +175,7 @@ def test_bytes(entries: str) -> None:
     ids = random_ids(1, 440, seed=1)
     fast.set_budget("32KiB")
     cache, report = fast(ids).past_key_values, fast.report()
-    (store,) = cache.full_layers
+    (store,) = cache.state.full_layers
     g = store.geometry
     size = g.key_dim + g.value_dim
     entry = 4 * size if entries == "model" else size * ROTATED.get(entries, 8) // 8 + 2 * 4
@@ -184,7 +184,7 @@ def test_bytes(entries: str) -> None:
     assert int(cache.lengths.sum()) == per_head * heads
     held = heads * per_head * entry
     assert held <= 32 * 1024 and int(report.bytes_kept.sum()) == held == store.entry_bytes
-    pool, tail = heads * (per_head - WINDOW) * (entry + 4), heads * store.tail_k.shape[3] * entry
+    pool, tail = heads * (per_head - WINDOW) * (entry + 4), heads * store.buffers.tail_k.shape[3] * entry
     assert cache.nbytes == pytest.approx(pool + tail + 4 * ids.numel(), rel=0.02)
     assert report.to_dict()["entry_format"] == entries
     assert (f"entries='{entries}'" in str(report)) == (entries != "model")
@@ -220,20 +220,20 @@ def test_a_file_whose_codes_are_of_another_dtype_is_refused(tmp_path: Any) -> No
 def test_recompression_moves_codes_as_they_are(entries: str) -> None:
     fast = compiled(entries, recompress="every_turn")
     cache = fast(random_ids(1, 60, seed=1)).past_key_values
-    (store,), held = cache.full_layers, {}
+    (store,), held = cache.state.full_layers, {}
     sides = "k", "k_scale", "v", "v_scale"
-    for slot, position in enumerate(store.pool_positions[0].tolist()):
-        row = [getattr(store, f"pool_{name}")[0, slot].flatten() for name in sides]
+    for slot, position in enumerate(store.buffers.pool_positions[0].tolist()):
+        row = [getattr(store.buffers, f"pool_{name}")[0, slot].flatten() for name in sides]
         held.setdefault(position, []).append(torch.cat(row))
     for slot in range(store.used):
-        tails = [getattr(store, f"tail_{name}")[:, 0, :, slot].flatten(0, 1) for name in sides]
+        tails = [getattr(store.buffers, f"tail_{name}")[:, 0, :, slot].flatten(0, 1) for name in sides]
         held[60 - WINDOW + slot] = [torch.cat([x.flatten() for x in row]) for row in zip(*tails, strict=True)]
     cache = fast(random_ids(1, 10, seed=2), past_key_values=cache).past_key_values
-    (after,) = cache.full_layers
+    (after,) = cache.state.full_layers
     g = after.geometry
     assert int(cache.lengths.sum()) == BUDGET * g.layers * g.kv_heads
     moved = 0
-    for slot, position in enumerate(after.pool_positions[0].tolist()):
+    for slot, position in enumerate(after.buffers.pool_positions[0].tolist()):
         now = torch.cat([getattr(after, f"pool_{name}")[0, slot].flatten() for name in sides])
         if position < 60:
             moved += position >= 60 - WINDOW
@@ -257,16 +257,16 @@ def test_rows_are_selected_and_drafts_taken_back() -> None:
 def test_processes_divide_codes_by_heads_and_join_them(entries: str) -> None:
     """Each has the entries of its heads; joined they are the whole, bit for bit."""
     cache = compiled(entries, budget=60).compress(IDS, MASK)
-    tensors = {"start": cache.start}
-    tensors |= {f"store0_{name}": x for name, x in cache.full_layers[0].saved.items()}
-    parts, layouts = zip(*(divided(tensors, cache.layout, Ranks("", rank, 2)) for rank in range(2)), strict=True)
+    tensors = {"start": cache.state.start}
+    tensors |= {f"store0_{name}": x for name, x in cache.state.full_layers[0].saved.items()}
+    parts, layouts = zip(*(divided(tensors, cache.state.layout, Ranks("", rank, 2)) for rank in range(2)), strict=True)
 
     def entries_of(part: Any, row: int, segment: int) -> list[torch.Tensor]:
         slots = slice(*part["store0_offsets"][row, segment : segment + 2].tolist())
         pools = ("store0_pool_k", "store0_pool_v")
         return [x[row, slots] for name, x in sorted(part.items()) if name.startswith(pools)]
 
-    g = cache.layout.pools[0].geometry
+    g = cache.state.layout.pools[0].geometry
     for row, layer, head in itertools.product(range(2), range(g.layers), range(g.kv_heads)):
         own = g.kv_heads // 2
         found = entries_of(parts[head // own], row, layer * own + head % own)

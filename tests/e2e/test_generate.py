@@ -138,7 +138,7 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
         out = fast(ids, logits_to_keep=1)
         cache = out.past_key_values
         steps = [fast(piece, past_key_values=cache).logits for piece in new.split(1, 1)]
-    assert cache.full_layers[0].pool_k.dtype == torch.bfloat16
+    assert cache.state.full_layers[0].buffers.pool_k.dtype == torch.bfloat16
     assert_close("logits", torch.cat([out.logits, *steps], 1).float(), expected.float(), atol=0.1)
 
 

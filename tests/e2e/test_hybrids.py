@@ -34,7 +34,7 @@ def pair(family="lfm2", budget=UNLIMITED, backend="eager"):
 
 
 def states_of(cache):
-    return [state.held.clone() for state in cache.states]
+    return [state.buffers.held.clone() for state in cache.state.states]
 
 
 def check_two_turns(model, fast):
@@ -89,10 +89,10 @@ def test_states_are_those_of_transformers(family):
     expected = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=expected, use_cache=True)
-    for state in cache.states:
+    for state in cache.state.states:
         layer = expected.layers[state.shape.layer]
         kind, index = state.shape.name.rstrip("0123456789"), int(state.shape.name[-1])
-        torch.testing.assert_close(state.held, getattr(layer, f"{kind}_states")[index], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(state.buffers.held, getattr(layer, f"{kind}_states")[index], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -140,7 +140,7 @@ def test_thousands_of_steps_take_no_more_memory():
     sizes, token, resident = set(), random_ids(1, 1), []
     for step in range(3000):
         token = fast(token, past_key_values=cache).logits.argmax(-1)
-        states = sum(state.nbytes for state in cache.states)
+        states = sum(state.nbytes for state in cache.state.states)
         sizes.add((cache.nbytes - cache.ids.nbytes, states, int(cache.lengths.max())))
         if step % 500 == 499:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -156,8 +156,8 @@ def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own():
     fast(random_ids(2, 5), past_key_values=cache)
     assert all(map(torch.equal, before, states_of(cache)))
     cache.reorder_cache(torch.tensor([1, 1]))
-    for state, old in zip(cache.states, before, strict=True):
-        assert torch.equal(state.held, old[[1, 1]])
+    for state, old in zip(cache.state.states, before, strict=True):
+        assert torch.equal(state.buffers.held, old[[1, 1]])
 
 
 def test_a_call_that_fails_leaves_the_states(monkeypatch):
@@ -169,8 +169,8 @@ def test_a_call_that_fails_leaves_the_states(monkeypatch):
 
     def interrupted(call):
         begin(call)
-        for state in call.cache.states:  # as if the graph had written them
-            state.made.fill_(7.0)
+        for state in call.cache.state.states:  # as if the graph had written them
+            state.buffers.made.fill_(7.0)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -185,7 +185,7 @@ def test_the_report_names_the_layers_of_the_model_and_the_bytes_of_states():
     _, fast = pair(budget=24)
     cache = fast.compress(random_ids(1, 60))
     report = fast.report()
-    size = sum(state.held.nbytes + state.made.nbytes for state in cache.states)
+    size = sum(state.buffers.held.nbytes + state.buffers.made.nbytes for state in cache.state.states)
     assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
     assert report.to_dict()["state_nbytes"] == size > 0
     assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)

@@ -1,13 +1,16 @@
 """Calls that do not end: interrupts, and memory that runs out, on the way. Nothing is mixed up by it."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 
 import kvpass
-from compiled_models import compiled_anew, failing, greedy, two_layers
-from kvpass.cache import cache as cache_module
-from kvpass.cache import layers
+from compiled_models import compiled_anew, failing, greedy, reloaded, two_layers
+from kvpass.cache import prefill, state
 from kvpass.cache.layers import FullAttentionLayers
+from kvpass.cache.state import KVState
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.ops import reference, sliding, slots
 from tiny_models import random_ids
@@ -19,9 +22,9 @@ from tiny_models import random_ids
         ("lava", (reference, "score_layer"), 2),
         ("lava", (reference, "cascade_step"), 2),
         ("lava", (reference, "pack"), 1),
-        ("h2o", (layers, "first_slots"), 1),
-        ("lava", (layers, "LayersRecord"), 1),
-        ("lava", (cache_module, "PromptRecord"), 1),
+        ("h2o", (prefill, "first_slots"), 1),
+        ("lava", (prefill, "LayersRecord"), 1),
+        ("lava", (state, "PromptRecord"), 1),
     ],
 )
 def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, where, count):
@@ -34,7 +37,7 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, whe
     expected_live = fast(token, past_key_values=live.clone()).logits
     with failing(*where, count):
         fast(ids, past_key_values=reused)
-    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.full_layers == []
+    assert reused.is_empty and reused.nbytes == len(reused) == 0 and reused.state.full_layers == []
     assert torch.equal(fast(token, past_key_values=live).logits, expected_live)
     assert fast(ids, past_key_values=reused).past_key_values is reused
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
@@ -95,16 +98,57 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind():
     cache = fast(random_ids(1, 50)).past_key_values
     token = random_ids(1, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
-    original = type(cache).begin_recompression
+    original = KVState.begin_recompression
 
     def interrupted(*args):
         original(*args)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(cache), "begin_recompression", interrupted)
+        patch.setattr(KVState, "begin_recompression", interrupted)
         fast(random_ids(1, 12), past_key_values=cache)
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("change", ["float", "text", "too many", "no row", "no beam"])
+def test_an_argument_that_is_refused_changes_nothing(tmp_path, change):
+    _, fast = two_layers()
+    cache, new = fast(random_ids(2, 50)).past_key_values, random_ids(2, 3, seed=1)
+    fast(new, past_key_values=cache)
+    expected = fast(new, past_key_values=cache.clone()).logits
+    calls = {
+        "float": lambda: cache.crop(-1.0),
+        "text": lambda: cache.crop("1"),
+        "too many": lambda: cache.crop(-4),
+        "no row": lambda: cache.batch_select_indices(torch.tensor([], dtype=torch.int64)),
+        "no beam": lambda: cache.reorder_cache(torch.tensor([], dtype=torch.int64)),
+    }
+    with pytest.raises(ValueError, match=r"must be an int|cannot be taken back|no row of the cache"):
+        calls[change]()
+    assert torch.equal(fast(new, past_key_values=reloaded(cache, fast, tmp_path)).logits, expected)
+    cache.crop(np.int64(-1))
+    assert reloaded(cache, fast, tmp_path).columns == 52
+
+
+def test_a_cache_whose_crop_was_interrupted_is_refused_until_it_is_reset():
+    _, fast = two_layers()
+    cache, new = fast(random_ids(1, 50)).past_key_values, random_ids(1, 3, seed=1)
+    fast(new, past_key_values=cache)
+    with failing(FullAttentionLayers, "crop"):
+        cache.crop(-2)
+    for call in (partial(fast, new, past_key_values=cache), partial(cache.crop, -1)):
+        with pytest.raises(kvpass.CacheMismatchError, match="interrupted"):
+            call()
+    cache.reset()
+    assert fast(random_ids(1, 50), past_key_values=cache).past_key_values.columns == 50
+
+
+def test_an_interrupted_warmup_leaves_the_report_of_the_last_prompt():
+    _, fast = two_layers()
+    fast(random_ids(1, 50))
+    with failing(reference, "attend_cache"):
+        fast.warmup(prompt_tokens=20)
+    assert fast.report().prompt_lengths.tolist() == [50]
 
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
@@ -131,6 +175,6 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(tmp_path, family,
 def test_no_memory_for_the_first_cache_is_said_as_such():
     """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
     fast, ids = compiled_anew(), random_ids(1, 40)
-    with failing(FullAttentionLayers, "begin_prefill", error=torch.OutOfMemoryError):
+    with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
         fast(ids)
     assert fast(ids).past_key_values.columns == 40

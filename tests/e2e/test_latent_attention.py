@@ -24,11 +24,11 @@ def test_a_kept_entry_is_one_row_for_all_heads(dtype):
     model, fast = two_layers(FAMILY, policy="snapkv", changes={} if dtype == torch.float32 else {"dtype": dtype})
     ids, row_bytes = random_ids(2, PROMPT), ROW * dtype.itemsize
     cache = fast(ids).past_key_values
-    (store,) = cache.full_layers
+    (store,) = cache.state.full_layers
     g = store.geometry
     assert (g.kv_heads, g.key_dim, g.value_dim, g.entry_bytes()) == (1, ROW, 16, row_bytes)
-    rows = 2 * 2 * (BUDGET - WINDOW) + 2 * 2 * store.tail_k.shape[3]  # of pool and tails: batch, layers, slots
-    held = (store.pool_k, store.pool_v, store.tail_k, store.tail_v)
+    rows = 2 * 2 * (BUDGET - WINDOW) + 2 * 2 * store.buffers.tail_k.shape[3]  # of pool and tails: batch, layers, slots
+    held = (store.buffers.pool_k, store.buffers.pool_v, store.buffers.tail_k, store.buffers.tail_v)
     assert sum(x.untyped_storage().nbytes() for x in held) == rows * row_bytes
     report = fast.report()
     assert int(report.bytes_kept.sum()) == 2 * 2 * BUDGET * row_bytes and "expanded" not in str(report)

@@ -69,11 +69,11 @@ def run(decoder, budget, compiler="eager"):
 def test_contract_1_identity_with_an_unlimited_budget(decoder, compiler):
     ids, positions, logits, cache = run(decoder, 10**6, compiler)
     assert_close("logits", logits, decoder(ids, positions), atol=1e-4)
-    assert [store.group.layers for store in cache.full_layers] == [(0, 2), (1,), (3,)]
+    assert [store.group.layers for store in cache.state.full_layers] == [(0, 2), (1,), (3,)]
 
 
 def assert_each_geometry_keeps(cache, entries):
-    for store in cache.full_layers:
+    for store in cache.state.full_layers:
         heads = store.geometry.layers * store.geometry.kv_heads
         assert store.lengths.sum((1, 2)).tolist() == [(entries + NEW) * heads] * 2
     assert cache.lengths.shape == (2, 4, 4) and int(cache.lengths[:, 3, 1:].sum()) == 0

@@ -108,7 +108,7 @@ def test_over_many_turns_the_budget_is_exact_and_the_logits_are_those_of_the_mas
     model, fast = two_layers(family, policy=policy, recompress="every_turn", **LIKE_A_PROMPT[policy])
     ids, mask = padded(50, 33)
     cache = fast(ids, attention_mask=mask).past_key_values
-    pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.full_layers)
+    pools = sum(store.geometry.layers * store.geometry.kv_heads for store in cache.state.full_layers)
     transcript = transcript_of(model, ids, mask)
     sizes, logits = [], []
     for turn, tokens in enumerate((12, 3, 2, 30, 9)):
@@ -140,7 +140,7 @@ def test_rows_are_compressed_as_they_would_be_alone_each_when_it_is_full():
         for row, cache in enumerate(alone):
             expected = fast(piece[row : row + 1], past_key_values=cache).logits
             assert_close(f"turn {turn}, row {row}", logits[row : row + 1], expected, atol=1e-4)
-            columns = batch.columns - int(batch.start[row])
+            columns = batch.columns - int(batch.state.start[row])
             kept = kept_columns(batch, batch.columns)[row, :, :, -columns:]
             assert torch.equal(kept, kept_columns(cache, columns)[0]), f"turn {turn}, row {row}"
         lengths.append(batch.lengths.sum((1, 2)) // 4)

@@ -213,7 +213,7 @@ def test_contract_1_greedy_tokens_are_those_of_recomputing_the_whole_sequence(de
             logits = fast(torch.cat([tokens[-1], more], 1))
         assert_close("extend", logits, model(torch.cat([expected, more], 1))[:, -7:], atol=1e-4)
         assert session.cache.get_seq_length() == prompt + NEW + 6
-        assert {group.geometry.kv_heads for group in session.cache.layout.pools} == {kv_heads}
+        assert {group.geometry.kv_heads for group in session.cache.state.layout.pools} == {kv_heads}
 
 
 @pytest.mark.parametrize("decoder", quick([*MODELS], ["minimal GPT, written out", "ALiBi"]), indirect=True)

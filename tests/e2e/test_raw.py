@@ -127,7 +127,7 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
     assert model.config._attn_implementation == "sdpa"
     through_sdpa, text = compiled(logits, policy="lava", budget=20), torch.cat([ids, new], 1)
     found, other = in_session(through_sdpa, [60, 1, 1, 1], text, counted(text))
-    assert torch.equal(other.positions, cache.positions) and other.layout == cache.layout
+    assert torch.equal(other.positions, cache.positions) and other.state.layout == cache.state.layout
     assert_close("logits", found, torch.cat(expected, 1), atol=1e-5)
 
 

@@ -23,13 +23,13 @@ def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
 def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
     """Each length of it is captured anew as a CUDA graph."""
     _, fast = two_layers()
-    store = fast(random_ids(1, 20)).past_key_values.full_layers[0]
-    lengths = [store.tail_k.shape[3]]
+    store = fast(random_ids(1, 20)).past_key_values.state.full_layers[0]
+    lengths = [store.buffers.tail_k.shape[3]]
     for used in range(store.used, 8000):
         store.used = used
         store.ensure_room(1)
-        if store.tail_k.shape[3] != lengths[-1]:
-            lengths.append(store.tail_k.shape[3])
+        if store.buffers.tail_k.shape[3] != lengths[-1]:
+            lengths.append(store.buffers.tail_k.shape[3])
         assert used < lengths[-1] <= used + 1 + max(64, min(used // 2, 1024)) + 64
     assert len(lengths) < 20
 

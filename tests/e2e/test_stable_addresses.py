@@ -131,8 +131,8 @@ def test_a_cache_that_is_still_referred_to_is_not_overwritten():
         for text, cache in zip(texts, held, strict=True):
             expected = plain(token, past_key_values=plain(text).past_key_values).logits
             assert torch.equal(graphed(token, past_key_values=cache).logits, expected)
-    views = [graphed(text).past_key_values.full_layers[0].pool_k[:, 3:5] for text in texts]
-    expected = [plain(text).past_key_values.full_layers[0].pool_k[:, 3:5] for text in texts]
+    views = [graphed(text).past_key_values.state.full_layers[0].buffers.pool_k[:, 3:5] for text in texts]
+    expected = [plain(text).past_key_values.state.full_layers[0].buffers.pool_k[:, 3:5] for text in texts]
     assert torch.equal(torch.stack(views), torch.stack(expected)), "a view of a cache that is gone"
 
 
@@ -150,9 +150,9 @@ def test_a_report_outlives_its_cache():
 def test_a_cache_that_is_reset_gives_its_memory_to_the_next():
     graphed = shared_graphed()
     cache = graphed(random_ids(1, 61)).past_key_values
-    before = cache.full_layers[0].pool_k.data_ptr()
+    before = cache.state.full_layers[0].buffers.pool_k.data_ptr()
     cache.reset()
-    assert graphed(random_ids(1, 61)).past_key_values.full_layers[0].pool_k.data_ptr() == before
+    assert graphed(random_ids(1, 61)).past_key_values.state.full_layers[0].buffers.pool_k.data_ptr() == before
 
 
 def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
@@ -195,7 +195,7 @@ def tails(model: CompressedModel, monkeypatch):
 
 
 def tail_of(cache):
-    return cache.full_layers[0].tail_k.shape[3]
+    return cache.state.full_layers[0].buffers.tail_k.shape[3]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,10 @@ def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
     end = int(greedy(plain, ids, 3)[0, -1])
     cache = greedy(plain, ids, 50_000, eos_token_id=end, return_dict_in_generate=True).past_key_values
     assert tail_of(cache) == 8 + 1024
-    assert cache.nbytes == sum(part.nbytes for part in cache.full_layers) + cache.start.nbytes + cache.ids.nbytes
+    assert (
+        cache.nbytes
+        == sum(part.nbytes for part in cache.state.full_layers) + cache.state.start.nbytes + cache.ids.nbytes
+    )
     cache.reset()
     assert tail_of(plain(ids, past_key_values=cache).past_key_values) == 8 + 64
 
@@ -257,7 +260,7 @@ def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
 
     def watched(self, *args):
         original(self, *args)
-        sizes.append(self.tail_k.shape[3])
+        sizes.append(self.buffers.tail_k.shape[3])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FullAttentionLayers, "ensure_room", watched)

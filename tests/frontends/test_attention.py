@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import kvpass
 from compiled_models import greedy, padded
 from kvpass.adapt import copied
-from kvpass.cache.serialization import read_cache_file
+from kvpass.cache.cache_file import read_cache_file
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from tiny_models import LLAMA_LIKE, random_ids, tiny_model

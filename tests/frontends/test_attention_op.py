@@ -52,7 +52,7 @@ def test_a_declared_attention_op_computes_and_decodes_what_it_promises(options):
     with kvpass.session() as session:
         logits = [compiled(ids[:, :20])] + [compiled(ids[:, i : i + 1]) for i in range(20, 30)]
     torch.testing.assert_close(torch.cat(logits, 1), plain(ids), atol=1e-4, rtol=1e-4)
-    windows = [ring.group.sliding_window for ring in session.cache.sliding_layers]
+    windows = [ring.group.sliding_window for ring in session.cache.state.sliding_layers]
     assert windows == [window for name, window in options.items() if name == "sliding_window"]
 
 

@@ -35,7 +35,7 @@ def test_the_dictionary_is_json_and_adds_up():
     numbers = json.loads(json.dumps(found.to_dict()))
     assert numbers["lengths"] == cache.lengths.tolist()
     assert numbers["budget_entries"] == [16, 16] and numbers["prompt_tokens"] == [60, 33]
-    entry = cache.full_layers[0].geometry.entry_bytes()
+    entry = cache.state.full_layers[0].geometry.entry_bytes()
     assert numbers["bytes_full"] == (60 + 33) * 4 * entry
     assert sum(sum(map(sum, row)) for row in numbers["bytes_kept"]) == 2 * 16 * 4 * entry
     assert all(weight > 0 for row in numbers["layer_weights"] for weight in row)

@@ -8,7 +8,7 @@ import torch
 
 import kvpass
 from command_line import invoke
-from kvpass.cache.serialization import read_cache_file, write_cache_file
+from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from kvpass.cli import documents
 from tiny_models import left_pad, random_ids, tiny_model
 
@@ -154,6 +154,25 @@ def test_layers_that_overlap_are_missing_or_out_of_order_are_refused(base):
         ("a ring as pool", [{**pool, "sliding_window": 9}]),
     ):
         base.refuses(what, {**base.metadata, "layout": {"pools": pools, "rings": rings}})
+
+
+def test_a_small_file_for_which_a_call_would_take_much_memory_is_refused(appending):
+    """A mask over all columns of two rows, or room in the tails, which have no slots, of many heads."""
+    no_ids = {name: tensor for name, tensor in appending.tensors.items() if name != "ids"}
+    with pytest.raises(kvpass.CacheFileError, match="columns=33554433 of 2 rows: must be from 1 to"):
+        appending.load({**appending.metadata, "columns": 2**25 + 1}, no_ids)
+    heads, rows, layers = 75_000, 2, 1
+    metadata = copy.deepcopy(appending.metadata)
+    metadata["layout"]["pools"][0]["geometry"] |= {"kv_heads": heads, "key_dim": 128, "value_dim": 128}
+    forged = {
+        "store0_offsets": torch.zeros(rows, layers * heads + 1, dtype=torch.int32),
+        "store0_pool_positions": torch.full((rows, 2), -1, dtype=torch.int32),
+        "store0_tail_start": torch.zeros(rows, dtype=torch.int64),
+        **{f"store0_pool_{side}": torch.zeros(rows, 2, 128) for side in "kv"},
+        **{f"store0_tail_{side}": torch.zeros(layers, rows, heads, 0, 128) for side in "kv"},
+    }
+    with pytest.raises(kvpass.CacheMismatchError, match=r"keys and values of \d+ numbers, here \d+"):
+        appending.load(metadata, appending.tensors | forged)
 
 
 def of(name, change):
@@ -363,7 +382,7 @@ def test_a_model_that_fetches_nothing_or_that_the_user_names_is_loaded(ask, tmp_
 
 
 def test_a_message_quotes_no_control_character_of_a_file(ask):
-    _, output = ask(format=3, kvpass_version="\x1b[31m\nred\u202e")
+    _, output = ask(format=4, kvpass_version="\x1b[31m\nred\u202e")
     assert r"written by kvpass \x1b[31m\nred\u202e" in output
 
 

@@ -159,9 +159,12 @@ def test_a_threshold_keeps_what_scores_as_much_up_to_the_budget(quantile, budget
     report = fast.report()
     assert report.lengths.sum((1, 2)).tolist() == totals
     assert f"entries kept: {sum(totals)} of {60 * LAYERS * KV_HEADS}" in str(report)
-    (store,) = cache.full_layers
+    (store,) = cache.state.full_layers
     spare = max(2, max(totals) - WINDOW * LAYERS * KV_HEADS)
-    assert store.pool_k.shape[1] == spare and store.pool_k.untyped_storage().nbytes() == store.pool_k.nbytes
+    assert (
+        store.buffers.pool_k.shape[1] == spare
+        and store.buffers.pool_k.untyped_storage().nbytes() == store.buffers.pool_k.nbytes
+    )
 
 
 def held_by_hand(scores: Tensor, first: Tensor, quota: list[int], threshold: float, tokens: int) -> list[Tensor]:

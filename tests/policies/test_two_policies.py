@@ -58,10 +58,10 @@ def test_a_state_of_each_entry_begins_at_zero_where_layers_competed_by_their_sco
     _, fast = compiled_once("llama", layers=LAYERS, backend="eager", policy="full", budget=None)
     fast.set_policy("kvzap", BUDGET, window=8, **KVZAP, decode_policy="attended", decode_window=4)
     cache = fast(random_ids(2, 40)).past_key_values
-    (store,) = cache.full_layers
-    assert not store.decode_state.any()
+    (store,) = cache.state.full_layers
+    assert not store.buffers.decode_state.any()
     fast(random_ids(2, 1), past_key_values=cache)
-    state = store.decode_state[0]
+    state = store.buffers.decode_state[0]
     left = 4 - state.sum((2, 3))  # of each layer and row: 4 query heads, and what was paid to evicted entries
     assert bool((left > -1e-5).all()) and bool((left < 2).all())
     from_spec.cache_clear()

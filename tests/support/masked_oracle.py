@@ -131,13 +131,12 @@ def kept_columns(cache: CompressedCache, columns: int) -> Tensor:
 
     L counts all layers of the model, which have the same number of KV heads.
     """
-    real = torch.arange(columns, device=cache.start.device) >= cache.start[:, None]
-    assert cache.layout is not None
-    heads = (*cache.layout.pools, *cache.layout.rings)[0].geometry.kv_heads
+    real = torch.arange(columns, device=cache.state.start.device) >= cache.state.start[:, None]
+    heads = (*cache.state.layout.pools, *cache.state.layout.rings)[0].geometry.kv_heads
     keep = real[:, None, None].repeat(1, len(cache), heads, 1)
-    if cache.full_layers:
+    if cache.state.full_layers:
         positions = cache.positions
-        live = positions + cache.start[:, None, None, None]
+        live = positions + cache.state.start[:, None, None, None]
         live = torch.where((positions >= 0) & (live < columns), live, columns)
         chosen = torch.zeros(*positions.shape[:3], columns + 1, dtype=torch.bool, device=live.device)
         keep[:, list(cache.layer_ids)] = chosen.scatter(3, live, True)[..., :columns]
@@ -161,7 +160,7 @@ def assert_decodes_like_the_masked_model(
     new = random_ids(len(lengths), sum(pieces), seed=5)
     cache = fast(ids, attention_mask=mask).past_key_values
     keep, columns, logits = kept_columns(cache, ids.shape[1]), ids.shape[1] + sum(pieces), []
-    if cache.full_layers:
+    if cache.state.full_layers:
         held = int(cache.lengths.sum())
         assert int(keep[:, list(cache.layer_ids)].sum()) == held
     for piece in new.split(pieces, 1):

@@ -78,12 +78,15 @@ def test_all_entries_of_a_document_lie_in_one_pool(folder, model, file, policy):
     assert found.pools["pool_k"].shape == found.pools["pool_v"].shape == (1, 2 * entries, 8)
     assert found.offsets["a"].diff().tolist() == cache.lengths.flatten().tolist()
     assert torch.equal(found.offsets["b"], found.offsets["a"] + entries) and found.offsets["b"].dtype == torch.int32
-    store = cache.full_layers[0]
-    for side, pool, tail in (("k", store.pool_k, store.tail_k), ("v", store.pool_v, store.tail_v)):
+    store = cache.state.full_layers[0]
+    for side, pool, tail in (
+        ("k", store.buffers.pool_k, store.buffers.tail_k),
+        ("v", store.buffers.pool_v, store.buffers.tail_v),
+    ):
         for segment in range(4):
             begin, end = found.offsets["a"][segment : segment + 2].tolist()
-            first, last = store.offsets[0, segment : segment + 2].tolist()
-            newest = tail[segment // 2, 0, segment % 2, int(store.tail_start) : store.used]
+            first, last = store.buffers.offsets[0, segment : segment + 2].tolist()
+            newest = tail[segment // 2, 0, segment % 2, int(store.buffers.tail_start) : store.used]
             expected = torch.cat([pool[0, first:last], newest])
             assert torch.equal(found.pools[f"pool_{side}"][0, begin:end], expected)
 
@@ -108,15 +111,15 @@ def test_a_document_of_codes_keeps_them_with_scales_and_mean(folder, model, file
     with pytest.raises(ValueError, match="has entries='rot4', but this engine 'model'"):
         documents.load(config(folder), asked, ranks)
     found = documents.load(config(folder), replace(asked, entry_format="rot4"), ranks)
-    store, heads = cache.full_layers[0], [ranks.rank] if ranks.several else [0, 1]
-    assert torch.equal(found.means["a"], store.key_mean[:, 0, heads])
+    store, heads = cache.state.full_layers[0], [ranks.rank] if ranks.several else [0, 1]
+    assert torch.equal(found.means["a"], store.buffers.key_mean[:, 0, heads])
     assert list(found.pools) == ["pool_k", "pool_v", "pool_k_scale", "pool_v_scale"]
     for name, pool in found.pools.items():
-        of_pool, of_tail = getattr(store, name), getattr(store, name.replace("pool", "tail"))
+        of_pool, of_tail = getattr(store.buffers, name), getattr(store.buffers, name.replace("pool", "tail"))
         for segment, (layer, head) in enumerate((layer, head) for layer in range(2) for head in heads):
             begin, end = found.offsets["a"][segment : segment + 2].tolist()
-            first, last = store.offsets[0, 2 * layer + head :][:2].tolist()
-            newest = of_tail[layer, 0, head, int(store.tail_start) : store.used]
+            first, last = store.buffers.offsets[0, 2 * layer + head :][:2].tolist()
+            newest = of_tail[layer, 0, head, int(store.buffers.tail_start) : store.used]
             assert torch.equal(pool[0, begin:end], torch.cat([of_pool[0, first:last], newest]))
 
 
@@ -143,7 +146,7 @@ def test_a_cache_that_an_engine_cannot_continue_is_refused(folder, model, file, 
 
 def test_a_file_of_before_without_token_ids_is_refused(folder, model, file):
     _, cache = compressed(model)
-    cache.ids = None
+    cache.state.ids = None
     cache.save(file)
     refused(folder, file, ".* has no token ids")
 

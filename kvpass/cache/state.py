@@ -1,0 +1,332 @@
+"""The kept entries of a batch of sequences: pools and tails, rings of sliding-window layers, recurrent states.
+
+Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longest head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
+from kvpass.cache.cache_file import CacheMetadata, check_tensors
+from kvpass.cache.layers import FullAttentionLayers
+from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
+from kvpass.cache.prompt_record import LayersRecord, PromptRecord, scatter_to_layers
+from kvpass.cache.recompression import Recompression
+from kvpass.cache.shared_heads import divided, of_part, record_of_all
+from kvpass.config import Budget, EntryFormat, Layout
+from kvpass.errors import CacheMismatchError
+from kvpass.operands import RingBuffers
+from kvpass.ops.recompress import NOT_DUE
+from kvpass.policies.base import Policy
+from kvpass.ranks import ONE_PROCESS, Ranks
+
+EMPTY_LAYOUT = Layout((), ())
+
+
+@dataclass(eq=False, kw_only=True)
+class KVState:
+    """Entries of all layers, and what counts them. With the first four alone it is empty.
+
+    Attributes:
+        policy: decides what is kept. budget: how much; None only for a policy that needs none.
+        ranks: processes that share the heads; the entries are of those of this process.
+        entry_format: how kept entries are held, as ``entries`` of ``kvpass.compile``.
+        layout: of the parts: full-attention layers, sliding-window layers, recurrent states.
+        budgets: of each row, in entries. start: first real column of each row, int64 ``[B]``.
+        ids: token ids of the columns, padding included, int32 ``[B, columns]``; None where they are not known.
+        columns: tokens seen, padding included. prompt_columns: those of the prompt.
+        appended: those after the prompt was compressed, or after the last call with padding.
+        padded: mask int64 ``[B, n]`` of the first columns, where calls had padding behind the prompt. All padding of a
+            row is held on the left.
+        seen: counts the columns for graphs, int64 ``[]``. reuse: where memory of growth and of copies comes from.
+        recompressions: of the full-attention layers, during an extend after which they are compressed again.
+    """
+
+    policy: Policy
+    budget: Budget | None
+    ranks: Ranks = ONE_PROCESS
+    entry_format: EntryFormat = "model"
+    layout: Layout = EMPTY_LAYOUT
+    parts: Sequence[CachePart] = ()
+    budgets: Sequence[int] = ()
+    start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    ids: Tensor | None = None
+    columns: int = 0
+    prompt_columns: int = 0
+    appended: int = 0
+    padded: Tensor | None = None
+    seen: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
+    reuse: BufferReuse = NO_REUSE
+    recompressions: Sequence[Recompression] = ()
+
+    # -- decode and extend ------------------------------------------------------------------------------------------
+
+    def ensure_room(self, tokens: int, expected: int = 0) -> None:
+        """Grow the tails to hold ``tokens`` more; if more columns are expected in all, for these."""
+        for part in self.parts:
+            part.ensure_room(tokens, expected - self.columns, self.reuse)
+
+    def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the buffers of decode and extend graphs, which write tails and rings in place.
+
+        ``seen`` int64 ``[]`` counts the columns before the new tokens, ``first`` int64 ``[B]`` is the first real one.
+
+        Args:
+            layout, dtype: of the keys and values in the graph.
+        Raises:
+            CacheMismatchError: the cache has others.
+        """
+        floats = [ring.buffers.ring_k for ring in self.sliding_layers]
+        if self.entry_format == "model":
+            floats += [store.buffers.tail_k for store in self.full_layers]
+        for keys in floats:
+            if keys.dtype != dtype:
+                raise CacheMismatchError(
+                    f"a cache of {keys.dtype} was handed to a model of {dtype}: prefill the prompt again"
+                )
+        self.check_layout(layout)
+        state = named(layout, [part.cached_state for part in self.parts])
+        state |= named(layout, [turn.buffers._asdict() for turn in self.recompressions])  # of the first parts
+        return {**state, "seen": self.seen, "first": self.start}
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise CacheMismatchError if a graph has another layout."""
+        if layout != self.layout:
+            raise CacheMismatchError(f"a cache of layout {self.layout} was handed to a model of layout {layout}")
+
+    def advance(self, tokens: int, ids: Tensor | None = None) -> None:
+        """Count tokens whose rows a graph has written; ``ids`` are theirs, ``[B, tokens]``."""
+        self.ids = None if self.ids is None or ids is None else torch.cat([self.ids, ids.int()], 1)
+        self.columns += tokens
+        self.appended += tokens
+        self.seen.add_(tokens)
+        for part in self.parts:
+            part.advance(tokens)
+
+    def crop(self, tokens: int) -> None:
+        """Take back ``tokens`` of those appended; a failure leaves counters that contradict each other."""
+        self.appended -= tokens
+        self.columns -= tokens
+        self.seen.sub_(tokens)
+        self.ids = None if self.ids is None else self.ids[:, : self.columns]
+        for part in self.parts:
+            part.crop(tokens)
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether decoding overwrites entries, so that an interrupted call cannot be rolled back."""
+        return any(part.overwrites for part in self.parts)
+
+    @property
+    def only_appends(self) -> bool:
+        """Whether appended tokens can be taken back: no call overwrites entries or the state of a recurrent layer."""
+        return not self.overwrites and not self.states
+
+    def begin_recompression(self, tokens: int, threshold: float) -> bool:
+        """Prepare recompression of rows that exceed ``threshold`` budgets after ``tokens`` more, which have room.
+
+        Returns:
+            whether there is such a row; the extend graph must then compute recompression scores.
+        """
+        stores = self.full_layers
+        if threshold == float("inf") or self.budget is None or not stores or stores[0].evicts:
+            return False
+        heads = sum(store.geometry.layers * store.geometry.kv_heads for store in stores)
+        entries = torch.stack([store.lengths.sum((1, 2)) for store in stores]).sum(0) + tokens * heads
+        entries = self.ranks.gather(entries[None], 0).sum(0).cpu()
+        budgets = torch.tensor(self.budgets, device="cpu")
+        due = entries > budgets * (heads * self.ranks.size * threshold)
+        if not bool(due.any()):
+            return False
+        window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
+        self.recompressions = [Recompression(store, window) for store in stores]
+        return True
+
+    def recompress(self) -> PromptRecord | None:
+        """Compress rows over the threshold to their budget, by the recompression scores.
+
+        Returns:
+            the new record if all rows were compressed, else None.
+        """
+        budgets = torch.tensor(self.budgets, device=self.device)
+        window = budgets.clamp(max=self.policy.window)
+        done = [turn.finish(budgets - window, self.columns - self.start) for turn in self.recompressions]
+        self.parts = [*(store for store, _ in done), *self.parts[len(done) :]]
+        self.appended = 0
+        if not all(turn.every_row for turn in self.recompressions):
+            return None
+        return self.record(budgets, window, [record for _, record in done])
+
+    def record(self, entries: Tensor, window: Tensor, full_layers: Sequence[LayersRecord]) -> PromptRecord:
+        """Return the record of what was kept, of all heads where several processes share them.
+
+        Args:
+            entries, window: of each row, int64 ``[B]``. full_layers: records of the stores.
+        """
+        record = PromptRecord(
+            policy=self.policy,
+            budget=self.budget,
+            start=self.start.clone(),  # the record outlives the cache
+            columns=self.columns,
+            entries=entries,
+            window=window,
+            full_layers=tuple(full_layers),
+            sliding_layers=tuple(ring.group for ring in self.sliding_layers),
+            nbytes=self.nbytes,
+            ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
+            state_nbytes=sum(state.nbytes for state in self.states),
+            entry_format=self.entry_format,
+        )
+        return record_of_all(record, self.ranks, self.device) if self.ranks.several else record
+
+    # -- what a user reads ------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages: spare slots, tail capacity, rings, states, positions, ids, all tables."""
+        tables = (self.start,) if self.ids is None else (self.start, self.ids)
+        return sum(part.nbytes for part in self.parts) + sum(x.untyped_storage().nbytes() for x in tables)
+
+    @property
+    def full_layers(self) -> list[FullAttentionLayers]:
+        """The layers that share the budget, a group for each KV geometry."""
+        return [part for part in self.parts if isinstance(part, FullAttentionLayers)]
+
+    @property
+    def sliding_layers(self) -> list[SlidingWindowLayers]:
+        """The layers with a sliding window."""
+        return [part for part in self.parts if isinstance(part, SlidingWindowLayers)]
+
+    @property
+    def states(self) -> list[RecurrentState]:
+        """The states of recurrent layers."""
+        return [part for part in self.parts if isinstance(part, RecurrentState)]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the entries."""
+        return self.start.device
+
+    @property
+    def lengths(self) -> Tensor:
+        """Entries, all included; int64 ``[B, L, K]``; a head that a layer of another geometry lacks has 0."""
+        lengths = [store.lengths for store in self.full_layers]
+        return scatter_to_layers(self.layout.pools, lengths, 0, (len(self.start), 0, 0))
+
+    @property
+    def positions(self) -> Tensor:
+        """True positions of the entries, ascending, -1 where a head has fewer; int64 ``[B, L, K, P]``."""
+        positions = [store.positions(self.columns - self.start) for store in self.full_layers]
+        return scatter_to_layers(self.layout.pools, positions, -1, (len(self.start), 0, 0, 0))
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """1 for columns seen so far that are real tokens, 0 for padding, as calls gave it; int64 ``[B, columns]``."""
+        if self.padded is not None:
+            return pad(self.padded, (0, self.columns - self.padded.shape[1]), value=1)
+        return (torch.arange(self.columns, device=self.device) >= self.start[:, None]).long()
+
+    # -- rows, copies and files -------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def clone(self) -> KVState:
+        """Return an independent copy; buffers that no call writes are shared."""
+        return replace(
+            self, parts=[part.clone(self.reuse) for part in self.parts], seen=self.reuse.copy("seen", self.seen)
+        )
+
+    @torch.inference_mode(False)
+    def to(self, device: torch.device) -> KVState:
+        """Return a copy on another device."""
+        ids, padded = (None if x is None else x.to(device) for x in (self.ids, self.padded))
+        parts, start, seen = [part.to(device) for part in self.parts], self.start.to(device), self.seen.to(device)
+        return replace(self, parts=parts, start=start, seen=seen, ids=ids, padded=padded)
+
+    @torch.inference_mode(False)
+    def with_rows(self, index: Tensor) -> KVState:
+        """Return a state whose row i is row ``index[i]`` of this one.
+
+        Raises:
+            ValueError: no row is asked for.
+        """
+        if index.numel() == 0:
+            raise ValueError("no row of the cache is selected: select at least one, or reset the cache")
+        index = index.clone().to(self.device)
+        ids, padded = (None if x is None else x[index] for x in (self.ids, self.padded))
+        budgets = [self.budgets[row] for row in index.tolist()]
+        parts = [part.with_rows(index) for part in self.parts]
+        return replace(self, parts=parts, start=self.start[index], ids=ids, padded=padded, budgets=budgets)
+
+    @torch.inference_mode(False)
+    def joined(self, states: Sequence[KVState], order: Tensor, mask: Tensor, ids: Tensor) -> KVState:
+        """Return the rows of states that were rows of this one; padding is added before the shorter ones.
+
+        A row's padding does not change what it computes (contract 4).
+
+        Args:
+            order: place of each row among those of all states, int64 ``[B]``. mask: int64 ``[B, columns]`` from now on.
+            ids: of the new columns ``[B, T]``.
+        """
+        columns = mask.shape[1]
+        shifts = [columns - state.columns for state in states]
+        same_layers = zip(*(state.parts for state in states), strict=True)
+        budgets = [budget for state in states for budget in state.budgets]
+        return replace(
+            self,
+            parts=[type(same[0]).joined(same, shifts, order) for same in same_layers],
+            start=torch.cat([state.start + shift for state, shift in zip(states, shifts, strict=True)])[order],
+            columns=columns,
+            appended=0,
+            seen=torch.tensor(columns, dtype=torch.int64, device=self.device),
+            budgets=[budgets[row] for row in order.tolist()],
+            padded=mask,
+            ids=None if self.ids is None else torch.cat([self.ids, ids.int()], 1),
+        )
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """What a file holds, by name."""
+        tables = {"start": self.start, "ids": self.ids, "mask": None if self.padded is None else self.padded.byte()}
+        parts = named(self.layout, [part.saved for part in self.parts])
+        return parts | {name: x for name, x in tables.items() if x is not None}
+
+    def restored(self, metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> KVState:
+        """Return what a file holds, or the part of the heads of this process, under the rules of this state.
+
+        Raises:
+            ValueError: metadata and tensors do not match.
+        """
+        check_tensors(metadata, self.policy, tensors)
+        layout = metadata.layout
+        if self.ranks.several:
+            tensors, layout = divided(tensors, layout, self.ranks)
+        of_parts = iter([of_part(tensors, name) for name in layout.names])
+        rules = self.policy, self.ranks, self.entry_format
+        return replace(
+            self,
+            layout=layout,
+            parts=[
+                *(FullAttentionLayers(group, next(of_parts), *rules) for group in layout.pools),
+                *(SlidingWindowLayers(group, RingBuffers(**next(of_parts))) for group in layout.rings),
+                *(RecurrentState(shape, **next(of_parts)) for shape in layout.states),
+            ],
+            start=tensors["start"],
+            ids=tensors.get("ids"),
+            padded=(tensors["mask"] == 1).long() if "mask" in tensors else None,
+            budgets=metadata.entries,
+            columns=metadata.columns,
+            prompt_columns=metadata.columns,
+            seen=torch.tensor(metadata.columns, dtype=torch.int64, device="cpu"),
+        )
+
+
+def named(layout: Layout, tensors: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors of the first parts, by their names with that of the part before, such as ``store0_pool_k``."""
+    parts = zip(layout.names, tensors, strict=False)
+    return {f"{part}_{name}": x for part, by_name in parts for name, x in by_name.items()}
