@@ -70,7 +70,7 @@ class CompressedCache(Cache):
             without them.
         longest: most tokens that the captures which filled it hold for; None when any number.
         own_budget: its budget was given for it alone: calls continue it whatever the budget of the model is.
-        begun_by: the capture of a raw module that prefilled it.
+        begun_by: the capture of a raw module that prefilled it, and the inputs of the prompt by token.
         reusable: calls continue on a copy and do not change this cache.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         reuse: where its memory comes from.
