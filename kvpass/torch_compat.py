@@ -29,6 +29,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import ChainedSource, ShapeGuard, Source, TracingContext, tracing
