@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError
+from kvpass.graphs.find.alibi import STEP
 
 
 def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) -> Tensor:
@@ -57,6 +58,26 @@ class Padding:
             (*alike, torch.tensor([row for row, one in enumerate(each) if one == alike], device=device))
             for alike in sorted(set(each))
         ]
+
+
+def move_keys(cache: CompressedCache, columns: int) -> None:
+    """Add to the numbers of columns that keys hold, high and low part, as the rows of a cache move by so many.
+
+    Raises:
+        ValueError: the entries are codes, in which no number can be changed.
+    """
+    if columns and cache.entry_format != "model":
+        raise ValueError(
+            f"attention_mask: rows of different lengths with ALiBi and entries={cache.entry_format!r}, whose keys hold "
+            'positions as codes: continue each row alone, with its own cache, or use entries="model"'
+        )
+    for store in cache.full_layers if columns else ():
+        for name in store.saved_names:
+            own = getattr(store, name).clone()  # other rows may share the pool
+            if name in ("pool_k", "tail_k"):
+                numbers = own[..., -2:].double().sum(-1) + columns
+                own[..., -2:] = torch.stack([numbers - numbers % STEP, numbers % STEP], -1).to(own.dtype)
+            setattr(store, name, own)
 
 
 def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
