@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvpass.adapt.changed_class import changed_class
 from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.tensor_parallel import ranks_of
-from kvpass.adapt.wrappers import check_weights
+from kvpass.adapt.wrappers import bind_to_copy, check_weights
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.cache.fingerprint import ModelFingerprint
@@ -110,6 +110,7 @@ def compile(
         uses_our_attention = type(model)._can_set_attn_implementation()
         compiled, adapted = adapted_copy(model, ranks, uses_our_attention=uses_our_attention)
         compiled.__class__ = changed_class(type(model), CompressedModel)
+        bind_to_copy(compiled, model)
         if uses_our_attention:
             attend_in_captures(compiled)
         recurrent, attention = adapted.recurrent, adapted.attention

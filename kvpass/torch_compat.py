@@ -30,6 +30,7 @@ from torch._dynamo.guards import install_guard
 from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource, is_from_source
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import ChainedSource, Guard, ShapeGuard, Source, TracingContext, tracing

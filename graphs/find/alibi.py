@@ -28,7 +28,7 @@ from kvpass.graphs.fx_utils import recorded, refuse
 from kvpass.graphs.insert_nodes import insert_function, insert_method
 from kvpass.graphs.verify.offset_positions import MARK
 
-_STEP = 256
+STEP = 256
 
 
 def fold_alibi_pass(gm: GraphModule) -> int:
@@ -48,7 +48,7 @@ def fold_alibi_pass(gm: GraphModule) -> int:
         with gm.graph.inserting_before(site.node), key.fake_mode:
             insert = partial(insert_function, site.node)
             order = insert(torch.arange, insert_method(site.k, "size", 2), device=key.device)
-            low = insert(torch.remainder, order, _STEP)
+            low = insert(torch.remainder, order, STEP)
             high = insert(torch.sub, order, low)
             for part in (low, high):
                 part.meta[MARK] = (0,)

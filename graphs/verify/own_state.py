@@ -7,13 +7,14 @@ rolled back when a call raises or continues from another cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
+from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import results_of
 from kvpass.graphs.fx_utils import (
     DataFlow,
@@ -33,12 +34,18 @@ from kvpass.graphs.fx_utils import (
 from kvpass.graphs.verify.examples import input_dependent_nodes
 from kvpass.torch_compat import (
     ChainedSource,
+    ConstantVariable,
     GlobalSource,
     LocalSource,
     SymNodeVariable,
     TensorVariable,
     VariableTracker,
     changed_objects,
+)
+
+_ANEW = (
+    "it counts, or keeps results in a dict or list, outside of the call, as a forward hook may, and each call would be "
+    "captured anew. Remove it, or use the uncompiled model"
 )
 
 
@@ -49,7 +56,8 @@ def check_own_state_pass(gm: GraphModule) -> int:
     size depends on the length. The graph is not changed.
 
     Raises:
-        UnsupportedAttentionError: naming the call that makes the state.
+        UnsupportedAttentionError: naming the call that makes the state; or the call counts, or keeps results in a dict
+            or list, as forward hooks may, and would be captured anew each time.
     """
     held = {
         node: source_of(node).name
@@ -67,10 +75,12 @@ def check_own_state_pass(gm: GraphModule) -> int:
             if storage_of(operand) in written and not made_anew:
                 raise _refusal(node, written[storage_of(operand)])
     lengths = symbols_of(token_sizes(gm.graph.nodes))
-    for place, node in _replaced():
+    for place, node, in_container in _replaced():
         size = symbols_in(node) & lengths
         table = symbols_of(shape_of(node) or ()) & lengths
         read = any(source == place or source.startswith((f"{place}.", f"{place}[")) for source in held.values())
+        if in_container and node.name in dependent and not size:
+            raise refuse(node, _ANEW)
         if size or (read and node.name in dependent):
             raise _refusal(node, place)
         if table and node.name not in dependent:
@@ -79,11 +89,30 @@ def check_own_state_pass(gm: GraphModule) -> int:
                 f"it leaves a table for the length of this call in {dotted(place)}, and would take it for another. "
                 "Call the decoder once on the longest text before it is compiled: then the table is there",
             )
+    for variable, stored in changed_objects():
+        if _counts(variable, stored):  # of a hook's variable, the module that has the hook is named
+            source: Any = variable.source
+            raise UnsupportedAttentionError(dotted(source.name.partition("._forward_")[0]), "a counter", _ANEW)
     return 0
 
 
-def _replaced() -> Iterator[tuple[str, Node]]:
-    """Yield the attributes that the traced call assigns tensors or sizes to, with their nodes."""
+def _counts(variable: VariableTracker, stored: Mapping[str, VariableTracker]) -> bool:
+    """Whether a changed object holds other whole numbers after the call, in an attribute or as a container."""
+    if not stored:
+        return not any(isinstance(part, TensorVariable | SymNodeVariable) for part in _parts(variable))
+    now = getattr(variable, "value", None)
+    numbers = {name: x.value for name, x in stored.items() if isinstance(x, ConstantVariable)}
+    return any(type(new) is int and getattr(now, name, None) != new for name, new in numbers.items())
+
+
+def _parts(variable: VariableTracker) -> list[VariableTracker]:
+    found: list[VariableTracker] = []
+    VariableTracker.visit(found.append, variable)
+    return found
+
+
+def _replaced() -> Iterator[tuple[str, Node, bool]]:
+    """Yield where the traced call stores tensors or sizes, with their nodes, and whether that is a container."""
     for variable, attributes in changed_objects():
         source: Any = variable.source
         root = source.get_base() if isinstance(source, ChainedSource) else source
@@ -91,10 +120,8 @@ def _replaced() -> Iterator[tuple[str, Node]]:
             continue
         stored = {f"{source.name}.{name}": value for name, value in attributes.items()}
         for place, value in (stored or {source.name: variable}).items():
-            found: list[VariableTracker] = []
-            VariableTracker.visit(found.append, value)
-            parts = (part for part in found if isinstance(part, TensorVariable | SymNodeVariable))
-            yield from ((place, part.proxy.node) for part in parts)
+            parts = (part for part in _parts(value) if isinstance(part, TensorVariable | SymNodeVariable))
+            yield from ((place, part.proxy.node, not stored) for part in parts)
 
 
 def _refusal(node: Node, place: str) -> Exception:

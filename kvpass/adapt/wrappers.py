@@ -6,7 +6,9 @@ a compiled forward, and accelerate hooks that move nothing. Others raise.
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,9 +30,14 @@ def check_wrappers(model: nn.Module) -> None:
     replaced = model.__dict__.get("forward")
     if replaced is not None and "_hf_hook" not in model.__dict__ and not _is_own(replaced, model):
         raise ValueError(
-            f"the forward of this {type(model).__name__} was replaced on the instance by {replaced!r}: kvpass calls "
-            "the forward of its class; say `del model.forward` first, or override forward in a subclass"
+            f"the forward of this {type(model).__name__} was replaced on the instance by {_name(replaced)}: kvpass "
+            "calls the forward of its class; say `del model.forward` first, or override forward in a subclass"
         )
+
+
+def _name(function: Any) -> str:
+    """Return the name of a function; what Python prints of a method has the whole model in it."""
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _check_devices(model: nn.Module) -> str:
@@ -92,6 +99,72 @@ def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
         replaced = module.__dict__.get("forward")
         if hooked or (replaced is not None and _is_own(replaced, module)):
             del twin.forward
+
+
+def bind_to_copy(copied: nn.Module, model: nn.Module) -> None:
+    """Let functions that were set on modules of ``model``, and are on the copy too, call the copy.
+
+    A deep copy takes functions as they are, so a wrapper of ``model.generate`` would call the original.
+
+    Raises:
+        ValueError: a function reaches the model in another way than by its closure.
+    """
+    bound: dict[int, Any] = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
+    originals = [*bound]
+    bound |= {id(twin): twin for twin in copied.modules()}
+    for path, twin in copied.named_modules():
+        for name, value in [*vars(twin).items()]:
+            if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+                vars(twin)[name] = function = _bound(value, bound)
+                reached = (by for by, held in _held(function) if id(getattr(held, "__self__", held)) in originals)
+                if (by := next(reached, None)) is not None:
+                    raise ValueError(
+                        f"{path or type(model).__name__}.{name} was replaced on the instance by {_name(value)}, which "
+                        f"calls this model by {by!r}, not the copy that kvpass makes: delete it, and set it on what "
+                        "kvpass.compile returns"
+                    )
+
+
+def _bound(value: Any, bound: dict[int, Any]) -> Any:
+    """Return what takes the place of a value: of a module its twin, of a function one whose closure has twins.
+
+    Args:
+        bound: what is known, by the id of the value; functions are added.
+    """
+    if id(value) in bound:
+        return bound[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in bound:
+        twin, name = bound[id(value.__self__)], getattr(value.__func__, "__name__", "")
+        of_class = any(vars(kind).get(name) is value.__func__ for kind in type(twin).__mro__)
+        return types.MethodType(getattr(type(twin), name) if of_class else value.__func__, twin)
+    if isinstance(value, functools.partial):
+        function, *args = (_bound(one, bound) for one in (value.func, *value.args))
+        return functools.partial(function, *args, **{name: _bound(one, bound) for name, one in value.keywords.items()})
+    if not isinstance(value, types.FunctionType):
+        return value
+    bound[id(value)] = value  # it may be in its own closure
+    cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
+    twins = {id(cell): _bound(cell.cell_contents, bound) for cell in cells}
+    changed = {id(cell) for cell in cells if twins[id(cell)] is not cell.cell_contents}
+    if changed:
+        closure = (types.CellType(twins[id(x)]) if id(x) in changed else x for x in value.__closure__ or ())
+        function = types.FunctionType(value.__code__, value.__globals__, None, value.__defaults__, tuple(closure))
+        function.__kwdefaults__ = value.__kwdefaults__
+        bound[id(value)] = functools.update_wrapper(function, value)
+        vars(function).clear()  # of __wrapped__, which is the value
+        vars(function).update({name: _bound(held, bound) for name, held in vars(value).items()})
+    return bound[id(value)]
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function finds by a name, in its globals or its closure, and the attributes of that."""
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        named = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        named |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+        for name, held in named.items():
+            yield from ((name, one) for one in (held, *getattr(held, "__dict__", {}).values()))
 
 
 def _is_known(hook: Any, device: str) -> bool:

@@ -88,7 +88,7 @@ class CompressedCache(Cache):
         record: of what was kept, all heads included; None for a loaded cache.
         longest: most tokens that the captures which filled it hold for; None when any number.
         own_budget: its budget was given for it alone: calls continue it whatever the budget of the model is.
-        begun_by: the capture of a raw module that prefilled it.
+        begun_by: the capture of a raw module that prefilled it, and the inputs of the prompt by token.
         reusable: calls continue on a copy and do not change this cache.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpass.errors import UnsupportedAttentionError
@@ -18,7 +19,7 @@ from kvpass.transformers_compat import CACHE
 _OF_GENERATE = {
     "assistant_early_exit": "the compiled decoder runs all of its layers; give an assistant_model",
     "assistant_tokenizer": "drafts of a model with another vocabulary are not tested; give one with the same",
-    "custom_generate": "a loop from elsewhere may read the cache in ways that a compressed one has not",
+    "custom_generate": "one from the Hub takes the place of generate as a whole; give the loop itself, a function",
     "token_healing": "it changes the last ids of the prompt; do that before the call",
 }
 """Unsupported arguments of ``generate``, with a reason for each."""
@@ -35,6 +36,13 @@ def check_model(model: object) -> None:
         raise ValueError(f"model={str(model)!r} is a name: {_FROM_PRETRAINED}({str(model)!r}) and give what it returns")
     kind = type(model).__name__
     if not isinstance(model, PreTrainedModel):
+        inside = model.named_modules() if isinstance(model, nn.Module) else ()
+        for path, wrapped in inside:
+            if isinstance(wrapped, PreTrainedModel):
+                instead = f"model.{path}"
+                if hasattr(model, "get_base_model"):
+                    instead = "model.merge_and_unload() or model.get_base_model(), which has the adapter in its layers"
+                raise ValueError(f"model of type {kind} is around a {type(wrapped).__name__}: compile {instead}")
         raise ValueError(
             f"model of type {kind}: kvpass.compile takes a transformers model; "
             'for any other decoder use torch.compile(module, backend="kvpass", ...) in a session'
@@ -101,7 +109,7 @@ def check_generate(kwargs: Mapping[str, Any], given: Any, default: Any) -> None:
             raise ValueError(f"generate argument {name!r} is not supported: {NO_IMAGES}")
     for name, reason in (_OF_GENERATE | UNSUPPORTED).items():
         value = in_force(name, kwargs, given, default)
-        if value is not None and value is not False:
+        if value is not None and value is not False and not (name == "custom_generate" and callable(value)):
             raise ValueError(f"generate argument {name!r} is not supported: {reason}")
     if getattr(default, "prefill_chunk_size", None) is not None:
         raise ValueError(
@@ -127,17 +135,26 @@ def check_generate_mask(mask: Tensor | None, text: Tensor, seen: int, kwargs: Ma
                 f"attention_mask of shape {list(mask.shape)} for ids of {tokens} tokens: must have {lengths}"
             )
         return
-    pad, ends = (said(name, kwargs, *configs) for name in ("pad_token_id", "eos_token_id"))
-    if seen or text.ndim == 3 or pad is None or pad in (ends if isinstance(ends, list | tuple) else [ends]):
+    if text.ndim == 3 or tokens <= seen:
         return
-    real = text != pad
+    real = not_padding(text[:, seen:], kwargs, *configs)
     inside = (real.cummax(1).values & ~real).any(1).nonzero()
     if inside.numel():
+        pad, ones = said("pad_token_id", kwargs, *configs), "torch.ones_like(input_ids)"
+        if seen:
+            ones = "torch.cat([cache.attention_mask, torch.ones_like(new_ids)], 1)"
         raise ValueError(
             f"input_ids: row {int(inside[0])} has the pad token ({pad}) behind other tokens, and no attention_mask is "
             "given, so transformers takes it for padding, which must be on the left: if it is text, pass "
-            'attention_mask=torch.ones_like(input_ids); if it is padding, set tokenizer.padding_side = "left"'
+            f'attention_mask={ones}; if it is padding, set tokenizer.padding_side = "left"'
         )
+
+
+def not_padding(ids: Tensor, kwargs: Mapping[str, Any], *configs: Any) -> Tensor:
+    """Return which ids ``[B, T]`` transformers takes for real tokens where ``generate`` gets no mask."""
+    pad, ends = (said(name, kwargs, *configs) for name in ("pad_token_id", "eos_token_id"))
+    is_end = pad in (ends if isinstance(ends, list | tuple) else [ends])
+    return torch.ones_like(ids, dtype=torch.bool) if pad is None or is_end else ids != pad
 
 
 def said(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
@@ -151,13 +168,17 @@ def in_force(name: str, given: Mapping[str, Any], *configs: Any) -> Any:
     return given[name] if name in given else said(name, {}, *configs)
 
 
-def check_drafts(kwargs: Mapping[str, Any], *configs: Any, rules: Rules, recurrent: bool) -> None:
-    """Check that drafts can be taken back, where ``generate``, as given or configured, is to check or make some."""
+def check_drafts(kwargs: Mapping[str, Any], *configs: Any, rules: Rules, recurrent: bool) -> bool:
+    """Check that drafts can be taken back, where ``generate``, as given or configured, is to check or make some.
+
+    Returns:
+        whether it is.
+    """
     reason, asked = None, "assistant_model"
     if not said("is_assistant", kwargs, *configs):
         asked = next((name for name in _DRAFTS if in_force(name, kwargs, *configs) is not None), "")
     if not asked:
-        return
+        return False
     if recurrent:
         reason = (
             "recurrent layers: they hold the state after the last token, not those before, so a draft that is not "
@@ -172,3 +193,4 @@ def check_drafts(kwargs: Mapping[str, Any], *configs: Any, rules: Rules, recurre
         reason = f"recompress={rules.recompress!r}"
     if reason is not None:
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
+    return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import types
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.step import Call, append, continued, prefill
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.padding import Padding, first_real_column, read_padding
+from kvpass.frontends.padding import Padding, first_real_column, move_keys, read_padding
 from kvpass.frontends.runtime import Runtime
 from kvpass.policies import Policy
 from kvpass.policies.rules import THRESHOLDS
@@ -46,6 +48,12 @@ UNSUPPORTED = {
 """Unsupported arguments of ``forward``, with a reason for each."""
 
 
+_STAYS = (
+    "past_key_values is reusable and stays as it is: this call of one token continues a copy. In a decoding loop give "
+    "the next call output.past_key_values, or begin with cache.clone() or compress(..., reusable=False)"
+)
+
+
 if TYPE_CHECKING:
 
     class _Base(PreTrainedModel, GenerationMixin):
@@ -60,7 +68,8 @@ class CompressedForward(_Base):
 
     _kvpass: Runtime
 
-    @dynamo_disable  # the decoder is compiled inside, also if the user wraps the model in torch.compile
+    # the decoder is compiled inside, also if the user wraps the model in torch.compile
+    @partial(dynamo_disable, reason="kvpass has compiled the decoder: call the model as it is, without torch.compile")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -188,6 +197,8 @@ def continue_cache(
     """Append ids ``[B, T]`` to a filled cache or a copy; return that and the logits."""
     runtime: Runtime = model._kvpass
     b, t = input_ids.shape
+    if cache.reusable and t == 1 and not runtime.in_call:
+        warnings.warn(_STAYS, stacklevel=6)  # who called the model
     cache = continued(cache, b, input_ids.device)
     if runtime.adapted.longrope_limit is not None:
         check_rows_stay(runtime.adapted.longrope_limit, cache, t)
@@ -241,6 +252,8 @@ def _append_padded(
         if not parts:
             logits = found.new_empty(*wanted.shape, found.shape[2])
         logits[rows] = found.gather(1, (wanted[rows] - first)[..., None].expand(-1, -1, found.shape[2]))
+        if model._kvpass.positions_in_keys:
+            move_keys(part, padding.mask.shape[1] - part.columns)
         parts.append(part)
         members.append(rows)
     order = torch.cat(members).argsort()

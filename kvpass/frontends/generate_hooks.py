@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +53,7 @@ class GenerateHooks(CompressedForward):
         return positions
 
     def prepare_inputs_for_generation(
-        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Prepare as transformers does, but ask for the logits of the last position only.
 
@@ -69,12 +70,16 @@ class GenerateHooks(CompressedForward):
         limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             check_rows_stay(limit, cache, 1)  # transformers may drop the cache there
-        first, tokens = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH, args[0].shape[1]
+        first, tokens = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH, input_ids.shape[1]
         at = kwargs.get("position_ids")
         only_new = at is not None and at.shape[-1] > tokens  # positions of the whole text beside ids of its end
         if first and cache is not None and 0 < cache.columns < tokens and not only_new:
             kwargs[NEXT_LENGTH] = tokens - cache.columns  # with drafts, transformers gives all ids
-        prepared = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        prepared = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc,arg-type]
+        if limit is not None and cache is not None and not cache.is_empty and prepared.get(CACHE) is None:
+            rules = replace(self._kvpass.rules_now, budget=cache.budget, own_budget=cache.own_budget)
+            again = prepared[CACHE] = self._kvpass.new_cache(rules)  # longrope: the whole text is read again
+            again.block, again.expected = cache.block, cache.expected
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"], inputs_embeds=prepared.get("inputs_embeds"))
@@ -82,3 +87,15 @@ class GenerateHooks(CompressedForward):
         if cache is not None and cache.state.padded is not None:
             prepared.pop("position_ids", None)  # transformers counts on from a padded column
         return prepared
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Go on as transformers does; a cache whose text longrope has read again takes over what was read."""
+        given: Any = model_kwargs.get(CACHE)
+        read = outputs.get(CACHE)
+        may_go_on = given is not None and not given.reusable and given is not read
+        if self._kvpass.adapted.longrope_limit is not None and may_go_on and given.batch_size == read.batch_size:
+            vars(given).update(vars(read))
+            outputs[CACHE] = given
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)

@@ -18,7 +18,7 @@ of a function; more batch sizes need a larger ``torch._dynamo.config.recompile_l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -173,6 +173,16 @@ def _is_whole(node: Node) -> bool:
     return is_integral(node) and recorded(node).dtype != torch.bool
 
 
+def _check_new(texts: Sequence[Tensor], prompt: Sequence[Tensor], cache: CompressedCache) -> None:
+    """Raise CacheMismatchError if the inputs of a call begin with all those of the prompt."""
+    if prompt and all(torch.equal(new[..., : old.shape[-1]], old) for new, old in zip(texts, prompt, strict=True)):
+        raise CacheMismatchError(
+            f"the call begins with all {prompt[0].shape[-1]} tokens of the prompt that {cache!r} holds already, and "
+            "would append them a second time: call the module with the tokens that come next, as kvpass.generate does, "
+            "or begin again in another session"
+        )
+
+
 class RawModule:
     """One captured decoder, called on the cache of the session it is in.
 
@@ -202,6 +212,7 @@ class RawModule:
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, self.captured_tokens)
         self.sources = [source_of(node) for node in placeholders(graph)]
+        self.texts = [place for place, node in enumerate(placeholders(graph)) if self._is_text(node)]
         self.same: set[RawModule] = set()
         if self.captured_tokens != 1:
             captures.append(self)
@@ -219,18 +230,22 @@ class RawModule:
         tokens, owner = self.tokens(inputs), GraphFingerprint.of(inputs, self.paths)
         if active.cache is None:
             module, inputs = self._for_prompt(None, inputs)
+            prompt = module, [inputs[place].clone() for place in module.texts]
             cache, longest = CompressedCache(self.policy, self.budget, owner), module.longest
             check_length(longest, 0, tokens)
             cache.expected = active.expected
             start = module._start(active.attention_mask, tokens)
             result = prefill(cache, start, tokens, lambda call: module.decoder(call, *inputs), block=self.block)
-            cache.begun_by = module
+            cache.begun_by = prompt
         else:
             self._check_owner(active.cache, owner)
             cache = continued(active.cache, self.rows, self.device)
+            begun_by, prompt = cache.begun_by
+            module, inputs = self._for_prompt(begun_by, inputs)
+            if tokens >= cache.columns:
+                _check_new([inputs[place] for place in module.texts], prompt, cache)
             longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
             check_length(longest, cache.columns, tokens)
-            module, inputs = self._for_prompt(cache.begun_by, inputs)
             result, _ = append(cache, tokens, lambda call: module.decoder(call, *inputs))
         cache.longest = longest
         active.cache = cache
@@ -266,6 +281,10 @@ class RawModule:
             "the module was captured again, and gives something else than what was captured for the prompt: an "
             "attribute may have changed, as a first position, or an argument that is a number. Pass the positions in"
         )
+
+    def _is_text(self, node: Node) -> bool:
+        """Whether an input has a whole number for each token."""
+        return _is_whole(node) and not is_module_tensor(node) and (shape_of(node) or (0,))[-1] == self.captured_tokens
 
     def _check_owner(self, cache: CompressedCache, owner: GraphFingerprint) -> None:
         try:

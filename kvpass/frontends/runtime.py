@@ -41,6 +41,17 @@ class Runtime:
         """Those of the call that this thread is in, which other threads do not change; else the model's."""
         return next((rules for runtime, rules in _CALLS.get() if runtime is self), self.rules)
 
+    @property
+    def positions_in_keys(self) -> bool:
+        """Whether keys hold the numbers of their columns (ALiBi), as far as the decoder is captured."""
+        passes = (one for record in self.captures.compiler.records for one in record.passes)
+        return any(one.name == "fold_alibi" and one.sites for one in passes)
+
+    @property
+    def in_call(self) -> bool:
+        """Whether this thread is in a call of ``generate`` or ``compress``."""
+        return any(runtime is self for runtime, _ in _CALLS.get())
+
     @contextmanager
     def call(self, rules: Rules) -> Iterator[None]:
         """Within it, calls of this thread go by ``rules``."""

@@ -18,10 +18,17 @@ from kvpass.cache.copying import forbid_pickling
 from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import check_drafts, check_generate, check_generate_mask, said
+from kvpass.frontends.arguments import check_drafts, check_generate, check_generate_mask, not_padding, said
 from kvpass.frontends.forward import check_embeds, check_ids, says_text, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
-from kvpass.frontends.whole_text import by_name, check_whole_text, has_new_ids, new_ids_only, with_text_of_cache
+from kvpass.frontends.whole_text import (
+    by_name,
+    check_whole_text,
+    has_new_ids,
+    new_ids_only,
+    with_mask_of_cache,
+    with_text_of_cache,
+)
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules, read_rules
@@ -72,9 +79,9 @@ class CompressedModel(GenerateHooks):
                 taken for the whole sequence do not begin with the text of the cache.
         """
         rules = self._kvpass.rules_now.with_budget(budget)
-        given = by_name(super().generate, inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
+        given = by_name(super().generate, args, kwargs)  # type: ignore[misc]
         with self._kvpass.call(rules):
-            return self._generate(rules, given)
+            return self._generate(rules, {"inputs": inputs, "generation_config": generation_config, **given})
 
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
         """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
@@ -98,7 +105,7 @@ class CompressedModel(GenerateHooks):
             raise ValueError("no input_ids beside a filled cache: pass the tokens that come next, at least one")
         config, block = self._take_chunk_size(given, kwargs)
         configs = config, self.generation_config
-        check_drafts(kwargs, *configs, rules=rules, recurrent=self._kvpass.adapted.recurrent is not None)
+        drafts = check_drafts(kwargs, *configs, rules=rules, recurrent=self._kvpass.adapted.recurrent is not None)
         kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
         embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
         text = kwargs.get("input_ids", inputs) if embeds is None else embeds  # beside embeddings ids are only returned
@@ -121,12 +128,24 @@ class CompressedModel(GenerateHooks):
             continues = embeds is None and has_new_ids(cache, text, mask)
             if begun and not continues and embeds is None:
                 check_whole_text(cache, text)
+                if mask is None:  # a pad token may be part of the text that the cache holds
+                    new_mask = not_padding(text[:, cache.columns :], kwargs, *configs)
+                    arguments["attention_mask"] = with_mask_of_cache(cache, new_mask)
             new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
             new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
             cache.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
             if continues:
                 arguments, held = with_text_of_cache(cache, text, arguments, configs)
-        output = super().generate(**arguments)  # type: ignore[misc]
+        seen, ids = 0 if cache is None else cache.columns, arguments.pop("inputs")
+        for name in ("generation_config", CACHE):
+            if arguments[name] is None:
+                del arguments[name]  # beam search would reorder a cache that is None
+        try:  # ids by position: a class of its own generate may name them otherwise
+            output = super().generate(*([] if ids is None else [ids]), **arguments)  # type: ignore[misc]
+        except BaseException:
+            if drafts and cache is not None:
+                _take_back(cache, seen)
+            raise
         if not begun and cache is not None and cache.record is not None:
             self._kvpass.last_prompt = cache.record  # not that of a negative prompt, which is read later
         if held:
@@ -350,6 +369,20 @@ class CompressedModel(GenerateHooks):
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
             ),
         )
+
+
+def _take_back(cache: CompressedCache, columns: int) -> None:
+    """Take back what an interrupted call with drafts appended to a cache of ``columns``, or mark it interrupted."""
+    taken = cache.columns - columns
+    if cache.interrupted or taken == 0:
+        return
+    if columns == 0:
+        cache.reset()
+        return
+    cache.interrupted = True
+    if taken <= cache.state.appended:
+        cache.crop(-taken)
+        cache.interrupted = False
 
 
 def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:

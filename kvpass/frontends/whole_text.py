@@ -53,11 +53,17 @@ _NEUTRAL = {
 """Arguments of ``generate`` whose processors read all ids, with the values of no effect."""
 
 
-def by_name(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call of ``function`` by name."""
-    bound = inspect.signature(function).bind(*args, **kwargs).arguments
-    rest = bound.pop("kwargs", {})
-    return {**bound, **rest}
+def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``generate`` by name; ``args``: those after the ids and the configuration.
+
+    Raises:
+        TypeError: an argument has no name there, or is given twice.
+    """
+    parameters = inspect.signature(generate).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][2:]
+    if len(names) < len(args) or kwargs.keys() & names[: len(args)]:
+        raise TypeError("generate: give each argument once, and what comes after generation_config by its name")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> bool:
@@ -101,7 +107,7 @@ def with_text_of_cache(
         warnings.warn(_AGAIN.format(n), stacklevel=3)
     if mask is None or mask.shape[1] == ids.shape[1]:
         new = torch.ones_like(ids) if mask is None else mask
-        mask = changed["attention_mask"] = torch.cat([_of_rows(cache.attention_mask.to(new), len(ids)), new], 1)
+        mask = changed["attention_mask"] = with_mask_of_cache(cache, new)
     # for a mask of another shape nothing more is done, the call of the model refuses it
     if cache.ids is not None and tuple(mask.shape) == (len(ids), cache.columns + ids.shape[1]):
         return _with_whole_text(_of_rows(cache.ids, len(ids)), ids, changed, configs), cache.columns
@@ -110,6 +116,11 @@ def with_text_of_cache(
             warnings.warn(_UNSEEN.format(name), stacklevel=3)
             break
     return changed, 0
+
+
+def with_mask_of_cache(cache: CompressedCache, new: Tensor) -> Tensor:
+    """Return the mask of a filled cache and of ids ``[B, T]`` behind it, whose mask is ``new``; int64."""
+    return torch.cat([_of_rows(cache.attention_mask, len(new)), new.to(cache.attention_mask)], 1)
 
 
 def _of_rows(held: Tensor, rows: int) -> Tensor:

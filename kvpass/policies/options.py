@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast, get_args
 
+import numpy as np
+
 MOST = 1 << 30
 """Largest number of tokens: positions are int32."""
 MOST_NEIGHBOURS = 1 << 16
@@ -34,11 +36,18 @@ def option(default: T, check: Callable[..., None], *args: Any, **kwargs: Any) ->
 
 
 def check_options(policy: Any) -> None:
-    """Check every :func:`option` of a policy; a subclass that gives one another default keeps its check."""
+    """Check every :func:`option` of a policy, and make NumPy's numbers Python's.
+
+    A subclass that gives an option another default keeps its check.
+    """
     kinds = [kind for kind in reversed(type(policy).__mro__) if dataclasses.is_dataclass(kind)]
     fields = [field for kind in kinds for field in dataclasses.fields(kind) if "check" in field.metadata]
     for name, check in {field.name: field.metadata["check"] for field in fields}.items():
-        check(name, getattr(policy, name))
+        value = getattr(policy, name)
+        if isinstance(value, np.number):
+            value = int(value) if isinstance(value, np.integer) else float(str(value))  # as written
+            object.__setattr__(policy, name, value)
+        check(name, value)
 
 
 def check_int(name: str, value: object, low: int, high: int = MOST) -> None:

@@ -243,3 +243,16 @@ def test_the_prompt_given_again_on_its_cache_is_warned_about(fast, recwarn):
     for cache in (first.past_key_values, fast.compress(prompt)):
         with pytest.warns(UserWarning, match="begin with all 40 tokens of the prompt that past_key_values"):
             fast.generate(prompt, past_key_values=cache, **GREEDY)
+
+
+def test_a_loop_on_a_reusable_cache_is_warned_about(fast, recwarn):
+    document = fast.compress(random_ids(1, 40))
+    out = fast(random_ids(1, 5), past_key_values=document)
+    fast(random_ids(1, 1), past_key_values=out.past_key_values)
+    fast.generate(random_ids(1, 1), past_key_values=document, **GREEDY)
+    assert not [warning for warning in recwarn if "loop" in str(warning.message)]
+    with pytest.warns(
+        UserWarning, match=r"continues a copy. In a decoding loop give the next call output.past_key"
+    ) as told:
+        fast(random_ids(1, 1), past_key_values=document)
+    assert told[0].filename == __file__ and document.columns == 40

@@ -197,7 +197,7 @@ def test_a_file_holds_the_codes(entries: str, tmp_path: Any) -> None:
     cache.save(path)
     metadata, tensors = read_cache_file(path)
     assert metadata["entry_format"] == entries
-    codes, dim = tensors["store0_pool_k"], cache.full_layers[0].geometry.key_dim
+    codes, dim = tensors["store0_pool_k"], cache.state.full_layers[0].geometry.key_dim
     assert codes.dtype.itemsize == 1 and codes.shape[2] == dim * ROTATED.get(entries, 8) // 8
     scales = {name for name in tensors if name.endswith("scale")}
     assert scales == {f"store0_{side}_{name}_scale" for side in ("pool", "tail") for name in "kv"}

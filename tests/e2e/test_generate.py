@@ -6,11 +6,12 @@ import re
 
 import pytest
 import torch
-from transformers import GenerationConfig, pipeline
+from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 import kvpass
-from compiled_models import compiled_anew, greedy, padded, prompts_of, two_layers
+from compiled_models import compiled_anew, failing, greedy, padded, prompts_of, two_layers
 from kvpass import builtin
+from kvpass.ops import reference
 from numeric_checks import assert_close
 from pairwise import each_value, quick
 from tiny_models import VOCABULARY, compiled_once, random_ids, tiny_model
@@ -172,6 +173,76 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
         ids = random_ids(1, 44)  # transformers reads the text again at the limit
         expected = greedy(original, ids, NEW)
         assert torch.equal(greedy(fast, ids, NEW), expected)
+
+
+@needs_transformers("5.23", "older ones branch on the longest row, which is no graph")
+def test_a_chat_goes_on_in_its_cache_where_longrope_has_the_text_read_again():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    sizes = {"max_position_embeddings": 192, "original_max_position_embeddings": 48}
+    original = tiny_model("phi3", layers=1, rope_parameters=rope, **sizes)
+    fast = kvpass.compile(original, budget=30, window=8, backend="eager")
+    text = random_ids(1, 40)
+    cache, document = fast.compress(text, reusable=False, budget=100), fast.compress(text)
+    with failing(reference, "score_layer"):  # when the text is read again
+        greedy(fast, random_ids(1, 6, seed=1), 6, past_key_values=cache)
+    assert cache.columns == 48
+    cache.crop(-8)
+    for words in (random_ids(1, 6, seed=seed) for seed in range(3)):
+        text = torch.cat([text, words], 1)
+        expected = greedy(copy.deepcopy(original), text, 6)
+        assert torch.equal(greedy(fast, text, 6, past_key_values=cache), expected)
+        text = expected
+        assert cache.columns == text.shape[1] - 1 and str(cache.budget) == "100"
+    greedy(fast, words, 6, past_key_values=document)
+    assert (document.columns, document.reusable) == (40, True)
+
+
+class AnyArguments(LlamaForCausalLM):
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, **kwargs)
+
+
+class OtherNames(LlamaForCausalLM):
+    def generate(self, input_ids=None, **options):
+        return super().generate(input_ids, **options)
+
+
+class RestOfAnotherName(LlamaForCausalLM):
+    def generate(self, inputs=None, generation_config=None, **options):
+        return super().generate(inputs, generation_config, **options)
+
+
+@pytest.mark.parametrize("kind", [AnyArguments, OtherNames, RestOfAnotherName])
+def test_a_class_may_have_a_generate_of_its_own(model, kind):
+    mine = kind(model.config).eval()
+    mine.load_state_dict(model.state_dict())
+    mine.generation_config = model.generation_config
+    (own, plain), ids, new = map(compiled_anew, (mine, model)), random_ids(1, 40), random_ids(1, 5, seed=1)
+    found = [greedy(one, new, 4, past_key_values=one.compress(ids)) for one in (own, plain)]
+    assert torch.equal(*found)
+    with pytest.raises(TypeError, match="each argument once, and what comes after generation_config by its name"):
+        own.generate(ids, None, *[None] * 20)
+
+
+def test_beams_without_a_cache_are_those_of_the_model(model, fast):
+    ids = random_ids(1, 40)
+    assert torch.equal(*(greedy(one, ids, 4, num_beams=2, use_cache=False) for one in (model, fast)))
+
+
+def test_a_loop_of_the_callers_own_continues_the_compressed_cache(fast):
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, steps, **kwargs):
+        while not bool(stopping_criteria(input_ids, None).all()):
+            begun = kwargs["past_key_values"].get_seq_length() > 0
+            steps.append(begun)
+            given = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1 if begun else None, **kwargs)
+            out = model(**given)
+            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+            input_ids = torch.cat([input_ids, out.logits[:, -1:].argmax(-1)], 1)
+        return input_ids
+
+    ids, steps = random_ids(1, 40), []
+    assert torch.equal(greedy(fast, ids, 4, custom_generate=loop, steps=steps), greedy(fast, ids, 4))
+    assert steps == [False, True, True, True]
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -178,3 +178,38 @@ def test_no_memory_for_the_first_cache_is_said_as_such():
     with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
         fast(ids)
     assert fast(ids).past_key_values.columns == 40
+
+
+@pytest.mark.parametrize("asked", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_an_interrupted_call_leaves_no_drafts(asked):
+    model, fast = two_layers()
+    drafts = {asked: model if asked == "assistant_model" else 4}
+    document, ids = random_ids(1, 13).repeat(1, 5), random_ids(1, 13)[:, :4]
+    whole = greedy(fast, ids, past_key_values=fast.compress(document), **drafts)
+
+    def stopped(cache, calls, **more):
+        def stop(_, scores):
+            seen.append(scores)
+            if len(seen) > calls:
+                raise KeyboardInterrupt
+            return scores
+
+        seen: list[torch.Tensor] = []
+        with pytest.raises(KeyboardInterrupt):
+            greedy(fast, ids, past_key_values=cache, logits_processor=[stop], **more)
+
+    for calls in (0, 1, 2, 4):
+        cache = fast.compress(document, reusable=False)
+        stopped(cache, calls, **drafts)
+        assert cache.columns == document.shape[1] and not cache.interrupted
+        assert torch.equal(greedy(fast, ids, past_key_values=cache, **drafts), whole)
+    cache = fast.compress(document, reusable=False)
+    cache.reset()
+    with failing(reference, "attend_cache", 3):
+        greedy(fast, document, past_key_values=cache, **drafts)
+    assert cache.is_empty
+    cache = fast.compress(document, reusable=False)
+    stopped(cache, 2)  # without drafts: question and answer so far stay
+    assert torch.equal(cache.ids[0, 65:], whole[0, : cache.columns - 65]) and cache.columns == 65 + 4 + 2
+    cache.crop(65)
+    assert torch.equal(greedy(fast, ids, past_key_values=cache), whole)

@@ -16,6 +16,7 @@ CASES = [
     ("gemma3", {"policy": "lava", "budget": UNLIMITED}),
     ("lfm2", {"policy": "lava", "budget": UNLIMITED}),
     ("llama", {"policy": "tova", "budget": 24, "window": 0}),
+    ("bloom", {"policy": "snapkv", "budget": 24}),
     pytest.param("llama", {"policy": "lava", "budget": 24, "entries": "int8"}, marks=pytest.mark.exhaustive),
     ("llama", {"policy": "lava", "budget": 24, "recompress": "every_turn"}),
 ]
@@ -54,7 +55,7 @@ def test_padded_questions_get_the_answers_of_each_question_alone(family, options
     assert (cache.batch_size, cache.columns) == (1, 40)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
 def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
     model, fast = two_layers(family, budget=UNLIMITED)
     document = random_ids(1, 40)

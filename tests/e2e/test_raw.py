@@ -331,3 +331,22 @@ def test_lengths_that_a_phase_was_not_compiled_for_are_refused(decoder, monkeypa
         run(random_ids(1, 60))
     for found, expected in zip(run(random_ids(1, 40)), short, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("decoder", [SelfNumbering, Decoder])
+def test_the_whole_text_is_not_appended_to_its_beginning(decoder):
+    module, ids = compiled(decoder(repeat=False, layers=1).eval()), random_ids(2, 40)
+
+    def call(new, first):
+        where = [torch.arange(first, first + new.shape[1])[None]] if decoder is Decoder else []
+        return module(new, *where)[:, -1:].argmax(-1)
+
+    with torch.no_grad(), kvpass.session() as session:
+        token = call(ids, 0)
+        for new in (torch.cat([ids, token], 1), ids):
+            with pytest.raises(kvpass.CacheMismatchError, match="begins with all 40 tokens of the prompt"):
+                call(new, 0)
+        assert session.cache.columns == 40
+        if decoder is Decoder:
+            call(ids, 40)  # the same words again, as its positions say
+        call(random_ids(2, 90, seed=1), session.cache.columns)

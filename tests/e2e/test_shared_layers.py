@@ -106,7 +106,7 @@ def test_a_prompt_in_blocks_keeps_what_a_whole_one_keeps(policy):
     for block in (16, 64):
         fast = raw(module, {"policy": policy, "compiler": "eager", "prefill_block": block, **budget})
         logits, cache = in_session(fast, [61, 3], torch.cat([IDS, NEW[:, :3]], 1))
-        assert [group.layers for group in cache.layout.pools] == [(0, 1)]
+        assert [group.layers for group in cache.state.layout.pools] == [(0, 1)]
         found.append((cache.positions, logits))
     (positions, logits), (whole, expected) = found
     assert torch.equal(positions, whole)

@@ -74,6 +74,28 @@ def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
     assert "\n" not in str(refused.value) and "Explanation" in str(refused.value.__cause__)
 
 
+@pytest.mark.parametrize("what", ["dict", "list", "counter", "counter in a dict"])
+def test_contract_7_a_hook_that_keeps_or_counts_is_refused(what):
+    """Each call would be captured anew, as it finds other values."""
+    model, kept, last, calls = tiny_model("llama", layers=1), {}, [], {"n": 0}
+
+    def hook(module, given, output):
+        if what == "dict":
+            kept[module] = output
+        elif what == "list":
+            last.append(output)
+        elif what == "counter":
+            module.calls = getattr(module, "calls", 0) + 1
+        else:
+            calls["n"] += 1
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    with pytest.raises(
+        kvpass.UnsupportedAttentionError, match=r"layers\.0\.mlp.*: it counts, or keeps results in a dict"
+    ):
+        kvpass.compile(model, budget=100, backend="eager")(IDS)
+
+
 def test_contract_7_a_layer_without_attention_is_refused():
     model = tiny_model("llama", num_hidden_layers=2)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
@@ -120,6 +142,11 @@ def mamba():
     return MambaForCausalLM(MambaConfig(**TINY, state_size=4)).eval()
 
 
+def adapted():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+
+
 def t5():
     sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0)
@@ -137,6 +164,12 @@ def trocr():
         (lambda: "gpt2", "load it with transformers.AutoModelForCausalLM.from_pretrained('gpt2') and give what it"),
         (lambda: Path("folder/gpt2"), "is a name: load it with transformers.AutoModelForCausalLM.from_pretrained("),
         (lambda: nn.Linear(2, 2), "takes a transformers model; for any other decoder use torch.compile(module, ba"),
+        (lambda: torch.compile(tiny_model("llama")), "is around a LlamaForCausalLM: compile model._orig_mod"),
+        (
+            lambda: nn.Sequential(tiny_model("llama")),
+            "of type Sequential is around a LlamaForCausalLM: compile model.0",
+        ),
+        (adapted, "is around a LlamaForCausalLM: compile model.merge_and_unload() or model.get_base_model(), which"),
         (lambda: tiny_model("llama").train(), "the model is in training mode; call model.eval() first"),
         (lambda: two_layers(budget=16)[1], "already compiled"),
         (lambda: tiny_model("gpt2", output_hidden_states=True), "config.output_hidden_states=True"),
@@ -490,7 +523,7 @@ WORK = {
     *("use_model_defaults",),
 }
 REFUSED = {
-    "custom_generate": ("x/y", "'custom_generate' is not supported"),
+    "custom_generate": ("x/y", "'custom_generate' is not supported: .* from the Hub .* give the loop itself"),
     "assistant_tokenizer": (object(), "'assistant_tokenizer' is not supported"),
     "token_healing": (True, "'token_healing' is not supported"),
     "assistant_early_exit": (2, "'assistant_early_exit' is not supported: the compiled decoder runs all"),
@@ -507,6 +540,12 @@ def test_argument_is_refused_by_its_name(tight, name):
     value, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         tight.generate(random_ids(1, 20), max_new_tokens=2, **{name: value})
+
+
+def test_what_comes_next_is_prepared_from_ids_by_name_and_not_from_nothing(tight):
+    assert torch.equal(tight.prepare_inputs_for_generation(input_ids=IDS)["input_ids"], IDS)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'input_ids'"):
+        tight.prepare_inputs_for_generation()
 
 
 def test_every_method_of_continuous_batching_names_vllm(tight):
@@ -548,6 +587,19 @@ def test_pad_token_inside_a_prompt_is_named(tight):
     with pytest.raises(ValueError, match=r"row 1 has the pad token \(0\)"):
         tight.generate(ids, max_new_tokens=2)
     assert tight.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2).shape == (2, 22)
+
+
+def test_pad_token_inside_a_text_that_continues_a_cache(tight):
+    """Of what the cache holds its own mask says what is text."""
+    pad, ids, new = tight.generation_config.pad_token_id, random_ids(2, 20), random_ids(2, 6, seed=1)
+    held = ids.index_fill(1, torch.tensor([7]), pad)
+    cache = tight.compress(held, torch.ones_like(held))
+    whole = torch.cat([held, new.repeat(1, 4)], 1)
+    expected = greedy(tight, new.repeat(1, 4), 3, past_key_values=cache, attention_mask=torch.ones_like(whole))
+    assert torch.equal(greedy(tight, whole, 3, past_key_values=cache)[:, 20:], expected)
+    whole[1, 23] = pad
+    with pytest.raises(ValueError, match=r"row 1 has the pad token \(0\) .*torch.cat\(\[cache.attention_mask"):
+        tight.generate(whole, past_key_values=cache, max_new_tokens=2)
 
 
 def test_report_after_guidance_is_of_the_prompt(tight):

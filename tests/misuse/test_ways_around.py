@@ -1,5 +1,6 @@
 """Ways in which torch or a library runs a model without the captured graph: an error, never an uncompressed answer."""
 
+import functools
 import itertools
 import tempfile
 import types
@@ -89,8 +90,8 @@ def test_torch_compile_around_a_compiled_model_changes_nothing(wrapper, fullgrap
     ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
     try:
         cache = call(ids).past_key_values
-    except torch._dynamo.exc.Unsupported:
-        assert fullgraph
+    except torch._dynamo.exc.Unsupported as refused:
+        assert fullgraph and "call the model as it is, without torch.compile" in str(refused)
         return
     assert isinstance(cache, kvpass.CompressedCache)
     expected = plain(token, past_key_values=plain(ids).past_key_values).logits
@@ -215,7 +216,47 @@ def test_a_replaced_forward_that_may_change_something_is_refused(name):
     model = tiny_model("llama", layers=1)
     change, message = CHANGES[name]
     change(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
+        kvpass.compile(model, **OPTIONS)
+    assert "\n" not in str(refused.value)
+
+
+def timed(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+def calling_a_global(*args, **kwargs):
+    return ORIGINAL(*args, **kwargs)  # noqa: F821  # set by a test
+
+
+def calling_an_attribute(holder):
+    return lambda *args, **kwargs: holder.original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [timed, torch.inference_mode(), functools.partial], ids=["timer", "mode", "partial"])
+def test_a_wrapped_generate_calls_that_of_the_copy(wrap):
+    model, plain = tiny_model("llama", layers=1), compiled_once("llama", layers=1, **OPTIONS)[1]
+    model.generate = wrap(model.generate)
+    model.model.layers[0].mlp.forward = timed(model.model.layers[0].mlp.forward)
+    fast, before = kvpass.compile(model, **OPTIONS), model.generate
+    ids, call = random_ids(1, 60), {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(fast.generate(ids, budget=20, **call), plain.generate(ids, budget=20, **call))
+    fast.model.layers[0].mlp.up_proj = torch.nn.Linear(*fast.model.layers[0].mlp.up_proj.weight.T.shape, bias=False)
+    assert not torch.equal(fast(ids).logits, plain(ids).logits), "the layer of the copy is called"
+    assert model.generate is before and not torch.equal(model(ids).logits, fast(ids).logits)
+
+
+@pytest.mark.parametrize("reach", ["ORIGINAL", "holder"])
+def test_a_function_that_calls_the_original_by_another_name_is_refused(reach, monkeypatch):
+    model = tiny_model("llama", layers=1)
+    monkeypatch.setitem(globals(), "ORIGINAL", model.generate)
+    holder = types.SimpleNamespace(original=model.generate)
+    model.generate = calling_a_global if reach == "ORIGINAL" else calling_an_attribute(holder)
+    with pytest.raises(ValueError, match=f"generate was replaced on the instance .* calls this model by '{reach}'"):
         kvpass.compile(model, **OPTIONS)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,13 @@ def test_spec_can_be_read_back_and_a_policy_is_a_value(name, parity):
     assert from_spec(policy.spec) is from_spec(policy.spec)
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.window = 3
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    given = resolve("ada_snapkv", window=np.int64(8), kernel_size=np.int32(5), alpha=np.float32(0.29))
+    assert given == resolve("ada_snapkv", window=8, kernel_size=5, alpha=0.29) and from_spec(given.spec) == given
+    with pytest.raises(ValueError, match="window=-1: must be an int >= 0"):
+        resolve("lava", window=np.int64(-1))
 
 
 def test_contract_10_an_unknown_name_is_answered_with_the_nearest():
