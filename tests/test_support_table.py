@@ -64,7 +64,7 @@ def test_a_type_without_a_record_is_not_tried(tmp_path):
 def test_a_run_of_some_types_leaves_what_was_found_of_others(tmp_path):
     found = record(tmp_path / "found.json", gemma=["same", "1e-06"], glm=["same", "1e-06"])
     script = runpy.run_path(str(ROOT / "scripts" / "try-decoders"))
-    script["main"].__globals__["tried"] = lambda model_type: ("refused", f"{model_type} no longer")
+    script["main"].__wrapped__.__globals__["tried"] = lambda model_type: ("refused", f"{model_type} no longer")
     assert script["main"](argparse.Namespace(types=["glm"], json=found)) == 0
     before, now = (run["decoders"] for run in json.loads(found.read_text()))
     assert before == {"gemma": ["same", "1e-06"]} and now == {"glm": ["refused", "glm no longer"]}
