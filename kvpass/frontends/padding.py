@@ -74,9 +74,8 @@ def move_keys(cache: CompressedCache, columns: int) -> None:
 
     def moved(keys: Tensor) -> Tensor:
         numbers = keys[..., -2:].double().sum(-1, keepdim=True) + columns
-        return torch.cat(
-            [keys[..., :-2], (numbers - numbers % STEP).to(keys.dtype), (numbers % STEP).to(keys.dtype)], -1
-        )
+        low = numbers % STEP
+        return torch.cat([keys[..., :-2], (numbers - low).to(keys.dtype), low.to(keys.dtype)], -1)
 
     for store in cache.state.full_layers if columns else ():
         pool, tail = store.buffers.pool_k, store.buffers.tail_k
