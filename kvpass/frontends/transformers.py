@@ -379,10 +379,10 @@ def _take_back(cache: CompressedCache, columns: int) -> None:
     if columns == 0:
         cache.reset()
         return
-    cache.interrupted = True
-    if taken <= cache.state.appended:
+    if cache.state.only_appends and taken <= cache.state.appended:
         cache.crop(-taken)
-        cache.interrupted = False
+    else:
+        cache.interrupted = True
 
 
 def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
