@@ -265,7 +265,7 @@ class Budget:
                 return min(int(self.value) // token_bytes, MAX_ENTRIES)
 
     def check(self, prompt_length: int, window: int, token_bytes: int) -> int:
-        """Return :meth:`entries`; a fraction and bytes are ``window + 1`` at least for a prompt that is no longer.
+        """Return :meth:`entries`; of a fraction or bytes the whole prompt, if it is no longer than ``window + 1``.
 
         Bytes of one entry or more are that for longer prompts too, with a warning.
 
@@ -274,7 +274,7 @@ class Budget:
         """
         entries, least = self.entries(prompt_length, token_bytes), window + 1
         if self.kind != "entries" and prompt_length <= least:
-            return max(entries, least)
+            return max(entries, prompt_length)
         if self.kind == "bytes" and 1 <= entries < least:
             warnings.warn(f"budget {self} is {entries} entries per KV head per layer: {least} are kept", stacklevel=2)
             return least

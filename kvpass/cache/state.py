@@ -244,8 +244,9 @@ class KVState:
     @torch.inference_mode(False)
     def to(self, device: torch.device) -> KVState:
         """Return a copy on another device."""
+        parts = [part.to(device) for part in self.parts]
+        start, seen = self.start.to(device), self.seen.to(device)
         ids, padded = (None if x is None else x.to(device) for x in (self.ids, self.padded))
-        parts, start, seen = [part.to(device) for part in self.parts], self.start.to(device), self.seen.to(device)
         return replace(self, parts=parts, start=start, seen=seen, ids=ids, padded=padded)
 
     @torch.inference_mode(False)

@@ -78,8 +78,8 @@ def move_keys(cache: CompressedCache, columns: int) -> None:
         return torch.cat([keys[..., :-2], (numbers - low).to(keys.dtype), low.to(keys.dtype)], -1)
 
     for store in cache.state.full_layers if columns else ():
-        pool, tail = store.buffers.pool_k, store.buffers.tail_k
-        store.buffers = store.buffers._replace(pool_k=moved(pool), tail_k=moved(tail))  # other rows may share the pool
+        own = {name: moved(x) if name in ("pool_k", "tail_k") else x.clone() for name, x in store.stored.items()}
+        store.buffers = store.buffers._replace(**own)  # all of them: other rows may share the pool
 
 
 def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:

@@ -534,10 +534,13 @@ class KeepsLast(SmallDecoder):
 def test_contract_7_state_in_an_attribute_is_refused_before_it_is_read(states):
     fast, ids = uncompressed(KeepsLast(states)), text()
     with kvpass.session() as session:
+        if states:  # of a list, when it is written: what is read of it later, no graph of this call shows
+            with pytest.raises(Exception, match="keeps results in a dict or list, outside of the call"):
+                fast(ids)
+            return
         fast(ids)
         cache = session.cache.clone()
-        name = r"states\.0|states" if states else "last"
-        with pytest.raises(Exception, match=rf"changes ({name}), a {OWN_CACHE}"):
+        with pytest.raises(Exception, match=rf"changes last, a {OWN_CACHE}"):
             fast(ids[:, :1].clone())
         assert session.cache.columns == cache.columns
 

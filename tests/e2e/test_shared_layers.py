@@ -51,7 +51,7 @@ def test_contract_1_tokens_and_bytes_of_a_full_cache_are_those_of_transformers()
     with torch.no_grad():
         model()(IDS, past_key_values=cache)
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
-    layout = fast(IDS).past_key_values.layout
+    layout = fast(IDS).past_key_values.state.layout
     assert layout.token_bytes("model") * IDS.numel() == held
     assert [group.layers for group in layout.pools] == [(0, 1)]
 
