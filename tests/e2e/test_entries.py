@@ -234,7 +234,7 @@ def test_recompression_moves_codes_as_they_are(entries: str) -> None:
     assert int(cache.lengths.sum()) == BUDGET * g.layers * g.kv_heads
     moved = 0
     for slot, position in enumerate(after.buffers.pool_positions[0].tolist()):
-        now = torch.cat([getattr(after, f"pool_{name}")[0, slot].flatten() for name in sides])
+        now = torch.cat([getattr(after.buffers, f"pool_{name}")[0, slot].flatten() for name in sides])
         if position < 60:
             moved += position >= 60 - WINDOW
             assert any(torch.equal(now, old) for old in held[position]), "an entry was rounded again"
