@@ -95,10 +95,7 @@ class Rows:
         return self._prompts[row]
 
     def of_first(self, rows: int) -> Tensor:
-        """Return of each of the first rows what it has compressed, whether in a document, and the slots of its tails.
-
-        int64 ``[3, rows]`` on the host.
-        """
+        """Return int64 ``[3, rows]``, on the host: tokens compressed, whether in a document, slots of the tails."""
         prompts = [self._prompts.get(row) for row in range(rows)]
         compressed = [prompt.compressed if prompt else 0 for prompt in prompts]
         continues = [prompt is not None and prompt.document is not None for prompt in prompts]
@@ -149,13 +146,7 @@ class Admission:
 
     @classmethod
     def of(cls, config: Any) -> Admission | None:
-        """Return that of an engine; None without kvpass.
-
-        Args:
-            config: vLLM's ``VllmConfig``.
-        Raises:
-            ValueError: as :meth:`Settings.read` and :func:`kvpass.vllm.documents.read`.
-        """
+        """Return that of an engine's ``VllmConfig``; None without kvpass."""
         settings = Settings.read(config.additional_config)
         if settings is None:
             return None

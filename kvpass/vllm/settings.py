@@ -108,11 +108,7 @@ class Settings:
 
 
 def _documents(given: object) -> dict[str, str]:
-    """Return the file of each document by its name.
-
-    Raises:
-        ValueError: it is no list of ``name=file``, or a name stands twice.
-    """
+    """Return the file of each document by its name; raise ValueError for what is no list of ``name=file``."""
     if not isinstance(given, list) or not all(type(each) is str and each.count("=") for each in given):
         raise ValueError(f'documents={given!r}: must be a list such as ["manual=manual.kv"], of name=file')
     pairs = [each.split("=", 1) for each in given]
