@@ -361,12 +361,24 @@ class CompressedCache(Cache):
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
         self.recheck_fingerprint()  # what is written is the fingerprint of the model as it is now
-        metadata = asdict(_metadata(self, identity.describe(), dict(notes or {})))
+        metadata = CacheMetadata(
+            kvpass_version=__version__,
+            model=identity.describe(),
+            policy=self.policy.spec,
+            budget=self.budget,
+            layout=layout_of_all(state.layout, self.ranks.size),
+            columns=state.columns,
+            entries=tuple(state.budgets),
+            reusable=self.reusable,
+            notes=dict(notes or {}),
+            entry_format=self.entry_format,
+            own_budget=self.own_budget,
+        )
         if self.ranks.several:
             parts = self.ranks.gather_to_first({name: x.cpu() for name, x in state.saved.items()})
-            self.ranks.first_does(lambda: write_cache_file(path, joined(parts, state.layout), metadata))
+            self.ranks.first_does(lambda: write_cache_file(path, joined(parts, state.layout), asdict(metadata)))
         else:
-            write_cache_file(path, state.saved, metadata)
+            write_cache_file(path, state.saved, asdict(metadata))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return forbid_pickling(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
@@ -376,22 +388,6 @@ class CompressedCache(Cache):
             f"CompressedCache(policy={self.policy.name!r}, budget={self.budget}, tokens={self.columns}, "
             f"batch={self.batch_size}, nbytes={self.nbytes}, reusable={self.reusable})"
         )
-
-
-def _metadata(cache: CompressedCache, model: dict[str, Any], notes: dict[str, Any]) -> CacheMetadata:
-    return CacheMetadata(
-        kvpass_version=__version__,
-        model=model,
-        policy=cache.policy.spec,
-        budget=cache.budget,
-        layout=layout_of_all(cache.state.layout, cache.ranks.size),
-        columns=cache.columns,
-        entries=tuple(cache.state.budgets),
-        reusable=cache.reusable,
-        notes=notes,
-        entry_format=cache.entry_format,
-        own_budget=cache.own_budget,
-    )
 
 
 def _differs(ours: str, theirs: object, advice: str) -> CacheMismatchError:

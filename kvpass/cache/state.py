@@ -250,11 +250,7 @@ class KVState:
 
     @torch.inference_mode(False)
     def with_rows(self, index: Tensor) -> KVState:
-        """Return a state whose row i is row ``index[i]`` of this one.
-
-        Raises:
-            ValueError: no row is asked for.
-        """
+        """Return a state whose row i is row ``index[i]`` of this one."""
         if index.numel() == 0:
             raise ValueError("no row of the cache is selected: select at least one, or reset the cache")
         index = index.clone().to(self.device)
