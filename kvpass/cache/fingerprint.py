@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +34,13 @@ _IRRELEVANT = set(
 _VERSION = attrgetter("_version")
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a model that are compared in every call, collected once.
+class _Parts(NamedTuple):
+    """Parts of a model that are compared in every call, collected once."""
 
-    Attributes:
-        ids: of the tensors of the checkpoint. counted: those whose version counts writes (all but tensors made in
-            inference mode). adapters: layers of PEFT.
-        hooks: the forward-hook dictionaries of the modules, by number of registration.
-    """
-
-    ids: tuple[int, ...]
-    counted: tuple[Tensor, ...]
-    adapters: tuple[Any, ...]
-    hooks: tuple[Mapping[int, Any], ...]
+    ids: tuple[int, ...]  # of the tensors of the checkpoint
+    counted: tuple[Tensor, ...]  # those whose version counts writes: all that were not made in inference mode
+    adapters: tuple[Any, ...]  # layers of PEFT
+    hooks: tuple[Mapping[int, Any], ...]  # forward hooks of the modules, by number of registration
 
 
 class ModelFingerprint:

@@ -69,7 +69,7 @@ def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> boo
 
 
 def check_whole_text(cache: CompressedCache, ids: Tensor) -> None:
-    """Check that ids ``[B, T]``, more than a filled cache has seen, begin with the text of the cache, if that is known."""
+    """Check that ids ``[B, T]``, more than a filled cache has seen, begin with its text, if that is known."""
     if cache.ids is None:
         return
     (rows, tokens), held = ids.shape, cache.columns
