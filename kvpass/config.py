@@ -107,16 +107,12 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """A state of a recurrent layer, outside the budget.
+    """A state of a recurrent layer, outside the budget."""
 
-    Attributes:
-        layer: in the model's own count. name: ``conv0``, ``recurrent0``, ... shape: of one row. dtype: of torch.
-    """
-
-    layer: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    layer: int  # in the model's own count
+    name: str  # conv0, recurrent0, ...
+    shape: tuple[int, ...]  # of one row
+    dtype: str  # of torch
 
     @classmethod
     def of(cls, layer: int, name: str, state: torch.Tensor) -> StateShape:

@@ -17,7 +17,7 @@ from transformers import Cache
 
 from kvpass.cache.cache_file import CacheMetadata, write_cache_file
 from kvpass.cache.copying import forbid_pickling
-from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
+from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint
 from kvpass.cache.prefill import CachePrefill
 from kvpass.cache.prompt_record import PromptRecord, layer_ids
 from kvpass.cache.shared_heads import joined, layout_of_all
@@ -57,11 +57,12 @@ class _Filler:
         self.identity: Callable[[], ModelFingerprint | None] = (
             weakref.ref(owner) if isinstance(owner, ModelFingerprint) else lambda: None
         )
-        self._weights, self._state = reference(owner), owner.state
+        weights, self._state = owner.weights, owner.state
+        self._weights = weakref.ref(weights) if isinstance(weights, Tensor) else lambda: weights
 
     def check_weights(self, owner: Fingerprint) -> None:
         """Raise CacheMismatchError if another model filled the cache."""
-        filled, asked = self._weights(), reference(owner)()
+        filled, asked = self._weights(), owner.weights
         if not (filled == asked if isinstance(asked, tuple) else filled is asked):
             raise CacheMismatchError(
                 "the cache was filled by another model, with weights of its own: continue it with that model, or "

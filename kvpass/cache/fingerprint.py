@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -147,15 +146,10 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class GraphFingerprint:
-    """Fingerprint of a module of the raw backend; only the inputs of its graph are known.
+    """Fingerprint of a module of the raw backend; only the inputs of its graph are known."""
 
-    Attributes:
-        weights: the first parameter, or the paths of the attention ops when there is none.
-        state: write counts of the parameters.
-    """
-
-    weights: Tensor | tuple[str, ...]
-    state: tuple[int, ...]
+    weights: Tensor | tuple[str, ...]  # the first parameter, or the paths of the attention ops when there is none
+    state: tuple[int, ...]  # write counts of the parameters
 
     @classmethod
     def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphFingerprint:
@@ -167,12 +161,6 @@ class GraphFingerprint:
 
 Fingerprint: TypeAlias = ModelFingerprint | GraphFingerprint
 """Fingerprint of a model in this process."""
-
-
-def reference(owner: Fingerprint) -> Callable[[], Tensor | tuple[str, ...] | None]:
-    """Return a function that gives ``owner.weights``, or None after a weight was freed."""
-    known = owner.weights
-    return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
 def weights_digest(model: nn.Module, whole: Mapping[str, Any], *, rounded: bool = False) -> str:

@@ -23,17 +23,13 @@ from kvpass.policies.rules import Rules
 
 @dataclass(kw_only=True)
 class Runtime:
-    """Rules and captures of a compiled model.
-
-    ``identity``: fingerprint for its caches. ``adapted``: what was changed in the copy. ``block``: tokens of a block of
-    a prompt.
-    """
+    """Rules and captures of a compiled model."""
 
     rules: Rules
     captures: CaptureCache
-    identity: ModelFingerprint
-    adapted: Adapted
-    block: Block = "auto"
+    identity: ModelFingerprint  # for its caches
+    adapted: Adapted  # what was changed in the copy
+    block: Block = "auto"  # tokens of a block of a prompt
     last_prompt: PromptRecord | None = None
 
     @property

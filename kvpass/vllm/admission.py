@@ -46,20 +46,14 @@ def block_size(layout: BlockLayout, tokens: int, params: Any) -> BlockSize:
 
 
 class Prompt(NamedTuple):
-    """The prompt of a request that runs.
+    """The prompt of a request that runs."""
 
-    Attributes:
-        length: without what was generated. digest: of its tokens. size: of its block. number: no other that runs has
-            it; less than most run. document: that it continues. resumed: it was preempted, and what was generated
-            before comes behind it.
-    """
-
-    length: int
-    digest: bytes
-    size: BlockSize
-    number: int
-    document: Continued | None = None
-    resumed: bool = False
+    length: int  # without what was generated
+    digest: bytes  # of its tokens
+    size: BlockSize  # of its block
+    number: int  # no other that runs has it; less than most run
+    document: Continued | None = None  # that it continues
+    resumed: bool = False  # it was preempted, and what was generated before comes behind it
 
     @classmethod
     def of(
@@ -134,14 +128,10 @@ BEAMS = "kvpass does not support beam search in vLLM, which reads the prompt ane
 
 @dataclass(frozen=True)
 class Admission:
-    """What the front end of an engine checks requests against.
-
-    Attributes:
-        documents: token ids by name. max_model_len: vLLM's.
-    """
+    """What the front end of an engine checks requests against."""
 
     settings: Settings
-    documents: Mapping[str, Sequence[int]]
+    documents: Mapping[str, Sequence[int]]  # token ids by name
     max_model_len: int
 
     @classmethod

@@ -19,21 +19,14 @@ WITHOUT = f"leave {KEY!r} out of additional_config"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one engine.
-
-    Attributes:
-        policy: decides what is kept. budget: entries per KV head per layer on average, window included. room: tokens
-            that a request may append to its prompt. documents: file of each compressed document, by the name under
-            which requests ask for it. only_documents: no policy is given, so each request must name one. entry_format:
-            of blocks and documents.
-    """
+    """Settings of one engine."""
 
     policy: Policy
-    budget: int
-    room: int
-    documents: Mapping[str, str] = field(default_factory=dict)
-    only_documents: bool = False
-    entry_format: EntryFormat = "model"
+    budget: int  # entries per KV head per layer on average, window included
+    room: int  # tokens that a request may append to its prompt
+    documents: Mapping[str, str] = field(default_factory=dict)  # file of each, by the name that requests give
+    only_documents: bool = False  # no policy is given, so each request must name a document
+    entry_format: EntryFormat = "model"  # of blocks and documents
 
     @classmethod
     def read(cls, additional: object) -> Settings | None:
