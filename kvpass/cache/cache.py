@@ -22,7 +22,7 @@ from kvpass.cache.prefill import CachePrefill
 from kvpass.cache.prompt_record import PromptRecord, layer_ids
 from kvpass.cache.shared_heads import joined, layout_of_all
 from kvpass.cache.state import KVState
-from kvpass.config import Block, Budget, EntryFormat
+from kvpass.config import Budget, EntryFormat
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -93,7 +93,6 @@ class CompressedCache(Cache):
         reusable: calls continue on a copy and do not change this cache.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
-        block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         fills: further caches that its prompt fills.
         assists: it holds the drafts of an ``assistant_model``. transformers takes back a token before them too, and
@@ -116,7 +115,6 @@ class CompressedCache(Cache):
         self.policy, self.budget, self.ranks = policy, budget, ranks
         self.entry_format: EntryFormat = entry_format
         self.own_budget = False
-        self.block: Block | None = None
         self.fills: Sequence[CompressedCache] = ()
         self.assists = False
         self.reset()
