@@ -185,7 +185,9 @@ def restore_cache(
         )
     groups = (*metadata.layout.pools, *metadata.layout.rings)
     numbers = sum(g.geometry.layers * g.geometry.kv_heads * (g.geometry.key_dim + g.geometry.value_dim) for g in groups)
-    if numbers > (most := heads.size * _output_features(model)):  # the next call would take memory for as many
+    # at least as many as the model computes for one token: the next call would take memory for those of the file
+    most = heads.size * sum(max(x.shape, default=0) for x in (*model.parameters(), *model.buffers()))
+    if numbers > most:
         raise CacheMismatchError(f"the cache is of another model: keys and values of {numbers} numbers, here {most}")
     cache = CompressedCache(rules.policy, metadata.budget, runtime.identity, heads, metadata.entry_format)
     try:
@@ -197,8 +199,3 @@ def restore_cache(
     cache = cache.to(model.device if device is None else device)
     cache.state.reuse = runtime.captures.compiler.memory(cache.device)
     return cache
-
-
-def _output_features(model: Any) -> int:
-    """Return at least as many numbers as the model computes for one token, keys and values among them."""
-    return sum(max(x.shape, default=0) for x in (*model.parameters(), *model.buffers()))

@@ -36,11 +36,7 @@ T = TypeVar("T")
 
 
 def one_of(name: str, value: object, choices: Iterable[T]) -> T:
-    """Return the choice that the value of an argument is.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Return the choice that the value of an argument is; raise ValueError if it is none of them."""
     for choice in choices:
         if value == choice:
             return choice
@@ -79,11 +75,7 @@ class Geometry:
         return columns * BITS[entry_format] // 8 + scales * SCALE_BYTES
 
     def check_format(self, entry_format: EntryFormat, device: torch.device) -> None:
-        """Raise if a cache on this device cannot hold entries of this shape in that format.
-
-        Raises:
-            ValueError: the codes of a vector do not fill whole bytes, or no kernel reads them.
-        """
+        """Raise ValueError if a cache on this device cannot hold entries of this shape in that format."""
         if entry_format != "model" and device.type == "cuda" and max(self.key_dim, self.value_dim) > MOST_CODES_ON_CUDA:
             raise ValueError(
                 f"entries={entry_format!r}: keys have {self.key_dim} numbers, values {self.value_dim}, and kernels on "
@@ -115,16 +107,12 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """A state of a recurrent layer, outside the budget.
+    """A state of a recurrent layer, outside the budget."""
 
-    Attributes:
-        layer: in the model's own count. name: ``conv0``, ``recurrent0``, ... shape: of one row. dtype: of torch.
-    """
-
-    layer: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    layer: int  # in the model's own count
+    name: str  # conv0, recurrent0, ...
+    shape: tuple[int, ...]  # of one row
+    dtype: str  # of torch
 
     @classmethod
     def of(cls, layer: int, name: str, state: torch.Tensor) -> StateShape:
@@ -294,11 +282,7 @@ BudgetLike: TypeAlias = Budget | int | float | str | None
 
 
 def _read_bytes(text: str) -> int:
-    """Return the bytes of a text such as ``"512MiB"``.
-
-    Raises:
-        ValueError: the text is no number with a unit, or less than one byte.
-    """
+    """Return the bytes of a text such as ``"512MiB"``; raise ValueError for any other."""
     match = _BYTES.fullmatch(text)
     number, unit = match.groups() if match else ("", "")
     if match and not unit:

@@ -370,9 +370,5 @@ def written_in(kind: str) -> set[str]:
 
 
 def dynamic_dims(state: Iterable[str], rows: int) -> dict[str, set[int]]:
-    """Return dynamic dimensions of cache tensors by name, with prefixes such as ``store0_`` or ``ring0_``.
-
-    Args:
-        rows: of the call.
-    """
+    """Return dynamic dimensions of cache tensors in a call of ``rows``, by name, such as ``store0_pool_k``."""
     return {name: BUFFERS[name.partition("_")[2] or name].dynamic(rows) for name in state}

@@ -56,24 +56,12 @@ class Ranks:
         """Return the part of a tensor of all heads, along ``dim``, that belongs to this process."""
         return x.chunk(self.size, dim)[self.rank] if self.several else x
 
-    def max_over_ranks(self, number: int, device: torch.device) -> int:
-        """Return the largest number of all processes; several read it on the host.
-
-        Args:
-            device: on which the processes can send tensors to each other.
-        """
-        if not self.several:
-            return number
-        return int(self.gather(torch.tensor([number], device=device), 0).max())
-
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the tensors of all processes, of one shape, joined along ``dim`` in the order of their ranks."""
         return gather_ranks(x, self.group, self.size, dim) if self.several else x
 
     def exchange(self, value: R) -> list[R]:
-        """Return the values of all processes, in the order of their ranks."""
-        if not self.several:
-            return [value]
+        """Return the values of several processes, in the order of their ranks."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=process_group(self.group))
         return found

@@ -43,7 +43,7 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is written when it is first run
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -56,9 +56,6 @@ REPEATS_LAYERS = torch.__version__ >= "2.13"
 if REPEATS_LAYERS:
     from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardCheckSpec
     from torch._dynamo.variables import invoke_subgraph
-
-LazyGraphModule = _LazyGraphModule
-"""A graph whose code is written when it is first run: most copies of a decoder never are."""
 
 
 def set_symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol, bounds: ValueRanges) -> None:

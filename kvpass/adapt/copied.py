@@ -22,20 +22,13 @@ from kvpass.ranks import ONE_PROCESS, Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Adapted:
-    """What was changed in a copy of a model, so that it can be captured.
+    """What was changed in a copy of a model, so that it can be captured."""
 
-    Attributes:
-        heads: processes that share its attention heads. divided: weights by name of which each process can gather the
-            whole.
-        recurrent: its recurrent layers; None: it has none. longrope_limit: tokens beyond which rotary frequencies are
-            others. expanded: why its latents are cached as expanded heads; None if they are not, or it has none.
-    """
-
-    heads: Ranks
+    heads: Ranks  # processes that share its attention heads
     recurrent: RecurrentLayers | None
-    longrope_limit: int | None
-    expanded: str | None
-    divided: Mapping[str, Any] = field(repr=False)
+    longrope_limit: int | None  # tokens beyond which rotary frequencies are others
+    expanded: str | None  # why its latents are cached as expanded heads; None if they are not, or it has none
+    divided: Mapping[str, Any] = field(repr=False)  # weights by name of which each process can gather the whole
 
     @property
     def attention(self) -> tuple[int, ...] | None:

@@ -43,14 +43,10 @@ _States = Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentLayers:
-    """The recurrent layers of a decoder that also has attention.
-
-    Attributes:
-        states: what they hold. attention: numbers of the layers with attention, in the model's own count.
-    """
+    """The recurrent layers of a decoder that also has attention."""
 
     states: tuple[StateShape, ...]
-    attention: tuple[int, ...]
+    attention: tuple[int, ...]  # numbers of the layers with attention, in the model's own count
 
     @property
     def arguments(self) -> Callable[[Tensor], dict[str, Any]]:

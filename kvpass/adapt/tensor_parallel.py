@@ -106,7 +106,7 @@ def _forward_of(
     """Return the forward of a module that is divided in a style, None for that of its class."""
     if module._forward_pre_hooks or module._forward_hooks:
         raise ValueError(f"{path} is divided among processes by hooks, as by transformers before 5.17: use a newer one")
-    found = {name: _axis(tensor) for name, tensor in divided.items()}
+    found = {name: getattr(tensor.placements[0], "dim", None) for name, tensor in divided.items()}  # None: not divided
     expected, forward = _STYLES.get(style, (None, None))
     if expected is None or any(axis not in expected.get(name, ()) for name, axis in found.items()):
         raise ValueError(
@@ -121,12 +121,6 @@ def _forward_of(
     if forward in (_rows, _gathered) and divided["weight"].shape[0] % ranks.size:
         raise ValueError(f"{ranks.size} processes cannot share the rows of {path} alike")
     return forward
-
-
-def _axis(tensor: Any) -> int | None:
-    """The axis along which a tensor is divided; None if each process has all of it."""
-    (placement,) = tensor.placements
-    return getattr(placement, "dim", None)
 
 
 def _summed(self: Any, x: Tensor) -> Tensor:

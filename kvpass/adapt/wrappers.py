@@ -45,7 +45,8 @@ def _check_devices(model: nn.Module) -> str:
     where = {name: str(tensor.device) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
     # where accelerate offloads weights, which are then empty, the hook says where they are needed
-    targets = (str(torch.empty(0, device=hook.execution_device).device) for hook in hooks if _offloads(hook))
+    offload = (hook for hook in hooks if type(hook).__name__ == "AlignDevicesHook" and hook.offload)
+    targets = (str(torch.empty(0, device=hook.execution_device).device) for hook in offload)
     device = next(targets, None) or next((one for one in where.values() if one not in ("cpu", "meta")), "cpu")
     elsewhere = [name for name, one in where.items() if one != device]
     if elsewhere:
@@ -63,10 +64,6 @@ def _check_devices(model: nn.Module) -> str:
             "move the model to one of them"
         )
     return device
-
-
-def _offloads(hook: Any) -> bool:
-    return type(hook).__name__ == "AlignDevicesHook" and bool(hook.offload)
 
 
 def check_weights(model: nn.Module, compiler: Compiler) -> None:

@@ -17,12 +17,12 @@ from transformers import Cache
 
 from kvpass.cache.cache_file import CacheMetadata, write_cache_file
 from kvpass.cache.copying import forbid_pickling
-from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint, reference
+from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint
 from kvpass.cache.prefill import CachePrefill
 from kvpass.cache.prompt_record import PromptRecord, layer_ids
 from kvpass.cache.shared_heads import joined, layout_of_all
 from kvpass.cache.state import KVState
-from kvpass.config import Block, Budget, EntryFormat
+from kvpass.config import Budget, EntryFormat
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -57,11 +57,12 @@ class _Filler:
         self.identity: Callable[[], ModelFingerprint | None] = (
             weakref.ref(owner) if isinstance(owner, ModelFingerprint) else lambda: None
         )
-        self._weights, self._state = reference(owner), owner.state
+        weights, self._state = owner.weights, owner.state
+        self._weights = weakref.ref(weights) if isinstance(weights, Tensor) else lambda: weights
 
     def check_weights(self, owner: Fingerprint) -> None:
         """Raise CacheMismatchError if another model filled the cache."""
-        filled, asked = self._weights(), reference(owner)()
+        filled, asked = self._weights(), owner.weights
         if not (filled == asked if isinstance(asked, tuple) else filled is asked):
             raise CacheMismatchError(
                 "the cache was filled by another model, with weights of its own: continue it with that model, or "
@@ -92,7 +93,6 @@ class CompressedCache(Cache):
         reusable: calls continue on a copy and do not change this cache.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
-        block: tokens of a block in which its prompt is prefilled; None: those of the model.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         fills: further caches that its prompt fills.
         assists: it holds the drafts of an ``assistant_model``. transformers takes back a token before them too, and
@@ -115,7 +115,6 @@ class CompressedCache(Cache):
         self.policy, self.budget, self.ranks = policy, budget, ranks
         self.entry_format: EntryFormat = entry_format
         self.own_budget = False
-        self.block: Block | None = None
         self.fills: Sequence[CompressedCache] = ()
         self.assists = False
         self.reset()
@@ -361,12 +360,24 @@ class CompressedCache(Cache):
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
         self.recheck_fingerprint()  # what is written is the fingerprint of the model as it is now
-        metadata = asdict(_metadata(self, identity.describe(), dict(notes or {})))
+        metadata = CacheMetadata(
+            kvpass_version=__version__,
+            model=identity.describe(),
+            policy=self.policy.spec,
+            budget=self.budget,
+            layout=layout_of_all(state.layout, self.ranks.size),
+            columns=state.columns,
+            entries=tuple(state.budgets),
+            reusable=self.reusable,
+            notes=dict(notes or {}),
+            entry_format=self.entry_format,
+            own_budget=self.own_budget,
+        )
         if self.ranks.several:
             parts = self.ranks.gather_to_first({name: x.cpu() for name, x in state.saved.items()})
-            self.ranks.first_does(lambda: write_cache_file(path, joined(parts, state.layout), metadata))
+            self.ranks.first_does(lambda: write_cache_file(path, joined(parts, state.layout), asdict(metadata)))
         else:
-            write_cache_file(path, state.saved, metadata)
+            write_cache_file(path, state.saved, asdict(metadata))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return forbid_pickling(self, "a CompressedCache cannot be pickled: use cache.save and kvpass.load_cache")
@@ -376,22 +387,6 @@ class CompressedCache(Cache):
             f"CompressedCache(policy={self.policy.name!r}, budget={self.budget}, tokens={self.columns}, "
             f"batch={self.batch_size}, nbytes={self.nbytes}, reusable={self.reusable})"
         )
-
-
-def _metadata(cache: CompressedCache, model: dict[str, Any], notes: dict[str, Any]) -> CacheMetadata:
-    return CacheMetadata(
-        kvpass_version=__version__,
-        model=model,
-        policy=cache.policy.spec,
-        budget=cache.budget,
-        layout=layout_of_all(cache.state.layout, cache.ranks.size),
-        columns=cache.columns,
-        entries=tuple(cache.state.budgets),
-        reusable=cache.reusable,
-        notes=notes,
-        entry_format=cache.entry_format,
-        own_budget=cache.own_budget,
-    )
 
 
 def _differs(ours: str, theirs: object, advice: str) -> CacheMismatchError:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kvpass.cache.shared_heads import of_part
 from kvpass.config import Budget, EntryFormat, Layout
 from kvpass.errors import CacheFileError
 from kvpass.operands import BITS, BUFFERS, CODES, Buffer
@@ -44,8 +45,6 @@ _LENGTH_BYTES = 8
 @dataclass(frozen=True, kw_only=True)
 class CacheMetadata:
     """JSON metadata of a file; names as in :class:`kvpass.cache.state.KVState`.
-
-    The numbers are checked for consistency here; :func:`check_tensors` checks the tensors.
 
     Attributes:
         model: fingerprint of the model that filled the cache, see :class:`kvpass.cache.fingerprint.ModelFingerprint`.
@@ -86,7 +85,7 @@ def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: 
     text = _to_json({"format": FORMAT, **metadata})
     parts = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = save(parts, {"kvpass": text, "sha256": _BLANK.decode()})
-    place = _digest_place(_header_of(content, Path(path)), Path(path))
+    _, place = _header(content, Path(path))
     with replacing(path) as file:
         file.write(memoryview(content)[:place])
         file.write(hashlib.sha256(content).hexdigest().encode())
@@ -114,8 +113,7 @@ def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
     """
     source = Path(path)
     content = source.read_bytes()
-    header = _header_of(content, source)
-    place = _digest_place(header, source)
+    header, place = _header(content, source)
     digest = hashlib.sha256(memoryview(content)[:place])
     digest.update(_BLANK)
     digest.update(memoryview(content)[place + len(_BLANK) :])
@@ -137,18 +135,15 @@ def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         raise CacheFileError(source, f"holds no cache: {error}") from None
 
 
-def _header_of(content: bytes, path: Path) -> bytes:
+def _header(content: bytes, path: Path) -> tuple[bytes, int]:
+    """Return the header of a file, and where the digest is in the file."""
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if not 0 < length <= len(content) - _LENGTH_BYTES:
         raise CacheFileError(path, f"is no cache file, or is damaged or truncated: {len(content)} bytes")
-    return content[_LENGTH_BYTES : _LENGTH_BYTES + length]
-
-
-def _digest_place(header: bytes, path: Path) -> int:
-    """Return the offset of the digest in the file."""
+    header = content[_LENGTH_BYTES : _LENGTH_BYTES + length]
     if header.count(_MARK) != 1:
         raise CacheFileError(path, "is no cache file of kvpass, or is damaged: its header states no checksum")
-    return _LENGTH_BYTES + header.index(_MARK) + len(_MARK)
+    return header, _LENGTH_BYTES + header.index(_MARK) + len(_MARK)
 
 
 def _to_json(value: object) -> str:
@@ -156,12 +151,7 @@ def _to_json(value: object) -> str:
 
 
 def _from_json(text: str) -> dict[str, Any]:
-    """Parse a JSON object without duplicate names.
-
-    Raises:
-        ValueError: a duplicate name, a number that is NaN or infinite, text that is no Unicode, or no JSON object.
-        RecursionError: lists or objects are nested too deep.
-    """
+    """Parse a JSON object; raise ValueError for what is none, RecursionError for one that is nested too deep."""
     value = json.loads(text, object_pairs_hook=_once)
     _to_json(value).encode()  # raises for numbers and texts that Python reads but JSON cannot represent
     if not isinstance(value, dict):
@@ -216,7 +206,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         raise ValueError("mask: another number of columns is padding than start says")
     seen = metadata.columns - start
     for part in layout.names[: len(layout.pools)]:
-        store = {name.removeprefix(f"{part}_"): x for name, x in tensors.items() if name.startswith(f"{part}_")}
+        store = of_part(tensors, part)
         if rule is None:
             # the newest tokens are in the tail, older ones in the pool
             before = seen - (store["tail_k"].shape[3] - store["tail_start"])

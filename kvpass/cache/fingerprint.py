@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,20 +33,13 @@ _IRRELEVANT = set(
 _VERSION = attrgetter("_version")
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a model that are compared in every call, collected once.
+class _Parts(NamedTuple):
+    """Parts of a model that are compared in every call, collected once."""
 
-    Attributes:
-        ids: of the tensors of the checkpoint. counted: those whose version counts writes (all but tensors made in
-            inference mode). adapters: layers of PEFT.
-        hooks: the forward-hook dictionaries of the modules, by number of registration.
-    """
-
-    ids: tuple[int, ...]
-    counted: tuple[Tensor, ...]
-    adapters: tuple[Any, ...]
-    hooks: tuple[Mapping[int, Any], ...]
+    ids: tuple[int, ...]  # of the tensors of the checkpoint
+    counted: tuple[Tensor, ...]  # those whose version counts writes: all that were not made in inference mode
+    adapters: tuple[Any, ...]  # layers of PEFT
+    hooks: tuple[Mapping[int, Any], ...]  # forward hooks of the modules, by number of registration
 
 
 class ModelFingerprint:
@@ -154,15 +146,10 @@ class ModelFingerprint:
 
 @dataclass(frozen=True)
 class GraphFingerprint:
-    """Fingerprint of a module of the raw backend; only the inputs of its graph are known.
+    """Fingerprint of a module of the raw backend; only the inputs of its graph are known."""
 
-    Attributes:
-        weights: the first parameter, or the paths of the attention ops when there is none.
-        state: write counts of the parameters.
-    """
-
-    weights: Tensor | tuple[str, ...]
-    state: tuple[int, ...]
+    weights: Tensor | tuple[str, ...]  # the first parameter, or the paths of the attention ops when there is none
+    state: tuple[int, ...]  # write counts of the parameters
 
     @classmethod
     def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphFingerprint:
@@ -174,12 +161,6 @@ class GraphFingerprint:
 
 Fingerprint: TypeAlias = ModelFingerprint | GraphFingerprint
 """Fingerprint of a model in this process."""
-
-
-def reference(owner: Fingerprint) -> Callable[[], Tensor | tuple[str, ...] | None]:
-    """Return a function that gives ``owner.weights``, or None after a weight was freed."""
-    known = owner.weights
-    return weakref.ref(known) if isinstance(known, Tensor) else lambda: known
 
 
 def weights_digest(model: nn.Module, whole: Mapping[str, Any], *, rounded: bool = False) -> str:

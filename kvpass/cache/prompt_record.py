@@ -18,24 +18,14 @@ from kvpass.policies.base import Policy
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayersRecord:
-    """What the layers of one KV geometry kept.
+    """What the layers of one KV geometry kept."""
 
-    Attributes:
-        group: the layers and their geometry.
-        mass: share of the window queries' attention that kept entries and window hold, fp32 ``[B, L, K]``.
-        weights: layer weights of the policy, fp64 ``[B, L]`` (zeros for fixed layer splits).
-        positions: true positions of the pool's entries, int32 ``[B, E]``.
-        offsets: bounds of the pool's segments, int32 ``[B, L*K + 1]``.
-        output_errors: where entries were compacted, :attr:`kvpass.policies.compaction.Fitted.errors`, fp32
-            ``[3, L, B, K]``.
-    """
-
-    group: LayerGroup
-    mass: Tensor
-    weights: Tensor
-    positions: Tensor
-    offsets: Tensor
-    output_errors: Tensor | None = None
+    group: LayerGroup  # the layers and their geometry
+    mass: Tensor  # share of the window queries' attention that kept entries and window hold, fp32 [B, L, K]
+    weights: Tensor  # layer weights of the policy, fp64 [B, L], zeros for fixed layer splits
+    positions: Tensor  # true positions of the pool's entries, int32 [B, E]
+    offsets: Tensor  # bounds of the pool's segments, int32 [B, L*K + 1]
+    output_errors: Tensor | None = None  # of compacted entries, policies.compaction.Fitted.errors, fp32 [3, L, B, K]
 
     @property
     def kept(self) -> Tensor:
@@ -45,31 +35,19 @@ class LayersRecord:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PromptRecord:
-    """What was kept of the last prompt, as printed by ``model.report()``.
-
-    Attributes:
-        policy, budget: the rules by which it was kept.
-        start: first real column, int64 ``[B]``. columns: N.
-        entries: budget per KV head per layer of each row, window included, int64 ``[B]``.
-        window: window tokens of each row, int64 ``[B]``.
-        full_layers: one record per KV geometry of the layers that share the budget.
-        sliding_layers: layers with a sliding window, which are outside the budget.
-        entry_format: of the entries.
-        nbytes: bytes of the cache after the prompt, all included. ring_nbytes, state_nbytes: the rings alone, the
-            states of recurrent layers alone.
-    """
+    """What was kept of the last prompt, as printed by ``model.report()``."""
 
     policy: Policy
     budget: Budget | None
-    start: Tensor
-    columns: int
-    entries: Tensor
-    window: Tensor
-    full_layers: tuple[LayersRecord, ...]
-    sliding_layers: tuple[LayerGroup, ...]
-    nbytes: int
-    ring_nbytes: int
-    state_nbytes: int
+    start: Tensor  # first real column, int64 [B]
+    columns: int  # N
+    entries: Tensor  # budget per KV head per layer of each row, window included, int64 [B]
+    window: Tensor  # window tokens of each row, int64 [B]
+    full_layers: tuple[LayersRecord, ...]  # one per KV geometry of the layers that share the budget
+    sliding_layers: tuple[LayerGroup, ...]  # outside the budget
+    nbytes: int  # of the cache after the prompt, all included
+    ring_nbytes: int  # of the rings alone
+    state_nbytes: int  # of the states of recurrent layers alone
     entry_format: EntryFormat = "model"
 
     def lengths(self, store: LayersRecord) -> Tensor:

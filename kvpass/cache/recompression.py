@@ -29,8 +29,8 @@ class Recompression:
     def __init__(self, store: FullAttentionLayers, window: Tensor) -> None:
         self.store, self.every_row = store, bool((window != NOT_DUE).all())
         g, device = store.geometry, store.buffers.offsets.device
-        slots = int(store.pool_lengths.max()) + store.buffers.tail_k.shape[3]
-        sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": store.ranks.max_over_ranks(slots, device)}
+        slots = store.ranks.gather(store.pool_lengths.amax()[None], 0).amax() + store.buffers.tail_k.shape[3]
+        sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": int(slots)}
         self.buffers = RecompressBuffers(
             BUFFERS["recompress_scores"].new(sizes | {"K": g.kv_heads * store.ranks.size}, device),
             BUFFERS["recompress_masses"].new(sizes, device),

@@ -33,37 +33,27 @@ EMPTY_LAYOUT = Layout((), ())
 class KVState:
     """Entries of all layers, and what counts them. With the first four alone it is empty.
 
-    Attributes:
-        policy: decides what is kept. budget: how much; None only for a policy that needs none.
-        ranks: processes that share the heads; the entries are of those of this process.
-        entry_format: how kept entries are held, as ``entries`` of ``kvpass.compile``.
-        layout: of the parts: full-attention layers, sliding-window layers, recurrent states.
-        budgets: of each row, in entries. start: first real column of each row, int64 ``[B]``.
-        ids: token ids of the columns, padding included, int32 ``[B, columns]``; None where they are not known.
-        columns: tokens seen, padding included. prompt_columns: those of the prompt.
-        appended: those after the prompt was compressed, or after the last call with padding.
-        padded: mask int64 ``[B, n]`` of the first columns, where calls had padding behind the prompt. All padding of a
-            row is held on the left.
-        seen: counts the columns for graphs, int64 ``[]``. reuse: where memory of growth and of copies comes from.
-        recompressions: of the full-attention layers, during an extend after which they are compressed again.
+    All padding of a row is held on the left; where calls had padding behind the prompt, ``padded`` says where.
     """
 
     policy: Policy
-    budget: Budget | None
-    ranks: Ranks = ONE_PROCESS
+    budget: Budget | None  # None only for a policy that needs none
+    ranks: Ranks = ONE_PROCESS  # processes that share the heads; the entries are of the heads of this one
     entry_format: EntryFormat = "model"
-    layout: Layout = EMPTY_LAYOUT
-    parts: Sequence[CachePart] = ()
-    budgets: Sequence[int] = ()
-    start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
-    ids: Tensor | None = None
-    columns: int = 0
+    layout: Layout = EMPTY_LAYOUT  # of the parts
+    parts: Sequence[CachePart] = ()  # full-attention layers, sliding-window layers, recurrent states
+    budgets: Sequence[int] = ()  # of each row, in entries
+    start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))  # first real column
+    ids: Tensor | None = None  # of the columns, padding included, int32 [B, columns]; None where they are not known
+    columns: int = 0  # tokens seen, padding included
     prompt_columns: int = 0
-    appended: int = 0
-    padded: Tensor | None = None
-    seen: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
-    reuse: BufferReuse = NO_REUSE
-    recompressions: Sequence[Recompression] = ()
+    appended: int = 0  # after the prompt was compressed, or after the last call with padding
+    padded: Tensor | None = None  # mask of the first n columns, int64 [B, n]
+    seen: Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu")
+    )  # columns, for graphs
+    reuse: BufferReuse = NO_REUSE  # where memory of growth and of copies comes from
+    recompressions: Sequence[Recompression] = ()  # during an extend after which full_layers are compressed again
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
@@ -251,11 +241,7 @@ class KVState:
 
     @torch.inference_mode(False)
     def with_rows(self, index: Tensor) -> KVState:
-        """Return a state whose row i is row ``index[i]`` of this one.
-
-        Raises:
-            ValueError: no row is asked for.
-        """
+        """Return a state whose row i is row ``index[i]`` of this one."""
         if index.numel() == 0:
             raise ValueError("no row of the cache is selected: select at least one, or reset the cache")
         index = index.clone().to(self.device)

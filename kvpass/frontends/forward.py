@@ -183,7 +183,7 @@ def read_prompt(
     if position_ids is not None:
         _check_ascending(positions, start)
     run, ids = decoder_of(model, text, positions, logits_to_keep), text if text.ndim == 2 else None
-    return prefill(cache, start, text.shape[1], run, cache.block or model._kvpass.block, ids)
+    return prefill(cache, start, text.shape[1], run, model._kvpass.block_now, ids)
 
 
 def continue_cache(

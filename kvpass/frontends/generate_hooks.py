@@ -79,7 +79,7 @@ class GenerateHooks(CompressedForward):
         if limit is not None and cache is not None and not cache.is_empty and prepared.get(CACHE) is None:
             rules = replace(self._kvpass.rules_now, budget=cache.budget, own_budget=cache.own_budget)
             again = prepared[CACHE] = self._kvpass.new_cache(rules)  # longrope: the whole text is read again
-            again.block, again.expected = cache.block, cache.expected
+            again.expected = cache.expected
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"], inputs_embeds=prepared.get("inputs_embeds"))

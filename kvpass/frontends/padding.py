@@ -40,15 +40,11 @@ def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) ->
 
 @dataclass(frozen=True)
 class Padding:
-    """What a call with padding adds to each row of a cache, and takes back from it.
+    """What a call with padding adds to each row of a cache, and takes back from it."""
 
-    real: new tokens that are no padding, bool ``[B, T]``. taken: tokens that go first, the last ones of the row, int64
-    ``[B]``. mask: of all columns after the call, int64 ``[B, columns + T]``.
-    """
-
-    real: Tensor
-    taken: Tensor
-    mask: Tensor
+    real: Tensor  # new tokens that are no padding, bool [B, T]
+    taken: Tensor  # tokens that go first, the last ones of the row, int64 [B]
+    mask: Tensor  # of all columns after the call, int64 [B, columns + T]
 
     def groups(self) -> list[tuple[int, int, Tensor]]:
         """Return rows that are alike, int64 each, behind their numbers of tokens taken back and added."""

@@ -119,7 +119,9 @@ def kvpass_backend(
     _join_equal_lengths(gm)
     _check_sizes(gm)
     phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
-    captures = _CAPTURES.setdefault(_first_weight(gm), [])
+    weights = (module_tensor(node) for node in gm.graph.nodes if is_module_tensor(node))
+    first = next((weight for weight in weights if weight is not None), torch.empty(0, device="cpu"))
+    captures = _CAPTURES.setdefault(first, [])
     module = RawModule(phases.canonicalize(gm, example_inputs), policy, resolved, block, captures)
     module.decoder.admit_one_token()
     return module.__call__
@@ -127,11 +129,6 @@ def kvpass_backend(
 
 _CAPTURES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Captures of several tokens, by the first weight of their modules."""
-
-
-def _first_weight(gm: GraphModule) -> Tensor:
-    tensors = (module_tensor(node) for node in gm.graph.nodes if is_module_tensor(node))
-    return next((tensor for tensor in tensors if tensor is not None), torch.empty(0, device="cpu"))
 
 
 def _join_equal_lengths(gm: GraphModule) -> None:
@@ -212,7 +209,11 @@ class RawModule:
         self.rows = int(query.shape[0])  # guards a symbolic batch: the state that enters the graph is of this size
         self.tokens = size_reader(graph, self.captured_tokens)
         self.sources = [source_of(node) for node in placeholders(graph)]
-        self.texts = [place for place, node in enumerate(placeholders(graph)) if self._is_text(node)]
+        self.texts = [  # inputs with a whole number for each token
+            place
+            for place, node in enumerate(placeholders(graph))
+            if _is_whole(node) and not is_module_tensor(node) and (shape_of(node) or (0,))[-1] == self.captured_tokens
+        ]
         self.same: set[RawModule] = set()
         if self.captured_tokens != 1:
             captures.append(self)
@@ -281,10 +282,6 @@ class RawModule:
             "the module was captured again, and gives something else than what was captured for the prompt: an "
             "attribute may have changed, as a first position, or an argument that is a number. Pass the positions in"
         )
-
-    def _is_text(self, node: Node) -> bool:
-        """Whether an input has a whole number for each token."""
-        return _is_whole(node) and not is_module_tensor(node) and (shape_of(node) or (0,))[-1] == self.captured_tokens
 
     def _check_owner(self, cache: CompressedCache, owner: GraphFingerprint) -> None:
         try:

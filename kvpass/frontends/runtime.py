@@ -23,23 +23,24 @@ from kvpass.policies.rules import Rules
 
 @dataclass(kw_only=True)
 class Runtime:
-    """Rules and captures of a compiled model.
-
-    ``identity``: fingerprint for its caches. ``adapted``: what was changed in the copy. ``block``: tokens of a block of
-    a prompt.
-    """
+    """Rules and captures of a compiled model."""
 
     rules: Rules
     captures: CaptureCache
-    identity: ModelFingerprint
-    adapted: Adapted
-    block: Block = "auto"
+    identity: ModelFingerprint  # for its caches
+    adapted: Adapted  # what was changed in the copy
+    block: Block = "auto"  # tokens of a block of a prompt
     last_prompt: PromptRecord | None = None
 
     @property
     def rules_now(self) -> Rules:
         """Those of the call that this thread is in, which other threads do not change; else the model's."""
-        return next((rules for runtime, rules in _CALLS.get() if runtime is self), self.rules)
+        return next((rules for runtime, rules, _ in _CALLS.get() if runtime is self), self.rules)
+
+    @property
+    def block_now(self) -> Block:
+        """That of the call that this thread is in, if it has one of its own; else the model's."""
+        return next((block for runtime, _, block in _CALLS.get() if runtime is self and block), self.block)
 
     @property
     def positions_in_keys(self) -> bool:
@@ -50,12 +51,12 @@ class Runtime:
     @property
     def in_call(self) -> bool:
         """Whether this thread is in a call of ``generate`` or ``compress``."""
-        return any(runtime is self for runtime, _ in _CALLS.get())
+        return any(runtime is self for runtime, *_ in _CALLS.get())
 
     @contextmanager
-    def call(self, rules: Rules) -> Iterator[None]:
-        """Within it, calls of this thread go by ``rules``."""
-        token = _CALLS.set(((self, rules), *_CALLS.get()))
+    def call(self, rules: Rules, block: Block | None = None) -> Iterator[None]:
+        """Within it, calls of this thread go by ``rules``, and prompts are read in blocks of so many tokens."""
+        token = _CALLS.set(((self, rules, block), *_CALLS.get()))
         try:
             yield
         finally:
@@ -98,4 +99,5 @@ class Runtime:
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 
 
-_CALLS: ContextVar[tuple[tuple[Runtime, Rules], ...]] = ContextVar("calls of generate and compress", default=())
+_Calls = tuple[tuple[Runtime, Rules, Block | None], ...]
+_CALLS: ContextVar[_Calls] = ContextVar("calls of generate and compress", default=())

@@ -80,8 +80,7 @@ class CompressedModel(GenerateHooks):
         """
         rules = self._kvpass.rules_now.with_budget(budget)
         given = by_name(super().generate, args, kwargs)  # type: ignore[misc]
-        with self._kvpass.call(rules):
-            return self._generate(rules, {"inputs": inputs, "generation_config": generation_config, **given})
+        return self._generate(rules, {"inputs": inputs, "generation_config": generation_config, **given})
 
     def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
         """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
@@ -118,11 +117,9 @@ class CompressedModel(GenerateHooks):
         if text is not None:
             check_generate_mask(mask, text, 0 if cache is None else cache.columns, kwargs, *configs)
         by_default = text is not None and _cache_is_default(kwargs, *configs)
-        if cache is None and (by_default or block is not None or assists):
+        if cache is None and (by_default or assists):
             cache = kwargs[CACHE] = self._kvpass.new_cache(rules)
             cache.assists = assists
-        if cache is not None and block is not None:
-            cache.block = block
         arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
         if cache is not None and text is not None:
             continues = embeds is None and has_new_ids(cache, text, mask)
@@ -141,7 +138,8 @@ class CompressedModel(GenerateHooks):
             if arguments[name] is None:
                 del arguments[name]  # beam search would reorder a cache that is None
         try:  # ids by position: a class of its own generate may name them otherwise
-            output = super().generate(*([] if ids is None else [ids]), **arguments)  # type: ignore[misc]
+            with self._kvpass.call(rules, block):
+                output = super().generate(*([] if ids is None else [ids]), **arguments)  # type: ignore[misc]
         except BaseException:
             if drafts and cache is not None:
                 _take_back(cache, seen)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from kvpass.cache.cache import CompressedCache
@@ -54,11 +54,7 @@ _NEUTRAL = {
 
 
 def by_name(generate: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``generate`` by name; ``args``: those after the ids and the configuration.
-
-    Raises:
-        TypeError: an argument has no name there, or is given twice.
-    """
+    """Return arguments of ``generate`` by name; ``args``: those after the ids and the configuration."""
     parameters = inspect.signature(generate).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][2:]
     if len(names) < len(args) or kwargs.keys() & names[: len(args)]:
@@ -73,11 +69,7 @@ def has_new_ids(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> boo
 
 
 def check_whole_text(cache: CompressedCache, ids: Tensor) -> None:
-    """Check that ids ``[B, T]``, more than a filled cache has seen, begin with the text of the cache, if that is known.
-
-    Raises:
-        CacheMismatchError: they do not; only those behind as many columns as the cache has would be read.
-    """
+    """Check that ids ``[B, T]``, more than a filled cache has seen, begin with its text, if that is known."""
     if cache.ids is None:
         return
     (rows, tokens), held = ids.shape, cache.columns
@@ -156,21 +148,11 @@ def new_ids_only(output: Any, held: int) -> Any:
     return output
 
 
-def _of_new_ids(criterion: StoppingCriteria, held: int) -> StoppingCriteria:
+def _of_new_ids(criterion: Callable[..., Any], held: int) -> Callable[..., Any]:
     """Return a criterion that decides by the new ids; the class of transformers' own for the length stays."""
     if type(criterion) is MaxLengthCriteria:
         return MaxLengthCriteria(criterion.max_length + held, criterion.max_position_embeddings)
-    return _CriterionOfNewIds(criterion, held)
-
-
-class _CriterionOfNewIds(StoppingCriteria):
-    """Gives a criterion the new ids only."""
-
-    def __init__(self, criterion: StoppingCriteria, held: int) -> None:
-        self.criterion, self.held = criterion, held
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return self.criterion(input_ids[:, self.held :], scores, **kwargs)
+    return lambda ids, scores, **kwargs: criterion(ids[:, held:], scores, **kwargs)
 
 
 class _StreamOfNewIds(BaseStreamer):

@@ -46,20 +46,14 @@ def block_size(layout: BlockLayout, tokens: int, params: Any) -> BlockSize:
 
 
 class Prompt(NamedTuple):
-    """The prompt of a request that runs.
+    """The prompt of a request that runs."""
 
-    Attributes:
-        length: without what was generated. digest: of its tokens. size: of its block. number: no other that runs has
-            it; less than most run. document: that it continues. resumed: it was preempted, and what was generated
-            before comes behind it.
-    """
-
-    length: int
-    digest: bytes
-    size: BlockSize
-    number: int
-    document: Continued | None = None
-    resumed: bool = False
+    length: int  # without what was generated
+    digest: bytes  # of its tokens
+    size: BlockSize  # of its block
+    number: int  # no other that runs has it; less than most run
+    document: Continued | None = None  # that it continues
+    resumed: bool = False  # it was preempted, and what was generated before comes behind it
 
     @classmethod
     def of(
@@ -95,10 +89,7 @@ class Rows:
         return self._prompts[row]
 
     def of_first(self, rows: int) -> Tensor:
-        """Return of each of the first rows what it has compressed, whether in a document, and the slots of its tails.
-
-        int64 ``[3, rows]`` on the host.
-        """
+        """Return int64 ``[3, rows]``, on the host: tokens compressed, whether in a document, slots of the tails."""
         prompts = [self._prompts.get(row) for row in range(rows)]
         compressed = [prompt.compressed if prompt else 0 for prompt in prompts]
         continues = [prompt is not None and prompt.document is not None for prompt in prompts]
@@ -137,25 +128,15 @@ BEAMS = "kvpass does not support beam search in vLLM, which reads the prompt ane
 
 @dataclass(frozen=True)
 class Admission:
-    """What the front end of an engine checks requests against.
-
-    Attributes:
-        documents: token ids by name. max_model_len: vLLM's.
-    """
+    """What the front end of an engine checks requests against."""
 
     settings: Settings
-    documents: Mapping[str, Sequence[int]]
+    documents: Mapping[str, Sequence[int]]  # token ids by name
     max_model_len: int
 
     @classmethod
     def of(cls, config: Any) -> Admission | None:
-        """Return that of an engine; None without kvpass.
-
-        Args:
-            config: vLLM's ``VllmConfig``.
-        Raises:
-            ValueError: as :meth:`Settings.read` and :func:`kvpass.vllm.documents.read`.
-        """
+        """Return that of an engine's ``VllmConfig``; None without kvpass."""
         settings = Settings.read(config.additional_config)
         if settings is None:
             return None

@@ -105,12 +105,7 @@ def bound_backend(config: Any) -> type[KVPassBackend]:
 
 @dataclass
 class KVPassMetadata:
-    """One step.
-
-    Attributes:
-        step: its rows. run: what runs on the device. order: index of each layer by its name. documents: None without
-            any.
-    """
+    """One step: its rows, what runs on the device, and the index of each layer by its name."""
 
     step: Step
     run: Operators

@@ -29,10 +29,6 @@ class Operators(NamedTuple):
     attend_blocks: Callable[[Attention, AppendBuffers, int], Tensor]
 
 
-ON_CPU = Operators(reference, versions.attend_prompt, cpu.attend_cache)
-"""vLLM's kernel for prompts, the eager operators to compress them, and the C++ kernel to decode."""
-
-
 def on_cuda() -> Operators:
     """Return those of :mod:`kvpass.ops.cuda`. **In vLLM they have not run on a GPU yet**, only in the interpreter."""
     from kvpass.ops import cuda  # needs Triton
@@ -46,5 +42,5 @@ def on_cuda() -> Operators:
 
 
 def operators(device: torch.device) -> Operators:
-    """Return what runs on a device."""
-    return ON_CPU if device.type == "cpu" else on_cuda()
+    """Return what runs on a device; on a CPU vLLM's kernel reads prompts, and a C++ kernel decodes."""
+    return Operators(reference, versions.attend_prompt, cpu.attend_cache) if device.type == "cpu" else on_cuda()

@@ -86,8 +86,6 @@ def load(config: Any, settings: Settings, ranks: Ranks) -> Documents | None:
     The first process compares them with the model, and also a policy that is made for one model. The weights of vLLM's
     own model are divided and renamed, so transformers loads them for the comparison.
 
-    Args:
-        config: vLLM's ``VllmConfig``.
     Raises:
         ValueError: as :func:`read`, or a document or the policy is of another model.
     """
@@ -108,13 +106,7 @@ def load(config: Any, settings: Settings, ranks: Ranks) -> Documents | None:
 
 
 def read(config: Any, settings: Settings) -> dict[str, SavedDocument]:
-    """Read the files of an engine's documents.
-
-    Args:
-        config: vLLM's ``VllmConfig``.
-    Raises:
-        ValueError: a file cannot be read, is damaged, or the engine cannot serve what it holds.
-    """
+    """Read the files of an engine's documents; raise ValueError for one that the engine cannot read or serve."""
     found = {}
     for name, path in settings.documents.items():
         try:

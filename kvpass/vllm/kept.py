@@ -60,21 +60,13 @@ class Tables:
             del self.kept[old]
 
     def renumber(self, blocks: Tensor, numbers: Tensor) -> None:
-        """Note the numbers of requests; the mean of one that had another, as vLLM left it out of a step, goes along.
-
-        Args:
-            blocks, numbers: of each, int64 on the device.
-        """
+        """Note the numbers of requests, int64 on the device; one that vLLM left out of a step has its mean moved."""
         assert self.means is not None
         self.means[:, numbers] = self.means[:, self.number[blocks]]
         self.number[blocks] = numbers
 
     def continue_document(self, block: int, document: Continued, offsets: Tensor, mean: Tensor | None = None) -> None:
-        """Note that a request continues a document: its tail is empty.
-
-        Args:
-            offsets: of the document's segments. mean: of its keys, ``[L, K, D]``, if entries are codes.
-        """
+        """Note that a request continues a document; ``mean``: of the document's keys, ``[L, K, D]``, if codes."""
         self.offsets[block], self.before[block], self.used[block] = offsets, document.tokens, 0
         if self.means is not None and mean is not None:
             self.means[:, self.number[block]] = mean

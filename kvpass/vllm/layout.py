@@ -31,23 +31,17 @@ class BlockSize(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Sizes of the largest block.
-
-    Attributes:
-        layers, kv_heads, head_dim: of the model. pool: entries that all layers share. tail: slots of each KV head for
-            the window and for appended tokens. entry_format: of both. window: slots of the tail for it. one_tail: all
-            blocks have tails of the largest size. staged: units in which a prompt that is read in chunks waits.
-    """
+    """Sizes of the largest block."""
 
     layers: int
     kv_heads: int
     head_dim: int
-    pool: int
-    tail: int
+    pool: int  # entries that all layers share
+    tail: int  # slots of each KV head for the window and for appended tokens
     entry_format: EntryFormat = "model"
-    window: int = 0
-    one_tail: bool = False
-    staged: int = 0
+    window: int = 0  # slots of the tail for it
+    one_tail: bool = False  # all blocks have tails of the largest size
+    staged: int = 0  # units in which a prompt that is read in chunks waits
 
     @property
     def coded(self) -> bool:

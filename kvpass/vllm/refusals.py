@@ -135,11 +135,7 @@ REFUSALS = [
 
 
 def checked_settings(config: Any) -> Settings | None:
-    """Return what an engine is configured with; None without kvpass.
-
-    Raises:
-        ValueError: another version of vLLM, or a combination that is refused.
-    """
+    """Return what an engine is configured with, None without kvpass; raise ValueError for what is refused."""
     settings = Settings.read(config.additional_config)
     if settings is not None:
         check_version(installed())
@@ -148,11 +144,7 @@ def checked_settings(config: Any) -> Settings | None:
 
 
 def check_version(found: str) -> None:
-    """Refuse versions whose internal interfaces were not tested.
-
-    Raises:
-        ValueError: not a known version.
-    """
+    """Raise ValueError for a version whose internal interfaces were not tested."""
     if not found.startswith(_KNOWN):
         raise ValueError(
             f"kvpass works with vLLM 0.32 and 0.33, not {found}: pip install 'kvpass[vllm]', which brings 0.32 for "
@@ -171,26 +163,14 @@ def installed() -> str:
 
 
 def check_config(config: Any, settings: Settings) -> None:
-    """Refuse what is not exact.
-
-    Args:
-        config: vLLM's ``VllmConfig``.
-    Raises:
-        ValueError: names everything that does not work, and the flags to change.
-    """
+    """Raise ValueError for a ``VllmConfig`` that is not exact, with the name of each fault and the flags to change."""
     found = [f"{refusal.name} ({refusal.advice})" for refusal in REFUSALS if refusal.holds(config, settings)]
     if found:
         raise ValueError(f"kvpass does not support {'; '.join(found)}")
 
 
 def check_heads(keys: int, values: int, supported: list[int]) -> None:
-    """Refuse sizes of heads.
-
-    Args:
-        keys, values: numbers of a key and of a value. supported: by the kernel for prompts; empty for any.
-    Raises:
-        ValueError: says which size the model has.
-    """
+    """Raise ValueError for sizes of keys and values that the kernel for prompts lacks; an empty list is every size."""
     if keys != values or (supported and keys not in supported):
         raise ValueError(
             f"kvpass does not support keys of {keys} and values of {values} numbers in vLLM, only equal ones"
@@ -199,11 +179,7 @@ def check_heads(keys: int, values: int, supported: list[int]) -> None:
 
 
 def check_layer(*, alibi: bool, sliding_window: int | None, kind: str, shares_cache: bool) -> None:
-    """Refuse attention layers that kvpass does not compress.
-
-    Raises:
-        ValueError: says which kind of layer the model has, why not, and what to do.
-    """
+    """Raise ValueError for an attention layer that kvpass does not compress."""
     found = {
         "ALiBi (its kernels add no bias to the logits)": alibi,
         "sliding windows (one block holds a request over all layers, and these layers forget)": sliding_window
@@ -217,13 +193,7 @@ def check_layer(*, alibi: bool, sliding_window: int | None, kind: str, shares_ca
 
 
 def check_caches(kinds: set[str], ours: str) -> None:
-    """Refuse an engine in which a cache is not compressed, for whatever reason.
-
-    Args:
-        kinds: classes of the specs of all its caches. ours: of caches that kvpass compresses.
-    Raises:
-        ValueError: says which other kinds there are.
-    """
+    """Raise ValueError if the classes of the specs of an engine's caches are not all ``ours``."""
     if kinds != {ours}:
         others = ", ".join(sorted(kinds - {ours})) or "none"
         raise ValueError(f"kvpass would not compress all caches of this model in vLLM (others: {others}): {WITHOUT}")

@@ -19,21 +19,14 @@ WITHOUT = f"leave {KEY!r} out of additional_config"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one engine.
-
-    Attributes:
-        policy: decides what is kept. budget: entries per KV head per layer on average, window included. room: tokens
-            that a request may append to its prompt. documents: file of each compressed document, by the name under
-            which requests ask for it. only_documents: no policy is given, so each request must name one. entry_format:
-            of blocks and documents.
-    """
+    """Settings of one engine."""
 
     policy: Policy
-    budget: int
-    room: int
-    documents: Mapping[str, str] = field(default_factory=dict)
-    only_documents: bool = False
-    entry_format: EntryFormat = "model"
+    budget: int  # entries per KV head per layer on average, window included
+    room: int  # tokens that a request may append to its prompt
+    documents: Mapping[str, str] = field(default_factory=dict)  # file of each, by the name that requests give
+    only_documents: bool = False  # no policy is given, so each request must name a document
+    entry_format: EntryFormat = "model"  # of blocks and documents
 
     @classmethod
     def read(cls, additional: object) -> Settings | None:
@@ -108,11 +101,7 @@ class Settings:
 
 
 def _documents(given: object) -> dict[str, str]:
-    """Return the file of each document by its name.
-
-    Raises:
-        ValueError: it is no list of ``name=file``, or a name stands twice.
-    """
+    """Return the file of each document by its name; raise ValueError for what is no list of ``name=file``."""
     if not isinstance(given, list) or not all(type(each) is str and each.count("=") for each in given):
         raise ValueError(f'documents={given!r}: must be a list such as ["manual=manual.kv"], of name=file')
     pairs = [each.split("=", 1) for each in given]

@@ -15,19 +15,13 @@ from kvpass.vllm.admission import Prompt, Rows
 
 @dataclass(eq=False)
 class PromptRow:
-    """A row with tokens of a prompt, and what was generated behind it, if it was preempted.
+    """A row with tokens of a prompt, and what was generated behind it, if it was preempted."""
 
-    Attributes:
-        tokens: of the row in the step. place: its block, on the device. prompt: the whole one. read: tokens of the row
-            that were read before this step, with those of a document. buffers: what the prompt is compressed into, once
-            the first layer has made them.
-    """
-
-    tokens: slice
-    place: Tensor
-    prompt: Prompt
-    read: int
-    buffers: PrefillBuffers | None = None
+    tokens: slice  # of the row in the step
+    place: Tensor  # its block, on the device
+    prompt: Prompt  # the whole one
+    read: int  # tokens of the row that were read before this step, with those of a document
+    buffers: PrefillBuffers | None = None  # what the prompt is compressed into, once the first layer has made them
 
     @property
     def end(self) -> int:
@@ -56,34 +50,25 @@ class PromptRow:
 
 
 class Going(NamedTuple):
-    """Rows that go on with one token.
+    """Rows that go on with one token."""
 
-    Attributes:
-        tokens: their index in the step. block, length: of each row, with the token, on the device. tail: slots of the
-            tails of all of them. of_documents: whether all of them continue documents; else none does.
-    """
-
-    tokens: Tensor | slice
-    block: Tensor
-    length: Tensor
-    tail: int
-    of_documents: bool = False
+    tokens: Tensor | slice  # their index in the step
+    block: Tensor  # of each row, on the device
+    length: Tensor  # of each row with the token, on the device
+    tail: int  # slots of the tails of all of them
+    of_documents: bool = False  # whether all of them continue documents; else none does
 
 
 class Step(NamedTuple):
     """Rows of a step.
 
-    A prompt of one token may be a token that is appended to an empty cache (:attr:`BlockLayout.shortest`).
-
-    Attributes:
-        prompts: rows that begin, or have several tokens; a prompt that was begun before comes first, since another may
-            begin to wait in its place. going: rows that go on. empty: blocks of those that have no other token yet,
-            int64 on the device.
+    A prompt of one token may be a token that is appended to an empty cache (:attr:`BlockLayout.shortest`). A prompt
+    that was begun before comes first: another may begin to wait in its place.
     """
 
-    prompts: list[PromptRow]
+    prompts: list[PromptRow]  # rows that begin, or have several tokens
     going: list[Going]
-    empty: Tensor
+    empty: Tensor  # blocks of rows that go on and have no other token yet, int64 on the device
 
 
 def read_step(

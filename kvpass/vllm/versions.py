@@ -108,11 +108,7 @@ def is_cpu() -> bool:
 
 
 def check_platform(config: Any) -> None:
-    """Refuse devices that kvpass has no kernels for, and another attention backend on CUDA.
-
-    Raises:
-        ValueError: says what to do.
-    """
+    """Raise ValueError for a device that kvpass has no kernels for, and for another attention backend on CUDA."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
