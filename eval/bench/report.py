@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from kvpass.eval.bench import kernels
 from kvpass.eval.bench.base import Result, named
-from kvpass.eval.bench.serve import Serve
 from kvpass.eval.environment import conditions
 from kvpass.eval.tables import Tables
 
@@ -98,7 +97,6 @@ def stages(result: Result) -> Tables:
 
 SHOWN: dict[str, Callable[[Result], Tables]] = {
     "runs": comparison,
-    "serve": Serve.shown,
     "decode": kernels.shown,
     "stages": stages,
 }

@@ -175,11 +175,6 @@ class BenchSettings(BenchOptions):
         return parse_policies(self.policies)
 
     @property
-    def policy(self) -> PolicySpec:
-        """The first policy, where one is measured."""
-        return self.specs[0].with_window(self.window)
-
-    @property
     def formats(self) -> tuple[EntryFormat, ...]:
         return parse_formats(self.entries)
 
