@@ -122,16 +122,6 @@ def _cpu_name() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def conditions(result: Mapping[str, Any]) -> str:
-    """Say on what a result was measured: of its ``machine`` and ``versions``."""
-    found, used = result["machine"], result["versions"]
-    copies = f", copies at {found['copy_bandwidth'] / 1e9:.0f} GB/s" if "copy_bandwidth" in found else ""
-    return (
-        f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}{copies}; "
-        f"torch {used['torch']}, transformers {used['transformers']}."
-    )
-
-
 def save_json(path: Path, result: Any) -> None:
     """Write a result; whoever is killed meanwhile leaves the one before it."""
     write_shared(path, json.dumps(result, indent=1).encode() + b"\n")

@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Callable
 
 from kvpass.eval.bench import kernels
-from kvpass.eval.bench.base import Result, named
-from kvpass.eval.environment import conditions
+from kvpass.eval.bench.run import Result
 from kvpass.eval.tables import Tables
 
 Column = tuple[str, Callable[[Result], str]]
@@ -56,7 +55,7 @@ def comparison(result: Result) -> Tables:
     """Two tables for each context and batch, with what their columns mean."""
     tables, failures = [], []
     for run in result["runs"]:
-        for columns, heading in ((SPEED, title(result, run)), (MEMORY, "")):
+        for columns, heading in ((SPEED, _title(result, run)), (MEMORY, "")):
             header = ["system", *(name for name, _ in columns)]
             rows = [
                 [record["name"], *("failed" if record["failure"] else cell(record) for _, cell in columns)]
@@ -72,16 +71,21 @@ def _first_steps(record: Result) -> float | None:
     return statistics.median_high(steps) if any(steps) else None
 
 
-def title(result: Result, run: Result) -> str:
-    budget = run["budget"]
+def _title(result: Result, run: Result) -> str:
+    model, budget = result["model"], run["budget"]
     return (
-        f"{named(result)}: prompt {run['context']} tokens, batch {run['batch']}; budget {budget['entries']} entries "
+        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; budget {budget['entries']} entries "
         f"per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
     )
 
 
 def _conditions(result: Result) -> str:
-    said = f"{conditions(result)} {result['repeats']} repeats x {result['new_tokens']} decode steps."
+    machine, versions = result["machine"], result["versions"]
+    said = (
+        f"{machine.get('name', machine['cpu'])}, {machine['threads']} threads, {machine['capability']}, "
+        f"copies at {machine['copy_bandwidth'] / 1e9:.0f} GB/s; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}. {result['repeats']} repeats x {result['new_tokens']} decode steps."
+    )
     if result["shared_prompt"]:
         said += " One row was prefilled and its cache repeated for the batch."
     if result["warm_cache"]:

@@ -22,16 +22,19 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, EntryFormat, Geometry
-from kvpass.eval.bench.base import Benchmark, Result
 from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, scoring_time, spread, weight_bytes
-from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, build
-from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
-from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
+from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
+from kvpass.eval.environment import command_line, machine, versions
+from kvpass.eval.policy_spec import PolicySpec, with_format
+from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
 
+Result = dict[str, Any]
+
 _BASELINES = ("hf-eager", "hf-static", "full")
-_RECORDED = "new_tokens repeats shared_prompt warm_cache left_out".split()
-"""Settings that a result names, beside those of every measurement."""
+_RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_cache left_out".split()
+"""Settings that a result names."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,15 @@ class Measurement:
         return max(0.0, self.warm_up - usual)
 
 
-@dataclass
-class Bench(Benchmark):
+class Bench:
     """A checked comparison of systems.
 
     Raises:
         ValueError: the budget cannot hold the window and one more entry of a prompt.
     """
 
-    def __post_init__(self) -> None:
-        settings = self.settings
+    def __init__(self, settings: BenchSettings) -> None:
+        self.settings = settings
         self.device = torch.device(settings.device)
         self.meter = Meter(self.device)
         self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
@@ -104,33 +106,68 @@ class Bench(Benchmark):
             for batch in settings.rows
             for context in settings.prompts
         ]
+        self.failed: list[str] = []
         self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
 
-    @property
-    def steps(self) -> int:
-        repeats = 1 + self.settings.repeats
-        return sum(len(self._makers(wanted)) * (repeats + self._is_profiled(wanted)) for wanted in self.comparisons)
+    def run(self, save: Callable[[Result], None] = lambda result: None) -> Result:
+        """Measure, showing progress; ``save`` is handed what is there after every turn of a system.
 
-    def measure(self, result: Result) -> Iterator[str]:
-        """Add to ``runs`` one record a system for each context and batch."""
-        settings, config = self.settings, self.model.config
-        result["machine"]["copy_bandwidth"] = self.bandwidth = copy_bandwidth(self.device)
+        Returns:
+            what ``--json`` writes: in ``runs`` one record a system for each context and batch. ``complete`` says
+            whether it is all.
+
+        Raises:
+            RuntimeError: a system failed; what the others did is measured and saved.
+        """
+        result, repeats = self._described(), 1 + self.settings.repeats
+        turns = sum(len(self._makers(wanted)) * (repeats + self._is_profiled(wanted)) for wanted in self.comparisons)
+        with torch.no_grad(), progress_bar(progress_console()) as progress:
+            task = progress.add_task("", total=turns)
+            for wanted in self.comparisons:
+                kept = {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()}
+                run: Result = {"context": wanted.context, "batch": wanted.batch, "budget": kept, "systems": []}
+                result["runs"].append(run)
+                measured: list[Measurement] = []
+                for name, measurement, function in self._turns(wanted, measured):
+                    said = f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
+                    progress.update(task, description=said)
+                    if measurement.failure is None:
+                        self._take(measurement, function)
+                    known = [each for each in measured if each.steps or each.failure is not None]
+                    run["systems"] = [self._record(each, known, wanted) for each in known]
+                    progress.advance(task)
+                    result["complete"] = progress.finished and not self.failed
+                    save(result)
+        if self.failed:
+            raise RuntimeError(f"{len(self.failed)} failed, first {self.failed[0]}")
+        return result
+
+    def _described(self) -> Result:
+        """What is measured and on what, and the bandwidth of the device."""
+        settings, config = self.settings, self.model.config.get_text_config()
+        self.bandwidth = copy_bandwidth(self.device)
         self.meter.release()
-        parameters = {"parameters": self.model.num_parameters(), "step_weight_bytes": self.step_weight_bytes}
-        result["model"] |= {**parameters, "vocabulary": config.vocab_size, **asdict(self.geometry)}
-        result |= {name: getattr(settings, name) for name in _RECORDED}
-        result["runs"] = runs = list[Result]()
-        for wanted in self.comparisons:
-            kept = {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()}
-            run: Result = {"context": wanted.context, "batch": wanted.batch, "budget": kept, "systems": []}
-            runs.append(run)
-            measured: list[Measurement] = []
-            for name, measurement, function in self._turns(wanted, measured):
-                yield f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
-                if measurement.failure is None:
-                    self._take(measurement, function)
-                known = [each for each in measured if each.steps or each.failure is not None]
-                run["systems"] = [self._record(each, known, wanted) for each in known]
+        return {
+            "command": command_line(),
+            "machine": machine(self.device) | {"copy_bandwidth": self.bandwidth},
+            "versions": versions(),
+            "model": {
+                "name": settings.model,
+                "type": config.model_type,
+                "dtype": str(settings.torch_dtype).removeprefix("torch."),
+                "hidden_size": config.hidden_size,
+                "intermediate_size": getattr(config, "intermediate_size", None),
+                "query_heads": config.num_attention_heads,
+                "parameters": self.model.num_parameters(),
+                "step_weight_bytes": self.step_weight_bytes,
+                "vocabulary": config.vocab_size,
+                **asdict(self.geometry),
+            },
+            **{name: getattr(settings, name) for name in _RECORDED},
+            "budget": settings.budget_value,
+            "complete": False,
+            "runs": [],
+        }
 
     def _record(self, measurement: Measurement, measured: Iterable[Measurement], wanted: Comparison) -> Result:
         """The figures of a system, beside those of all systems with this context and batch."""
@@ -166,7 +203,9 @@ class Bench(Benchmark):
     ) -> Iterator[tuple[str, Measurement, Callable[[], None]]]:
         """Yield the name of each turn, whose it is, and what it does; systems are made when they have their first."""
         settings = self.settings
-        ids = settings.ids(1 if settings.shared_prompt else wanted.batch, wanted.context).to(self.device)
+        size = 1 if settings.shared_prompt else wanted.batch, wanted.context
+        generator = torch.Generator().manual_seed(settings.seed)
+        ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.device)
         makers = self._makers(wanted)
         for repeat in range(settings.repeats):
             for index, make in enumerate(makers):
@@ -216,7 +255,14 @@ class Bench(Benchmark):
     def _kvpass_system(self, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
         """One compiled model serves all contexts and batches."""
         if (spec, entries) not in self._kvpass_systems:
-            self._kvpass_systems[spec, entries] = self.settings.system(self.model, spec, entries)
+            self._kvpass_systems[spec, entries] = Kvpass(
+                self.model,
+                with_format(str(spec), entries),
+                policy=spec.with_window(self.settings.window).resolve(),
+                budget=self.settings.budget_value,
+                backend=self.settings.backend,
+                entries=entries,
+            )
         return self._kvpass_systems[spec, entries]
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
@@ -226,23 +272,23 @@ class Bench(Benchmark):
         if not is_compiled or {several, ids.shape} <= seen:
             ids = ids[:, :WARM_UP_TOKENS]
         with nullcontext() if self.settings.warm_cache else fresh_cache():
-            found = self._run(measurement, ids, batch, WARM_UP_STEPS)
+            prefill, steps, *_ = self._run(measurement, ids, batch, WARM_UP_STEPS)
         if is_compiled and several not in seen:
-            measurement.warm_up = found.prefill + sum(found.steps)
+            measurement.warm_up = prefill + sum(steps)
         seen |= {several, ids.shape}
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Time a prefill, decode steps, and the second of two answers, which finds the room that the first made."""
         system, new = measurement.system, self.settings.new_tokens
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
-        found = self._run(measurement, ids, batch, settling + new)
-        if system.answer(found.tokens[:, -1:], found.cache, new):
+        prefill, steps, token, cache = self._run(measurement, ids, batch, settling + new)
+        if system.answer(token, cache, new):
             marks = [self.meter.mark()]
-            system.answer(found.tokens[:, -1:], found.cache, new)
+            system.answer(token, cache, new)
             measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new
-        measurement.prefill.append(found.prefill)
-        measurement.first_steps.append(found.steps[:settling])
-        measurement.steps.append(found.steps[settling:])
+        measurement.prefill.append(prefill)
+        measurement.first_steps.append(steps[:settling])
+        measurement.steps.append(steps[settling:])
 
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
         """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
@@ -251,16 +297,35 @@ class Bench(Benchmark):
             with suppress(torch.OutOfMemoryError):
                 measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
 
-    def _run(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> Timed:
-        """Prefill and decode, and note tokens and bytes."""
-        system = measurement.system
-        found = system.run(self.meter, ids, new_tokens, batch // ids.shape[0])
-        if found.peak_bytes is not None:  # the most of all runs: replayed steps allocate next to nothing
-            measurement.peak_bytes = max(measurement.peak_bytes or 0, found.peak_bytes)
-        measurement.tokens = found.tokens[0].tolist()
-        measurement.cache_bytes = system.nbytes(found.cache)
-        measurement.attended_bytes = system.attended_bytes(found.cache, ids.shape[1] + new_tokens)
-        return found
+    def _run(
+        self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int
+    ) -> tuple[float, list[float], Tensor, Any]:
+        """Prefill ids, int64 ``[B, N]`` or ``[1, N]`` for all rows, and decode greedily; note tokens and bytes.
+
+        Returns:
+            seconds of the prefill and of each decode step, the last token, int64 ``[B, 1]``, and the cache.
+        """
+        system, meter, prompt = measurement.system, self.meter, ids.shape[1]
+        repeats = batch // ids.shape[0]
+        meter.reset_peak()
+        marks = [meter.mark()]
+        logits, cache = system.prefill(ids)
+        marks.append(meter.mark())
+        cache = system.decoding_cache(cache, repeats)
+        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        del logits
+        steps = [meter.mark()]
+        for position in range(prompt, prompt + new_tokens):
+            logits = system.step(tokens[-1], position, cache)
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            steps.append(meter.mark())
+        (prefill,), seconds, peak = meter.seconds(marks), meter.seconds(steps), meter.peak()
+        if peak is not None:  # the most of all runs: replayed steps allocate next to nothing
+            measurement.peak_bytes = max(measurement.peak_bytes or 0, peak)
+        measurement.tokens = torch.cat(tokens, 1)[0].tolist()
+        measurement.cache_bytes = system.nbytes(cache)
+        measurement.attended_bytes = system.attended_bytes(cache, prompt + new_tokens)
+        return prefill, seconds, tokens[-1], cache
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvpass.config import EntryFormat
-from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
+from kvpass.eval.bench.systems import KVPRESS_TWINS, has_kvpress
 from kvpass.eval.options import BenchOptions, names, numbers
-from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
+from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed
 from kvpass.fetch import PACKAGES
 from kvpass.loading import located
 from kvpass.policies import resolve_budget
@@ -194,14 +193,3 @@ class BenchSettings(BenchOptions):
     @property
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
-
-    def ids(self, rows: int, tokens: int) -> Tensor:
-        """Return prompts of random tokens, int64 ``[rows, tokens]``, the same ones every time."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(self.bench_model.config.vocab_size, (rows, tokens), generator=generator)
-
-    def system(self, model: PreTrainedModel, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
-        """Return kvpass with a policy and a format of entries."""
-        given = {"budget": self.budget_value, "backend": self.backend, "entries": entries}
-        policy = spec.with_window(self.window).resolve()
-        return Kvpass(model, with_format(str(spec), entries), policy=policy, **given)
