@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
 from kvpass.config import Budget, EntryFormat
-from kvpass.eval.environment import answering_digest, machine, model_digest, policy_digest, save_json, versions
+from kvpass.eval.environment import machine, model_digest, policy_digest, save_json, source_digest, versions
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
@@ -72,7 +72,7 @@ class Evaluation:
         tasks = find_tasks(names(options.tasks), options.data_dir)
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.fingerprint = model_digest(self.model)
-        self.code = answering_digest("prompt.py", "runner.py", "run.py")
+        self.code = source_digest()
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self._runners: dict[EntryFormat, Runner] = {}

@@ -74,8 +74,8 @@ def _first_steps(record: Result) -> float | None:
 def _title(result: Result, run: Result) -> str:
     model, budget = result["model"], run["budget"]
     return (
-        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; budget {budget['entries']} entries "
-        f"per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
+        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; "
+        f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
     )
 
 
@@ -93,21 +93,9 @@ def _conditions(result: Result) -> str:
     return said + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
 
 
-def stages(result: Result) -> Tables:
-    """Stages of ``make gpu-check``."""
-    rows = [[name, stage["status"], stage["said"]] for name, stage in result["stages"].items()]
-    return Tables([("", ["stage", "status", "last line"], rows)], left=3)
-
-
-SHOWN: dict[str, Callable[[Result], Tables]] = {
-    "runs": comparison,
-    "decode": kernels.shown,
-    "stages": stages,
-}
-"""How a result is shown, by the name under which it holds its records."""
-
-
 def show(result: Result) -> Tables:
-    """Return what ``--json`` wrote as tables."""
-    (shown,) = (SHOWN[name] for name in SHOWN if name in result)
-    return shown(result)
+    """Return as tables what ``kvpass bench``, the bench of the kernels or ``make gpu-check`` wrote."""
+    if "stages" in result:
+        rows = [[name, stage["status"], stage["said"]] for name, stage in result["stages"].items()]
+        return Tables([("", ["stage", "status", "last line"], rows)], left=3)
+    return kernels.shown(result) if "decode" in result else comparison(result)

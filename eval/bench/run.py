@@ -26,6 +26,7 @@ from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line
 from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
+from kvpass.eval.options import BenchOptions
 from kvpass.eval.policy_spec import PolicySpec, with_format
 from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
@@ -33,8 +34,8 @@ from kvpass.transformers_compat import CACHE
 Result = dict[str, Any]
 
 _BASELINES = ("hf-eager", "hf-static", "full")
-_RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_cache left_out".split()
-"""Settings that a result names."""
+_RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_cache".split()
+"""Options that a result names."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,20 @@ class Bench:
     """A checked comparison of systems.
 
     Raises:
-        ValueError: the budget cannot hold the window and one more entry of a prompt.
+        ValueError: an option is out of range, or the budget cannot hold the window and one more entry of a prompt.
     """
 
-    def __init__(self, settings: BenchSettings) -> None:
-        self.settings = settings
-        self.device = torch.device(settings.device)
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        self.settings = settings = BenchSettings(options)
+        self.device = torch.device(options.device)
         self.meter = Meter(self.device)
-        self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
+        self.model = build(settings.model, options.seed, self.device, settings.dtype)
         self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
-        budget = Budget.parse(settings.budget_value)
+        budget = Budget.parse(settings.budget)
         self.comparisons = [
-            Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
+            Comparison(context, batch, budget.check(context, options.window, self.geometry.token_bytes()))
             for batch in settings.rows
             for context in settings.prompts
         ]
@@ -119,7 +121,7 @@ class Bench:
         Raises:
             RuntimeError: a system failed; what the others did is measured and saved.
         """
-        result, repeats = self._described(), 1 + self.settings.repeats
+        result, repeats = self._described(), 1 + self.options.repeats
         turns = sum(len(self._makers(wanted)) * (repeats + self._is_profiled(wanted)) for wanted in self.comparisons)
         with torch.no_grad(), progress_bar(progress_console()) as progress:
             task = progress.add_task("", total=turns)
@@ -144,7 +146,7 @@ class Bench:
 
     def _described(self) -> Result:
         """What is measured and on what, and the bandwidth of the device."""
-        settings, config = self.settings, self.model.config.get_text_config()
+        config = self.model.config.get_text_config()
         self.bandwidth = copy_bandwidth(self.device)
         self.meter.release()
         return {
@@ -152,9 +154,9 @@ class Bench:
             "machine": machine(self.device) | {"copy_bandwidth": self.bandwidth},
             "versions": versions(),
             "model": {
-                "name": settings.model,
+                "name": self.options.model,
                 "type": config.model_type,
-                "dtype": str(settings.torch_dtype).removeprefix("torch."),
+                "dtype": str(self.settings.dtype).removeprefix("torch."),
                 "hidden_size": config.hidden_size,
                 "intermediate_size": getattr(config, "intermediate_size", None),
                 "query_heads": config.num_attention_heads,
@@ -163,8 +165,9 @@ class Bench:
                 "vocabulary": config.vocab_size,
                 **asdict(self.geometry),
             },
-            **{name: getattr(settings, name) for name in _RECORDED},
-            "budget": settings.budget_value,
+            **{name: getattr(self.options, name) for name in _RECORDED},
+            "left_out": self.settings.left_out,
+            "budget": self.settings.budget,
             "complete": False,
             "runs": [],
         }
@@ -202,12 +205,11 @@ class Bench:
         self, wanted: Comparison, measured: list[Measurement]
     ) -> Iterator[tuple[str, Measurement, Callable[[], None]]]:
         """Yield the name of each turn, whose it is, and what it does; systems are made when they have their first."""
-        settings = self.settings
-        size = 1 if settings.shared_prompt else wanted.batch, wanted.context
-        generator = torch.Generator().manual_seed(settings.seed)
+        size = 1 if self.options.shared_prompt else wanted.batch, wanted.context
+        generator = torch.Generator().manual_seed(self.options.seed)
         ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.device)
         makers = self._makers(wanted)
-        for repeat in range(settings.repeats):
+        for repeat in range(self.options.repeats):
             for index, make in enumerate(makers):
                 if repeat == 0:
                     measured.append(Measurement(make()))
@@ -219,7 +221,7 @@ class Bench:
 
     def _is_profiled(self, wanted: Comparison) -> bool:
         """Whether scoring is measured: rows that share a prompt have the same as the first batch."""
-        return wanted.batch == self.settings.rows[0] or not self.settings.shared_prompt
+        return wanted.batch == self.settings.rows[0] or not self.options.shared_prompt
 
     def _take(self, measurement: Measurement, function: Callable[[], None]) -> None:
         """Run a turn; where it fails, the others go on."""
@@ -237,15 +239,15 @@ class Bench:
 
     def _makers(self, wanted: Comparison) -> list[Callable[[], System]]:
         settings, baselines = self.settings, self.settings.baselines
-        slots = wanted.context + settings.new_tokens + WARM_UP_STEPS
+        slots = wanted.context + self.options.new_tokens + WARM_UP_STEPS
         makers: list[Callable[[], System]] = []
         if "hf-eager" in baselines:
             makers.append(partial(HfEager, self.model))
         if "hf-static" in baselines:
-            makers.append(partial(HfStatic, self.model, slots, settings.backend))
+            makers.append(partial(HfStatic, self.model, slots, self.options.backend))
         for name in map(str, settings.specs) if "kvpress" in baselines else ():
             if name in KVPRESS_TWINS:
-                makers.append(partial(Kvpress, self.model, name, wanted.entries, settings.window))
+                makers.append(partial(Kvpress, self.model, name, wanted.entries, self.options.window))
         kvpass_systems = [(policy, entries) for policy in settings.specs for entries in settings.formats]
         if "full" in baselines:
             kvpass_systems.append((PolicySpec("full"), "model"))
@@ -258,9 +260,9 @@ class Bench:
             self._kvpass_systems[spec, entries] = Kvpass(
                 self.model,
                 with_format(str(spec), entries),
-                policy=spec.with_window(self.settings.window).resolve(),
-                budget=self.settings.budget_value,
-                backend=self.settings.backend,
+                policy=spec.with_window(self.options.window).resolve(),
+                budget=self.settings.budget,
+                backend=self.options.backend,
                 entries=entries,
             )
         return self._kvpass_systems[spec, entries]
@@ -271,7 +273,7 @@ class Bench:
         seen = measurement.system.seen
         if not is_compiled or {several, ids.shape} <= seen:
             ids = ids[:, :WARM_UP_TOKENS]
-        with nullcontext() if self.settings.warm_cache else fresh_cache():
+        with nullcontext() if self.options.warm_cache else fresh_cache():
             prefill, steps, *_ = self._run(measurement, ids, batch, WARM_UP_STEPS)
         if is_compiled and several not in seen:
             measurement.warm_up = prefill + sum(steps)
@@ -279,10 +281,11 @@ class Bench:
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Time a prefill, decode steps, and the second of two answers, which finds the room that the first made."""
-        system, new = measurement.system, self.settings.new_tokens
+        system, new = measurement.system, self.options.new_tokens
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
         prefill, steps, token, cache = self._run(measurement, ids, batch, settling + new)
-        if system.answer(token, cache, new):
+        if isinstance(system, Kvpass):
+            system.answer(token, cache, new)
             marks = [self.meter.mark()]
             system.answer(token, cache, new)
             measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new

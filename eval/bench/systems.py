@@ -65,13 +65,6 @@ class System(ABC):
             cache.reorder_cache(torch.zeros(repeats, dtype=torch.int64))
         return cache
 
-    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
-        """Generate greedily after ``token`` as users do; False where that is not timed.
-
-        Where tokens can be taken back, the cache is then as it was.
-        """
-        return False
-
     def nbytes(self, cache: Any) -> int:
         """Bytes the storages of the cache occupy."""
         return storage_bytes(cache)
@@ -247,11 +240,11 @@ class Kvpass(System):
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out[CACHE]
 
-    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
+    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> None:
+        """Generate greedily as users do. Where tokens can be taken back, the cache is then as it was."""
         self.model.generate(token, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
         if cache.state.only_appends:
             cache.crop(-new_tokens)
-        return True
 
     def nbytes(self, cache: Any) -> int:
         return cache.nbytes
