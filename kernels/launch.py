@@ -48,7 +48,7 @@ class KernelConfig:
 
     @classmethod
     def parse(cls, text: str) -> KernelConfig:
-        """Return the config that ``str`` gave as text, such as ``BLOCK_S=64 warps=4 stages=2 registers=128``."""
+        """Return the config of a text such as ``BLOCK_S=64 warps=4 stages=2 registers=128``."""
         numbers = {name: int(number) for name, _, number in (part.partition("=") for part in text.split())}
         return cls.of(numbers.pop("warps"), numbers.pop("stages"), numbers.pop("registers", None), **numbers)
 
@@ -56,11 +56,6 @@ class KernelConfig:
     def options(self) -> dict[str, int | None]:
         """What Triton's compiler is told beside the blocks."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
-
-    def __str__(self) -> str:
-        limit = [] if self.registers is None else [f"registers={self.registers}"]
-        blocks = [f"{name}={size}" for name, size in self.blocks]
-        return " ".join([*blocks, f"warps={self.num_warps} stages={self.num_stages}", *limit])
 
 
 @functools.cache

@@ -108,8 +108,11 @@ class Bench:
             for batch in settings.rows
             for context in settings.prompts
         ]
+        wanted = [(spec, entries) for spec in settings.specs for entries in settings.formats]
+        if "full" in settings.baselines:
+            wanted.append((PolicySpec("full"), "model"))
+        self.kvpass_systems = [self._kvpass_system(*each) for each in dict.fromkeys(wanted)]
         self.failed: list[str] = []
-        self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
 
     def run(self, save: Callable[[Result], None] = lambda result: None) -> Result:
         """Measure, showing progress; ``save`` is handed what is there after every turn of a system.
@@ -121,15 +124,17 @@ class Bench:
         Raises:
             RuntimeError: a system failed; what the others did is measured and saved.
         """
-        result, repeats = self._described(), 1 + self.options.repeats
-        turns = sum(len(self._makers(wanted)) * (repeats + self._is_profiled(wanted)) for wanted in self.comparisons)
+        result = self._described()
+        waiting = [(wanted, [Measurement(system) for system in self._systems(wanted)]) for wanted in self.comparisons]
+        repeats = 1 + self.options.repeats
+        turns = sum(len(measured) * (repeats + self._is_profiled(wanted)) for wanted, measured in waiting)
         with torch.no_grad(), progress_bar(progress_console()) as progress:
             task = progress.add_task("", total=turns)
-            for wanted in self.comparisons:
+            while waiting:
+                wanted, measured = waiting.pop(0)  # so that the compiled code of a comparison goes with its turns
                 kept = {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()}
                 run: Result = {"context": wanted.context, "batch": wanted.batch, "budget": kept, "systems": []}
                 result["runs"].append(run)
-                measured: list[Measurement] = []
                 for name, measurement, function in self._turns(wanted, measured):
                     said = f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
                     progress.update(task, description=said)
@@ -204,17 +209,14 @@ class Bench:
     def _turns(
         self, wanted: Comparison, measured: list[Measurement]
     ) -> Iterator[tuple[str, Measurement, Callable[[], None]]]:
-        """Yield the name of each turn, whose it is, and what it does; systems are made when they have their first."""
+        """Yield the name of each turn, whose it is, and what it does."""
         size = 1 if self.options.shared_prompt else wanted.batch, wanted.context
         generator = torch.Generator().manual_seed(self.options.seed)
         ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.device)
-        makers = self._makers(wanted)
         for repeat in range(self.options.repeats):
-            for index, make in enumerate(makers):
+            for measurement in measured:
                 if repeat == 0:
-                    measured.append(Measurement(make()))
-                    yield "first run", measured[-1], partial(self._first_run, measured[-1], ids, wanted.batch)
-                measurement = measured[index]
+                    yield "first run", measurement, partial(self._first_run, measurement, ids, wanted.batch)
                 yield f"repeat {repeat + 1}", measurement, partial(self._repeat, measurement, ids, wanted.batch)
         for measurement in measured if self._is_profiled(wanted) else ():
             yield "scoring", measurement, partial(self._profile, measurement, ids)
@@ -237,35 +239,29 @@ class Bench:
         if measurement.failure is not None:
             self.meter.release()
 
-    def _makers(self, wanted: Comparison) -> list[Callable[[], System]]:
-        settings, baselines = self.settings, self.settings.baselines
+    def _systems(self, wanted: Comparison) -> list[System]:
+        settings, window = self.settings, self.options.window
         slots = wanted.context + self.options.new_tokens + WARM_UP_STEPS
-        makers: list[Callable[[], System]] = []
-        if "hf-eager" in baselines:
-            makers.append(partial(HfEager, self.model))
-        if "hf-static" in baselines:
-            makers.append(partial(HfStatic, self.model, slots, self.options.backend))
-        for name in map(str, settings.specs) if "kvpress" in baselines else ():
-            if name in KVPRESS_TWINS:
-                makers.append(partial(Kvpress, self.model, name, wanted.entries, self.options.window))
-        kvpass_systems = [(policy, entries) for policy in settings.specs for entries in settings.formats]
-        if "full" in baselines:
-            kvpass_systems.append((PolicySpec("full"), "model"))
-        makers += [partial(self._kvpass_system, *each) for each in dict.fromkeys(kvpass_systems)]
-        return makers
+        systems: list[System] = []
+        if "hf-eager" in settings.baselines:
+            systems.append(HfEager(self.model))
+        if "hf-static" in settings.baselines:
+            systems.append(HfStatic(self.model, slots, self.options.backend))
+        if "kvpress" in settings.baselines:
+            twins = [name for name in map(str, settings.specs) if name in KVPRESS_TWINS]
+            systems += [Kvpress(self.model, name, wanted.entries, window) for name in twins]
+        return systems + self.kvpass_systems
 
     def _kvpass_system(self, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
-        """One compiled model serves all contexts and batches."""
-        if (spec, entries) not in self._kvpass_systems:
-            self._kvpass_systems[spec, entries] = Kvpass(
-                self.model,
-                with_format(str(spec), entries),
-                policy=spec.with_window(self.options.window).resolve(),
-                budget=self.settings.budget,
-                backend=self.options.backend,
-                entries=entries,
-            )
-        return self._kvpass_systems[spec, entries]
+        """One compiled model, which serves all contexts and batches."""
+        return Kvpass(
+            self.model,
+            with_format(str(spec), entries),
+            policy=spec.with_window(self.options.window).resolve(),
+            budget=self.settings.budget,
+            backend=self.options.backend,
+            entries=entries,
+        )
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Compile, and have cuDNN plan for each length; else a short prompt loads libraries as well."""

@@ -146,7 +146,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
 def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
     made = Bench(settings(micro, policies="cake:tau1=1.6,tau2=0.4,tova", systems=""))
     assert [record["name"] for record in made.run()["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
-    cake, tova = (system.model.policy for system in made._kvpass_systems.values())
+    cake, tova = (system.model.policy for system in made.kvpass_systems)
     assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
 
 
