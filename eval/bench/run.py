@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, EntryFormat, Geometry
 from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, scoring_time, spread, weight_bytes
-from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
+from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
 from kvpass.eval.options import BenchOptions
@@ -33,7 +33,6 @@ from kvpass.transformers_compat import CACHE
 
 Result = dict[str, Any]
 
-_BASELINES = ("hf-eager", "hf-static", "full")
 _RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_cache".split()
 """Options that a result names."""
 
@@ -182,7 +181,7 @@ class Bench:
         if measurement.failure is not None:
             return {"name": measurement.system.name, "failure": measurement.failure}
         others = {other.system.name: other for other in measured if other.failure is None}
-        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in _BASELINES}
+        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in BASELINES}
         prefills = {name: spread(others[name].prefill)["median"] for name in decodes if name != "hf-eager"}
         prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
         weights, eager = self.step_weight_bytes, others.get("hf-eager")
