@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import uuid
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,39 +40,22 @@ def command_line() -> list[str]:
 
 def versions() -> dict[str, str]:
     """Versions of kvpass, Python and the libraries that decide numbers, as far as installed."""
-    found = {"kvpass": kvpass.__version__, "source": source_digest(source_files()), "python": platform.python_version()}
+    found = {"kvpass": kvpass.__version__, "source": source_digest(), "python": platform.python_version()}
     for name in _LIBRARIES.split():
         with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
 
 
-def source_files() -> dict[str, Path]:
-    """Return the files of kvpass's code by their paths in the package, such as ``kernels/cpu.py``."""
+@functools.cache
+def source_digest() -> str:
+    """Return a digest of kvpass's code, read once per process."""
     folders = os.walk(_PACKAGE, followlinks=True)  # of a checkout some are links
     files = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_CODE)]
-    return {file.relative_to(_PACKAGE).as_posix(): file for file in files}
-
-
-def source_digest(files: Mapping[str, Path]) -> str:
-    """Return a digest of some of :func:`source_files`."""
     digest = hashlib.sha256()
-    for name, file in sorted(files.items()):
+    for name, file in sorted((file.relative_to(_PACKAGE).as_posix(), file) for file in files):
         digest.update(f"{name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-@functools.cache
-def answering_digest(*loop: str) -> str:
-    """Digest of the source files that decide answers to given tokens, read once per process.
-
-    Args:
-        loop: files of ``eval/`` that feed the model. The others do not matter: prompts are kept with answers, and
-            scores are made anew.
-    """
-    files = source_files()
-    feeding = {f"eval/{name}" for name in loop}
-    return source_digest({name: files[name] for name in files if name in feeding or not name.startswith("eval/")})
 
 
 def policy_digest(policy: Policy) -> str:
@@ -120,16 +102,6 @@ def _cpu_name() -> str:
     lines = listing.read_text().splitlines() if listing.is_file() else []
     named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
-
-
-def conditions(result: Mapping[str, Any]) -> str:
-    """Say on what a result was measured: of its ``machine`` and ``versions``."""
-    found, used = result["machine"], result["versions"]
-    copies = f", copies at {found['copy_bandwidth'] / 1e9:.0f} GB/s" if "copy_bandwidth" in found else ""
-    return (
-        f"{found.get('name', found['cpu'])}, {found['threads']} threads, {found['capability']}{copies}; "
-        f"torch {used['torch']}, transformers {used['transformers']}."
-    )
 
 
 def save_json(path: Path, result: Any) -> None:

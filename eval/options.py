@@ -89,19 +89,6 @@ class BenchOptions:
     warm_cache: Annotated[bool, Option("--warm-cache", help="Do not empty Inductor's cache before.")] = False
     seed: Seed = 0
     json_path: Annotated[Path | None, Option("--json", help="Also write everything measured to this file.")] = None
-    serve: Annotated[
-        bool, Option("--serve", help="Instead: many requests in vLLM on the CPU, with and without the first policy.")
-    ] = False
-    requests: Annotated[int, Option(min=1, help="With --serve: requests of each context.")] = 32
-    cache_mib: Annotated[int, Option(min=1, help="With --serve: MiB of an engine's KV cache.")] = 64
-    question_tokens: Annotated[
-        int, Option(min=0, help="With --serve: tokens of each question about one compressed text of --contexts tokens.")
-    ] = 0
-    task: Annotated[str, Option(help="With --serve: a task of 'kvpass eval' that gives prompts and scores.")] = ""
-    tune: Annotated[
-        bool,
-        Option("--tune", help="Instead: write the fastest block sizes on this CUDA device into the kernels' table."),
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

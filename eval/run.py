@@ -16,8 +16,8 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.config import Budget, EntryFormat
-from kvpass.eval.environment import answering_digest, machine, model_digest, policy_digest, save_json, versions
+from kvpass.config import Budget, BudgetLike, EntryFormat
+from kvpass.eval.environment import machine, model_digest, policy_digest, save_json, source_digest, versions
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
@@ -28,8 +28,6 @@ from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar, progress_console
 from kvpass.replace_file import write_shared
-
-BudgetValue = int | float | str
 
 MOST_TOGETHER = 32
 """Conditions that share a prefill at most: their caches are held at once."""
@@ -45,7 +43,7 @@ class Condition:
 
     task: Task
     spec: PolicySpec
-    budget: BudgetValue | None
+    budget: BudgetLike
     scope: str
     entry_format: EntryFormat = "model"
     questions: list[Question] = field(default_factory=list)
@@ -66,13 +64,13 @@ class Evaluation:
     def __init__(self, options: EvalOptions) -> None:
         self.options = options
         self.policies, self.formats = parse_policies(options.policies), parse_formats(options.entries)
-        self.budgets: tuple[BudgetValue, ...] = tuple(map(typed, names(options.budgets)))
+        self.budgets: tuple[BudgetLike, ...] = tuple(map(typed, names(options.budgets)))
         self.scopes = names(options.scopes)
         self._check_options()
         tasks = find_tasks(names(options.tasks), options.data_dir)
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.fingerprint = model_digest(self.model)
-        self.code = answering_digest("prompt.py", "runner.py", "run.py")
+        self.code = source_digest()
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self._runners: dict[EntryFormat, Runner] = {}
@@ -97,7 +95,7 @@ class Evaluation:
             for budget in self._budgets_of(spec):
                 resolve_budget(spec.resolve(), budget)
 
-    def _budgets_of(self, spec: PolicySpec) -> tuple[BudgetValue | None, ...]:
+    def _budgets_of(self, spec: PolicySpec) -> tuple[BudgetLike, ...]:
         return self.budgets if spec.resolve().needs_budget else (None,)
 
     @property
@@ -198,7 +196,7 @@ class Evaluation:
         return [(sample, encode(self.tokenizer, sample, chat=chat, limit=s.length)) for sample in samples]
 
     def _condition(
-        self, task: Task, spec: PolicySpec, budget: BudgetValue | None, scope: str, entry_format: EntryFormat
+        self, task: Task, spec: PolicySpec, budget: BudgetLike, scope: str, entry_format: EntryFormat
     ) -> Condition:
         condition = Condition(task, spec, budget, scope, entry_format)
         policy = spec.resolve()
@@ -227,7 +225,7 @@ class Evaluation:
                 condition.waiting.append(index)
         return condition
 
-    def _check_budget(self, policy: Policy, budget: BudgetValue | None, scope: str, prompt: Prompt) -> None:
+    def _check_budget(self, policy: Policy, budget: BudgetLike, scope: str, prompt: Prompt) -> None:
         """Refuse a budget that does not fit; budgets in bytes are left to the model."""
         count = self.options.num_uncompressed_tokens
         tokens = len(prompt.scoped(scope, count).head)

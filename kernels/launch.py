@@ -5,9 +5,9 @@ The contract of a kernel file (prefill_attention.py is an example):
 * kernels take every block size as a ``tl.constexpr`` argument, named as in the ``blocks`` of their configs;
 * ``configs.json`` pins one :class:`KernelConfig` for each case (a kernel, with what its registers and shared memory
   depend on) and architecture. A launcher names the case and passes it to :func:`launch`, with the
-  ``config: KernelConfig | None = None`` that it takes itself: a given one is used as it is (tests and ``kvpass bench
-  --tune`` do so). Nothing is measured at run time, and a case holds dtypes and head dims, never batch or prompt length:
-  all rows and all machines of an architecture round alike, and so keep the same entries;
+  ``config: KernelConfig | None = None`` that it takes itself: a given one is used as it is (tests do so). Nothing is
+  measured at run time, and a case holds dtypes and head dims, never batch or prompt length: all rows and all machines
+  of an architecture round alike, and so keep the same entries;
 * a launcher raises ValueError, before anything is written, where a shape, dtype, stride or device does not fit;
 * no launcher reads a tensor's value on the host, so that ``tests/kernels/test_compile_ahead.py`` can call it without a
   device and compile what it would launch.
@@ -48,7 +48,7 @@ class KernelConfig:
 
     @classmethod
     def parse(cls, text: str) -> KernelConfig:
-        """Return the config that ``str`` gave as text, such as ``BLOCK_S=64 warps=4 stages=2 registers=128``."""
+        """Return the config of a text such as ``BLOCK_S=64 warps=4 stages=2 registers=128``."""
         numbers = {name: int(number) for name, _, number in (part.partition("=") for part in text.split())}
         return cls.of(numbers.pop("warps"), numbers.pop("stages"), numbers.pop("registers", None), **numbers)
 
@@ -56,11 +56,6 @@ class KernelConfig:
     def options(self) -> dict[str, int | None]:
         """What Triton's compiler is told beside the blocks."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
-
-    def __str__(self) -> str:
-        limit = [] if self.registers is None else [f"registers={self.registers}"]
-        blocks = [f"{name}={size}" for name, size in self.blocks]
-        return " ".join([*blocks, f"warps={self.num_warps} stages={self.num_stages}", *limit])
 
 
 @functools.cache

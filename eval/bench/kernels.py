@@ -36,6 +36,7 @@ from kvpass.ops.schemas import implementation
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
 
+CUDA = torch.device("cuda")
 BUDGET = 1024
 WINDOW = 32
 BATCHES = (1, 8, 32)
@@ -61,12 +62,8 @@ class Shape:
     kv_heads: int = 8
     dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    place: str = "cuda"
+    device: torch.device = CUDA
     latent: int | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.place)
 
     @property
     def named(self) -> dict[str, str]:

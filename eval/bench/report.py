@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Callable
 
 from kvpass.eval.bench import kernels
-from kvpass.eval.bench.base import Result, named
-from kvpass.eval.bench.serve import Serve
-from kvpass.eval.environment import conditions
+from kvpass.eval.bench.run import Result
 from kvpass.eval.tables import Tables
 
 Column = tuple[str, Callable[[Result], str]]
@@ -57,7 +55,7 @@ def comparison(result: Result) -> Tables:
     """Two tables for each context and batch, with what their columns mean."""
     tables, failures = [], []
     for run in result["runs"]:
-        for columns, heading in ((SPEED, title(result, run)), (MEMORY, "")):
+        for columns, heading in ((SPEED, _title(result, run)), (MEMORY, "")):
             header = ["system", *(name for name, _ in columns)]
             rows = [
                 [record["name"], *("failed" if record["failure"] else cell(record) for _, cell in columns)]
@@ -73,16 +71,21 @@ def _first_steps(record: Result) -> float | None:
     return statistics.median_high(steps) if any(steps) else None
 
 
-def title(result: Result, run: Result) -> str:
-    budget = run["budget"]
+def _title(result: Result, run: Result) -> str:
+    model, budget = result["model"], run["budget"]
     return (
-        f"{named(result)}: prompt {run['context']} tokens, batch {run['batch']}; budget {budget['entries']} entries "
-        f"per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
+        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; "
+        f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
     )
 
 
 def _conditions(result: Result) -> str:
-    said = f"{conditions(result)} {result['repeats']} repeats x {result['new_tokens']} decode steps."
+    machine, versions = result["machine"], result["versions"]
+    said = (
+        f"{machine.get('name', machine['cpu'])}, {machine['threads']} threads, {machine['capability']}, "
+        f"copies at {machine['copy_bandwidth'] / 1e9:.0f} GB/s; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}. {result['repeats']} repeats x {result['new_tokens']} decode steps."
+    )
     if result["shared_prompt"]:
         said += " One row was prefilled and its cache repeated for the batch."
     if result["warm_cache"]:
@@ -90,22 +93,9 @@ def _conditions(result: Result) -> str:
     return said + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
 
 
-def stages(result: Result) -> Tables:
-    """Stages of ``make gpu-check``."""
-    rows = [[name, stage["status"], stage["said"]] for name, stage in result["stages"].items()]
-    return Tables([("", ["stage", "status", "last line"], rows)], left=3)
-
-
-SHOWN: dict[str, Callable[[Result], Tables]] = {
-    "runs": comparison,
-    "serve": Serve.shown,
-    "decode": kernels.shown,
-    "stages": stages,
-}
-"""How a result is shown, by the name under which it holds its records."""
-
-
 def show(result: Result) -> Tables:
-    """Return what ``--json`` wrote as tables."""
-    (shown,) = (SHOWN[name] for name in SHOWN if name in result)
-    return shown(result)
+    """Return as tables what ``kvpass bench``, the bench of the kernels or ``make gpu-check`` wrote."""
+    if "stages" in result:
+        rows = [[name, stage["status"], stage["said"]] for name, stage in result["stages"].items()]
+        return Tables([("", ["stage", "status", "last line"], rows)], left=3)
+    return kernels.shown(result) if "decode" in result else comparison(result)

@@ -22,16 +22,19 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, EntryFormat, Geometry
-from kvpass.eval.bench.base import Benchmark, Result
 from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, scoring_time, spread, weight_bytes
-from kvpass.eval.bench.settings import WARM_UP_STEPS, WARM_UP_TOKENS, build
-from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, Timed, entries_of
-from kvpass.eval.policy_spec import PolicySpec
+from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
+from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
+from kvpass.eval.environment import command_line, machine, versions
+from kvpass.eval.options import BenchOptions
+from kvpass.eval.policy_spec import PolicySpec, with_format
+from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
 
-_BASELINES = ("hf-eager", "hf-static", "full")
-_RECORDED = "new_tokens repeats shared_prompt warm_cache left_out".split()
-"""Settings that a result names, beside those of every measurement."""
+Result = dict[str, Any]
+
+_RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_cache".split()
+"""Options that a result names."""
 
 
 @dataclass(frozen=True)
@@ -83,61 +86,102 @@ class Measurement:
         return max(0.0, self.warm_up - usual)
 
 
-@dataclass
-class Bench(Benchmark):
+class Bench:
     """A checked comparison of systems.
 
     Raises:
-        ValueError: the budget cannot hold the window and one more entry of a prompt.
+        ValueError: an option is out of range, or the budget cannot hold the window and one more entry of a prompt.
     """
 
-    def __post_init__(self) -> None:
-        settings = self.settings
-        self.device = torch.device(settings.device)
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        self.settings = settings = BenchSettings(options)
+        self.device = torch.device(options.device)
         self.meter = Meter(self.device)
-        self.model = build(settings.bench_model, settings.seed, self.device, settings.torch_dtype)
+        self.model = build(settings.model, options.seed, self.device, settings.dtype)
         self.geometry = geometry_of(self.model)
         self.step_weight_bytes = weight_bytes(self.model)
-        budget = Budget.parse(settings.budget_value)
+        budget = Budget.parse(settings.budget)
         self.comparisons = [
-            Comparison(context, batch, budget.check(context, settings.window, self.geometry.token_bytes()))
+            Comparison(context, batch, budget.check(context, options.window, self.geometry.token_bytes()))
             for batch in settings.rows
             for context in settings.prompts
         ]
-        self._kvpass_systems: dict[tuple[PolicySpec, EntryFormat], Kvpass] = {}
+        wanted = [(spec, entries) for spec in settings.specs for entries in settings.formats]
+        if "full" in settings.baselines:
+            wanted.append((PolicySpec("full"), "model"))
+        self.kvpass_systems = [self._kvpass_system(*each) for each in dict.fromkeys(wanted)]
+        self.failed: list[str] = []
 
-    @property
-    def steps(self) -> int:
-        repeats = 1 + self.settings.repeats
-        return sum(len(self._makers(wanted)) * (repeats + self._is_profiled(wanted)) for wanted in self.comparisons)
+    def run(self, save: Callable[[Result], None] = lambda result: None) -> Result:
+        """Measure, showing progress; ``save`` is handed what is there after every turn of a system.
 
-    def measure(self, result: Result) -> Iterator[str]:
-        """Add to ``runs`` one record a system for each context and batch."""
-        settings, config = self.settings, self.model.config
-        result["machine"]["copy_bandwidth"] = self.bandwidth = copy_bandwidth(self.device)
+        Returns:
+            what ``--json`` writes: in ``runs`` one record a system for each context and batch. ``complete`` says
+            whether it is all.
+
+        Raises:
+            RuntimeError: a system failed; what the others did is measured and saved.
+        """
+        result = self._described()
+        waiting = [(wanted, [Measurement(system) for system in self._systems(wanted)]) for wanted in self.comparisons]
+        repeats = 1 + self.options.repeats
+        turns = sum(len(measured) * (repeats + self._is_profiled(wanted)) for wanted, measured in waiting)
+        with torch.no_grad(), progress_bar(progress_console()) as progress:
+            task = progress.add_task("", total=turns)
+            while waiting:
+                wanted, measured = waiting.pop(0)  # so that the compiled code of a comparison goes with its turns
+                kept = {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()}
+                run: Result = {"context": wanted.context, "batch": wanted.batch, "budget": kept, "systems": []}
+                result["runs"].append(run)
+                for name, measurement, function in self._turns(wanted, measured):
+                    said = f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
+                    progress.update(task, description=said)
+                    if measurement.failure is None:
+                        self._take(measurement, function)
+                    known = [each for each in measured if each.steps or each.failure is not None]
+                    run["systems"] = [self._record(each, known, wanted) for each in known]
+                    progress.advance(task)
+                    result["complete"] = progress.finished and not self.failed
+                    save(result)
+        if self.failed:
+            raise RuntimeError(f"{len(self.failed)} failed, first {self.failed[0]}")
+        return result
+
+    def _described(self) -> Result:
+        """What is measured and on what, and the bandwidth of the device."""
+        config = self.model.config.get_text_config()
+        self.bandwidth = copy_bandwidth(self.device)
         self.meter.release()
-        parameters = {"parameters": self.model.num_parameters(), "step_weight_bytes": self.step_weight_bytes}
-        result["model"] |= {**parameters, "vocabulary": config.vocab_size, **asdict(self.geometry)}
-        result |= {name: getattr(settings, name) for name in _RECORDED}
-        result["runs"] = runs = list[Result]()
-        for wanted in self.comparisons:
-            kept = {"entries": wanted.entries, "bytes": wanted.entries * self.geometry.token_bytes()}
-            run: Result = {"context": wanted.context, "batch": wanted.batch, "budget": kept, "systems": []}
-            runs.append(run)
-            measured: list[Measurement] = []
-            for name, measurement, function in self._turns(wanted, measured):
-                yield f"{wanted.context} x {wanted.batch}, {measurement.system.name}: {name}"
-                if measurement.failure is None:
-                    self._take(measurement, function)
-                known = [each for each in measured if each.steps or each.failure is not None]
-                run["systems"] = [self._record(each, known, wanted) for each in known]
+        return {
+            "command": command_line(),
+            "machine": machine(self.device) | {"copy_bandwidth": self.bandwidth},
+            "versions": versions(),
+            "model": {
+                "name": self.options.model,
+                "type": config.model_type,
+                "dtype": str(self.settings.dtype).removeprefix("torch."),
+                "hidden_size": config.hidden_size,
+                "intermediate_size": getattr(config, "intermediate_size", None),
+                "query_heads": config.num_attention_heads,
+                "parameters": self.model.num_parameters(),
+                "step_weight_bytes": self.step_weight_bytes,
+                "vocabulary": config.vocab_size,
+                **asdict(self.geometry),
+            },
+            **{name: getattr(self.options, name) for name in _RECORDED},
+            "left_out": self.settings.left_out,
+            "budget": self.settings.budget,
+            "complete": False,
+            "runs": [],
+        }
 
     def _record(self, measurement: Measurement, measured: Iterable[Measurement], wanted: Comparison) -> Result:
         """The figures of a system, beside those of all systems with this context and batch."""
         if measurement.failure is not None:
             return {"name": measurement.system.name, "failure": measurement.failure}
         others = {other.system.name: other for other in measured if other.failure is None}
-        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in _BASELINES}
+        decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in BASELINES}
         prefills = {name: spread(others[name].prefill)["median"] for name in decodes if name != "hf-eager"}
         prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
         weights, eager = self.step_weight_bytes, others.get("hf-eager")
@@ -164,23 +208,21 @@ class Bench(Benchmark):
     def _turns(
         self, wanted: Comparison, measured: list[Measurement]
     ) -> Iterator[tuple[str, Measurement, Callable[[], None]]]:
-        """Yield the name of each turn, whose it is, and what it does; systems are made when they have their first."""
-        settings = self.settings
-        ids = settings.ids(1 if settings.shared_prompt else wanted.batch, wanted.context).to(self.device)
-        makers = self._makers(wanted)
-        for repeat in range(settings.repeats):
-            for index, make in enumerate(makers):
+        """Yield the name of each turn, whose it is, and what it does."""
+        size = 1 if self.options.shared_prompt else wanted.batch, wanted.context
+        generator = torch.Generator().manual_seed(self.options.seed)
+        ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.device)
+        for repeat in range(self.options.repeats):
+            for measurement in measured:
                 if repeat == 0:
-                    measured.append(Measurement(make()))
-                    yield "first run", measured[-1], partial(self._first_run, measured[-1], ids, wanted.batch)
-                measurement = measured[index]
+                    yield "first run", measurement, partial(self._first_run, measurement, ids, wanted.batch)
                 yield f"repeat {repeat + 1}", measurement, partial(self._repeat, measurement, ids, wanted.batch)
         for measurement in measured if self._is_profiled(wanted) else ():
             yield "scoring", measurement, partial(self._profile, measurement, ids)
 
     def _is_profiled(self, wanted: Comparison) -> bool:
         """Whether scoring is measured: rows that share a prompt have the same as the first batch."""
-        return wanted.batch == self.settings.rows[0] or not self.settings.shared_prompt
+        return wanted.batch == self.settings.rows[0] or not self.options.shared_prompt
 
     def _take(self, measurement: Measurement, function: Callable[[], None]) -> None:
         """Run a turn; where it fails, the others go on."""
@@ -196,28 +238,29 @@ class Bench(Benchmark):
         if measurement.failure is not None:
             self.meter.release()
 
-    def _makers(self, wanted: Comparison) -> list[Callable[[], System]]:
-        settings, baselines = self.settings, self.settings.baselines
-        slots = wanted.context + settings.new_tokens + WARM_UP_STEPS
-        makers: list[Callable[[], System]] = []
-        if "hf-eager" in baselines:
-            makers.append(partial(HfEager, self.model))
-        if "hf-static" in baselines:
-            makers.append(partial(HfStatic, self.model, slots, settings.backend))
-        for name in map(str, settings.specs) if "kvpress" in baselines else ():
-            if name in KVPRESS_TWINS:
-                makers.append(partial(Kvpress, self.model, name, wanted.entries, settings.window))
-        kvpass_systems = [(policy, entries) for policy in settings.specs for entries in settings.formats]
-        if "full" in baselines:
-            kvpass_systems.append((PolicySpec("full"), "model"))
-        makers += [partial(self._kvpass_system, *each) for each in dict.fromkeys(kvpass_systems)]
-        return makers
+    def _systems(self, wanted: Comparison) -> list[System]:
+        settings, window = self.settings, self.options.window
+        slots = wanted.context + self.options.new_tokens + WARM_UP_STEPS
+        systems: list[System] = []
+        if "hf-eager" in settings.baselines:
+            systems.append(HfEager(self.model))
+        if "hf-static" in settings.baselines:
+            systems.append(HfStatic(self.model, slots, self.options.backend))
+        if "kvpress" in settings.baselines:
+            twins = [name for name in map(str, settings.specs) if name in KVPRESS_TWINS]
+            systems += [Kvpress(self.model, name, wanted.entries, window) for name in twins]
+        return systems + self.kvpass_systems
 
     def _kvpass_system(self, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
-        """One compiled model serves all contexts and batches."""
-        if (spec, entries) not in self._kvpass_systems:
-            self._kvpass_systems[spec, entries] = self.settings.system(self.model, spec, entries)
-        return self._kvpass_systems[spec, entries]
+        """One compiled model, which serves all contexts and batches."""
+        return Kvpass(
+            self.model,
+            with_format(str(spec), entries),
+            policy=spec.with_window(self.options.window).resolve(),
+            budget=self.settings.budget,
+            backend=self.options.backend,
+            entries=entries,
+        )
 
     def _first_run(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Compile, and have cuDNN plan for each length; else a short prompt loads libraries as well."""
@@ -225,24 +268,25 @@ class Bench(Benchmark):
         seen = measurement.system.seen
         if not is_compiled or {several, ids.shape} <= seen:
             ids = ids[:, :WARM_UP_TOKENS]
-        with nullcontext() if self.settings.warm_cache else fresh_cache():
-            found = self._run(measurement, ids, batch, WARM_UP_STEPS)
+        with nullcontext() if self.options.warm_cache else fresh_cache():
+            prefill, steps, *_ = self._run(measurement, ids, batch, WARM_UP_STEPS)
         if is_compiled and several not in seen:
-            measurement.warm_up = found.prefill + sum(found.steps)
+            measurement.warm_up = prefill + sum(steps)
         seen |= {several, ids.shape}
 
     def _repeat(self, measurement: Measurement, ids: Tensor, batch: int) -> None:
         """Time a prefill, decode steps, and the second of two answers, which finds the room that the first made."""
-        system, new = measurement.system, self.settings.new_tokens
+        system, new = measurement.system, self.options.new_tokens
         settling = WARM_UP_STEPS if self.device.type == "cuda" else 0
-        found = self._run(measurement, ids, batch, settling + new)
-        if system.answer(found.tokens[:, -1:], found.cache, new):
+        prefill, steps, token, cache = self._run(measurement, ids, batch, settling + new)
+        if isinstance(system, Kvpass):
+            system.answer(token, cache, new)
             marks = [self.meter.mark()]
-            system.answer(found.tokens[:, -1:], found.cache, new)
+            system.answer(token, cache, new)
             measurement.generate = self.meter.seconds([*marks, self.meter.mark()])[0] / new
-        measurement.prefill.append(found.prefill)
-        measurement.first_steps.append(found.steps[:settling])
-        measurement.steps.append(found.steps[settling:])
+        measurement.prefill.append(prefill)
+        measurement.first_steps.append(steps[:settling])
+        measurement.steps.append(steps[settling:])
 
     def _profile(self, measurement: Measurement, ids: Tensor) -> None:
         """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
@@ -251,16 +295,35 @@ class Bench(Benchmark):
             with suppress(torch.OutOfMemoryError):
                 measurement.scoring = scoring_time(partial(system.prefill, ids), self.device)
 
-    def _run(self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int) -> Timed:
-        """Prefill and decode, and note tokens and bytes."""
-        system = measurement.system
-        found = system.run(self.meter, ids, new_tokens, batch // ids.shape[0])
-        if found.peak_bytes is not None:  # the most of all runs: replayed steps allocate next to nothing
-            measurement.peak_bytes = max(measurement.peak_bytes or 0, found.peak_bytes)
-        measurement.tokens = found.tokens[0].tolist()
-        measurement.cache_bytes = system.nbytes(found.cache)
-        measurement.attended_bytes = system.attended_bytes(found.cache, ids.shape[1] + new_tokens)
-        return found
+    def _run(
+        self, measurement: Measurement, ids: Tensor, batch: int, new_tokens: int
+    ) -> tuple[float, list[float], Tensor, Any]:
+        """Prefill ids, int64 ``[B, N]`` or ``[1, N]`` for all rows, and decode greedily; note tokens and bytes.
+
+        Returns:
+            seconds of the prefill and of each decode step, the last token, int64 ``[B, 1]``, and the cache.
+        """
+        system, meter, prompt = measurement.system, self.meter, ids.shape[1]
+        repeats = batch // ids.shape[0]
+        meter.reset_peak()
+        marks = [meter.mark()]
+        logits, cache = system.prefill(ids)
+        marks.append(meter.mark())
+        cache = system.decoding_cache(cache, repeats)
+        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        del logits
+        steps = [meter.mark()]
+        for position in range(prompt, prompt + new_tokens):
+            logits = system.step(tokens[-1], position, cache)
+            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            steps.append(meter.mark())
+        (prefill,), seconds, peak = meter.seconds(marks), meter.seconds(steps), meter.peak()
+        if peak is not None:  # the most of all runs: replayed steps allocate next to nothing
+            measurement.peak_bytes = max(measurement.peak_bytes or 0, peak)
+        measurement.tokens = torch.cat(tokens, 1)[0].tolist()
+        measurement.cache_bytes = system.nbytes(cache)
+        measurement.attended_bytes = system.attended_bytes(cache, prompt + new_tokens)
+        return prefill, seconds, tokens[-1], cache
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:

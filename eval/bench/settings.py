@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvpass.config import EntryFormat
-from kvpass.eval.bench.systems import KVPRESS_TWINS, Kvpass, has_kvpress
+from kvpass.eval.bench.systems import KVPRESS_TWINS, has_kvpress
 from kvpass.eval.options import BenchOptions, names, numbers
-from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed, with_format
+from kvpass.eval.policy_spec import parse_formats, parse_policies, typed
 from kvpass.fetch import PACKAGES
 from kvpass.loading import located
 from kvpass.policies import resolve_budget
@@ -116,97 +113,53 @@ def build(
         return AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings(BenchOptions):
+class BenchSettings:
     """The options of a bench, checked, and what their texts mean.
 
     Attributes:
-        prompts: of ``contexts``, in tokens. rows: of ``batches``. budget_value: of ``budget``.
+        model: of the name in the options. dtype: of its weights.
+        prompts: of ``contexts``, in tokens. rows: of ``batches``. budget: of its text.
         specs: policies of kvpass, each with each of ``formats``; ``window`` is theirs unless they have their own.
         baselines: of ``BASELINES``; without ``systems`` all, kvpress only where it is installed.
-        shared_prompt: prefill figures are then those of one row.
+        left_out: systems that are not measured, and why.
 
     Raises:
         ValueError: a number out of range, an unknown name, or a device this machine does not have.
     """
 
-    def __post_init__(self) -> None:
-        if self.device == "cuda" and not torch.cuda.is_available():
+    def __init__(self, options: BenchOptions) -> None:
+        self.options = options
+        if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
+        self.dtype = _DTYPES[options.dtype or ("bf16" if options.device == "cuda" else "fp32")]
+        self.rows = numbers("batches", options.batches)
         if not self.rows or min(self.rows) < 1:
-            raise ValueError(f"batches={self.batches}: must be one or more numbers >= 1")
-        parse_formats(self.entries)
+            raise ValueError(f"batches={options.batches}: must be one or more numbers >= 1")
+        self.budget = typed(options.budget)
+        self.formats = parse_formats(options.entries)
+        self.specs = parse_policies(options.policies)
         for spec in self.specs:
-            policy = spec.with_window(self.window).resolve()
+            policy = spec.with_window(options.window).resolve()
             if policy.needs_budget:
-                resolve_budget(policy, self.budget_value)
+                resolve_budget(policy, self.budget)
+        installed = [name for name in BASELINES if name != "kvpress" or has_kvpress()]
+        self.baselines = tuple(dict.fromkeys(installed if options.systems is None else names(options.systems)))
         for name in self.baselines:
             if name not in BASELINES:
                 raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
-        if "kvpress" in self.baselines and not has_kvpress():
-            raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
-        later = 3 * self.new_tokens + WARM_UP_STEPS  # timed steps, and two answers of generate
-        longest = self.bench_model.config.max_position_embeddings - later
+            if name not in installed:
+                raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
+        self.left_out = {} if "kvpress" in installed else {"kvpress": "not installed"}
+        if "kvpress" in self.baselines:
+            twinless = (name for name in map(str, self.specs) if name not in KVPRESS_TWINS)
+            self.left_out = {f"kvpress/{name}": "kvpress has none" for name in twinless}
+        self.model = find_model(options.model)
+        self.prompts = numbers("contexts", options.contexts) or (self.model.context,)
+        later = 3 * options.new_tokens + WARM_UP_STEPS  # timed steps, and two answers of generate
+        longest = self.model.config.max_position_embeddings - later
         for tokens in self.prompts:
-            if not self.window < tokens <= longest:
+            if not options.window < tokens <= longest:
                 raise ValueError(
-                    f"context={tokens}: must be above window={self.window} and at most {longest}, the positions of "
+                    f"context={tokens}: must be above window={options.window} and at most {longest}, the positions of "
                     f"the model less {later} for three times --new-tokens and steps to warm up"
                 )
-
-    @cached_property
-    def bench_model(self) -> BenchModel:
-        return find_model(self.model)
-
-    @property
-    def prompts(self) -> tuple[int, ...]:
-        return numbers("contexts", self.contexts) or (self.bench_model.context,)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return numbers("batches", self.batches)
-
-    @property
-    def budget_value(self) -> int | float | str:
-        return typed(self.budget)
-
-    @property
-    def specs(self) -> tuple[PolicySpec, ...]:
-        return parse_policies(self.policies)
-
-    @property
-    def policy(self) -> PolicySpec:
-        """The first policy, where one is measured."""
-        return self.specs[0].with_window(self.window)
-
-    @property
-    def formats(self) -> tuple[EntryFormat, ...]:
-        return parse_formats(self.entries)
-
-    @property
-    def baselines(self) -> tuple[str, ...]:
-        if self.systems is not None:
-            return tuple(dict.fromkeys(names(self.systems)))
-        return tuple(name for name in BASELINES if name != "kvpress" or has_kvpress())
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Systems that are not measured, and why."""
-        if "kvpress" not in self.baselines:
-            return {} if has_kvpress() else {"kvpress": "not installed"}
-        return {f"kvpress/{name}": "kvpress has none" for name in map(str, self.specs) if name not in KVPRESS_TWINS}
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype or ("bf16" if self.device == "cuda" else "fp32")]
-
-    def ids(self, rows: int, tokens: int) -> Tensor:
-        """Return prompts of random tokens, int64 ``[rows, tokens]``, the same ones every time."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(self.bench_model.config.vocab_size, (rows, tokens), generator=generator)
-
-    def system(self, model: PreTrainedModel, spec: PolicySpec, entries: EntryFormat) -> Kvpass:
-        """Return kvpass with a policy and a format of entries."""
-        given = {"budget": self.budget_value, "backend": self.backend, "entries": entries}
-        policy = spec.with_window(self.window).resolve()
-        return Kvpass(model, with_format(str(spec), entries), policy=policy, **given)

@@ -9,7 +9,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
-from kvpass.eval.bench.measure import Meter
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -38,21 +37,6 @@ def storage_bytes(cache: Any) -> int:
     tensors = [x for layer in cache.layers for x in (*entries_of(layer), *(state for *_, state in _states_of(layer)))]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-class Timed(NamedTuple):
-    """A prompt and a greedy answer.
-
-    Attributes:
-        prefill, steps: seconds of the prefill and of each decode step. tokens: int64 ``[B, 1 + steps]``. cache: at the
-            end. peak_bytes: most that was allocated at once; None on the CPU.
-    """
-
-    prefill: float
-    steps: list[float]
-    tokens: Tensor
-    cache: Any
-    peak_bytes: int | None
 
 
 class System(ABC):
@@ -80,29 +64,6 @@ class System(ABC):
         if repeats > 1:
             cache.reorder_cache(torch.zeros(repeats, dtype=torch.int64))
         return cache
-
-    def run(self, meter: Meter, ids: Tensor, new_tokens: int, repeats: int = 1) -> Timed:
-        """Prefill ids, int64 ``[B, N]``, and decode greedily, each row ``repeats`` times from then on."""
-        meter.reset_peak()
-        marks = [meter.mark()]
-        logits, cache = self.prefill(ids)
-        marks.append(meter.mark())
-        cache = self.decoding_cache(cache, repeats)
-        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
-        del logits
-        steps = [meter.mark()]
-        for position in range(ids.shape[1], ids.shape[1] + new_tokens):
-            logits = self.step(tokens[-1], position, cache)
-            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
-            steps.append(meter.mark())
-        return Timed(meter.seconds(marks)[0], meter.seconds(steps), torch.cat(tokens, 1), cache, meter.peak())
-
-    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
-        """Generate greedily after ``token`` as users do; False where that is not timed.
-
-        Where tokens can be taken back, the cache is then as it was.
-        """
-        return False
 
     def nbytes(self, cache: Any) -> int:
         """Bytes the storages of the cache occupy."""
@@ -279,11 +240,11 @@ class Kvpass(System):
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out[CACHE]
 
-    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> bool:
+    def answer(self, token: Tensor, cache: Any, new_tokens: int) -> None:
+        """Generate greedily as users do. Where tokens can be taken back, the cache is then as it was."""
         self.model.generate(token, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
         if cache.state.only_appends:
             cache.crop(-new_tokens)
-        return True
 
     def nbytes(self, cache: Any) -> int:
         return cache.nbytes

@@ -12,7 +12,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
-from kvpass.eval.environment import answering_digest, model_digest
+from kvpass.eval.environment import model_digest, source_digest
 
 
 def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:
@@ -75,7 +75,7 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
         "generation": model.generation_config.to_dict(),
         "tokenizer": _describe(tokenizer),
         "device": model.device.type,
-        "code": answering_digest("prompt.py", "runner.py", "harness/model.py", "harness/settings.py"),
+        "code": source_digest(),
         "libraries": library_versions(),
         "settings": dict(settings),
     }

@@ -113,27 +113,19 @@ def demo(options: DemoOptions) -> None:
 @_with_options
 def bench(options: BenchOptions) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
-    if options.tune:
-        from kvpass.eval.bench.tune import tune
-
-        with _interruptible("nothing is written before the end"), _bad_values():
-            tune()
-        return
-    from kvpass.eval.bench.report import show
+    from kvpass.eval.bench.report import comparison
     from kvpass.eval.bench.run import Bench
-    from kvpass.eval.bench.serve import Serve
-    from kvpass.eval.bench.settings import BenchSettings
     from kvpass.eval.environment import save_json
 
     path = options.json_path
     kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
     with _interruptible(f"the same command begins anew; {kept}"):
         with _bad_values():
-            checked = (Serve if options.serve else Bench)(BenchSettings(**vars(options)))
+            checked = Bench(options)
             if path is not None:
                 _make_folder("json", path.parent)
         result = checked.run() if path is None else checked.run(partial(save_json, path))
-    Console().print(show(result))
+    Console().print(comparison(result))
     if path is not None:
         Console().print(f"written: {path}", highlight=False)
 

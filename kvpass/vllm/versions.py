@@ -1,7 +1,7 @@
 """Functions of vLLM that we call or replace and that may change with its version.
 
-Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from, fields of ``VllmConfig`` that
-``backend`` and ``refusals`` read, and the scheduler that ``kvpass bench --serve`` reads may change.
+Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from and fields of ``VllmConfig`` that
+``backend`` and ``refusals`` read may change.
 """
 
 from __future__ import annotations

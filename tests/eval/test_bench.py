@@ -16,6 +16,7 @@ from kvpass.eval.bench.report import show
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
 from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, has_kvpress
+from kvpass.eval.options import BenchOptions
 from kvpass.policies import resolve
 from pairwise import quick
 
@@ -34,7 +35,7 @@ def settings(model, **changes):
         "model": model, "contexts": "48", "budget": "16", "window": 8, "policies": "lava",
         "systems": "hf-eager,full", "new_tokens": 3, "repeats": 1, "backend": "eager",
     }  # fmt: skip
-    return BenchSettings(**usual | changes)
+    return BenchOptions(**usual | changes)
 
 
 def named(result, run=0):
@@ -68,7 +69,7 @@ def test_formats_of_kept_entries_are_systems_of_their_own(micro):
     assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * 8 * 4
     assert systems["int8 lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * (8 + 4)
     with pytest.raises(ValueError, match="entries='': must be one or several of model, int8"):
-        settings(micro, entries="")
+        BenchSettings(settings(micro, entries=""))
 
 
 def fails(monkeypatch, kind, message, method="prefill"):
@@ -145,7 +146,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
 def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
     made = Bench(settings(micro, policies="cake:tau1=1.6,tau2=0.4,tova", systems=""))
     assert [record["name"] for record in made.run()["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
-    cake, tova = (system.model.policy for system in made._kvpass_systems.values())
+    cake, tova = (system.model.policy for system in made.kvpass_systems)
     assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
 
 
@@ -281,21 +282,23 @@ def test_scoring_time_adds_up_what_is_not_attention():
 
 
 def test_a_prompt_of_a_million_tokens_may_be_asked_for():
-    assert BenchSettings(model="llama-3.1-8b", contexts=str(2**20), systems="").prompts == (2**20,)
+    options = BenchOptions(model="llama-3.1-8b", contexts=str(2**20), systems="")
+    assert BenchSettings(options).prompts == (2**20,)
 
 
 def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
     from kvpass.eval.bench import settings as bench_settings
 
     monkeypatch.setattr(bench_settings, "has_kvpress", lambda: False)
-    asked = BenchSettings(model="tiny")
+    asked = BenchSettings(BenchOptions(model="tiny"))
     assert asked.baselines == ("hf-eager", "hf-static", "full")
     assert asked.left_out == {"kvpress": "not installed"}
     with pytest.raises(ValueError, match="not installed"):
-        BenchSettings(model="tiny", systems="kvpress")
+        BenchSettings(BenchOptions(model="tiny", systems="kvpress"))
     monkeypatch.setattr(bench_settings, "has_kvpress", lambda: True)
-    assert BenchSettings(model="tiny").baselines == ("hf-eager", "hf-static", "full", "kvpress")
-    assert BenchSettings(model="tiny").left_out == {"kvpress/lava": "kvpress has none"}
+    asked = BenchSettings(BenchOptions(model="tiny"))
+    assert asked.baselines == ("hf-eager", "hf-static", "full", "kvpress")
+    assert asked.left_out == {"kvpress/lava": "kvpress has none"}
 
 
 @pytest.mark.skipif(not has_kvpress(), reason="kvpress is not installed")
@@ -312,4 +315,4 @@ def test_without_a_cuda_device_cuda_is_refused():
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ValueError, match="device='cuda': this machine has no CUDA device"):
-        BenchSettings(model="tiny", device="cuda")
+        BenchSettings(BenchOptions(model="tiny", device="cuda"))

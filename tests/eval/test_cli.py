@@ -3,12 +3,10 @@
 import io
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import typer
@@ -19,7 +17,6 @@ from command_line import invoke
 from kvpass.cli import main
 from kvpass.eval import demo
 from kvpass.eval.bench import measure as bench_measure
-from kvpass.eval.bench import serve
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.run import Evaluation
 from kvpass.eval.tasks.needle import Task, hide
@@ -48,7 +45,7 @@ VALUES = """
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
---json a --requests 2 --cache-mib 8 --question-tokens 4 --task needle --policy lava --texts . --ridge 2 --model tiny
+--json a --policy lava --texts . --ridge 2 --model tiny
 """.split()
 
 
@@ -176,12 +173,6 @@ BAD_VALUES = [
     ("bench --contexts 1024;2048", "contexts='1024;2048': must be whole numbers"),
     ("bench --batches 1,0", "batches=1,0: must be one or more numbers >= 1"),
     ("bench --systems vllm", "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
-    ("bench --serve --policies h2o", "evicts while decoding"),
-    ("bench --serve --budget 0.1", "in vLLM it must be a number of entries"),
-    ("bench --serve --question-tokens 8 --policies h2o", "a document for vLLM needs one that does"),
-    ("bench --serve --task needle", "task='needle': model 'small-mha' has random weights"),
-    ("bench --serve --task needles", "did you mean 'needle'"),
-    ("bench --serve --task needle --question-tokens 8", "task and question_tokens: ask one of them"),
     ("demo --facts 300", "tokens=2048: 300 facts"),
     ("demo --tokens 64 --facts 1", "tokens=64: must be above 64 for the budgets"),
     ("demo --tokens 17000", "tokens=17000: with the answer 17016, and the model reads at most 16384"),
@@ -320,15 +311,6 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert "…" not in result.output
     for words in ("seed 0", "float32", "256 tokens", "lava, streaming_llm, with default options"):
         assert words in result.output.replace("\n", " ")
-
-
-def test_a_process_of_its_own_has_the_environment_of_now(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "here")
-    assert serve.in_new_process(os.getenv, "TORCHINDUCTOR_CACHE_DIR") == "here"
-    assert serve.in_new_process(os.getenv, "VLLM_LOGGING_LEVEL") == "ERROR"
-    assert "VLLM_LOGGING_LEVEL" not in os.environ, "of the started processes alone"
-    with pytest.raises(BrokenProcessPool):
-        serve.in_new_process(os.abort)
 
 
 def test_without_matplotlib_the_demo_says_what_to_install_and_computes_nothing(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def test_what_is_complete_and_of_the_present_code_is_kept(gpu_check, tmp_path, m
     assert gpu_check.run(stages, tmp_path, 100) == {"writes": "kept", "fails": "failed"}
     other = {"writes": (60, f"-S -c {WRITE} {{}} more")}
     assert gpu_check.run(other, tmp_path, 100) == {"writes": "passed"}
-    monkeypatch.setattr(gpu_check, "source_digest", lambda files: "changed")
+    monkeypatch.setattr(gpu_check, "source_digest", lambda: "changed")
     assert gpu_check.run(other, tmp_path, 100) == {"writes": "passed"}
 
 

@@ -13,8 +13,8 @@ from kvpass.eval.bench import kernels as kernel_bench
 from kvpass.eval.bench.kernels import Shape, ragged_lengths, time_prompt
 from kvpass.eval.bench.report import show
 
-CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
-LATENT = Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")
+CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, device=torch.device("cpu"))
+LATENT = Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, device=torch.device("cpu"))
 
 INTERPRETED = """
 import torch
@@ -28,7 +28,7 @@ def once(function):
 bench.time_graph = once
 bench.WORST_ERROR = 1e-5
 assert torch.ops.kvpass.site, "the command itself imports what defines the operators"
-shape = bench.Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, place="cpu")
+shape = bench.Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, device=torch.device("cpu"))
 lengths = bench.ragged_lengths(shape, 2, 40)
 found = bench.time_decode(shape, lengths, 1e9, check=True)
 assert found["error"] < 1e-5 and len(calls[0]) == 2
@@ -37,7 +37,7 @@ assert abs(found["share_of_copy"] - found["bytes"] / 1e-3 / 1e9) < 1e-9
 for entry_format, bits in (("int8", 8 + 1), ("rot4", 4 + 1), ("rot3", 3 + 1), ("rot2", 2 + 1)):  # and scale
     found = bench.time_decode(shape, lengths, 1e9, True, entry_format)
     assert found["bytes"] == 2 * 2 * 2 * (40 + 33) * 2 * 4 * bits, (entry_format, found)
-latent = bench.Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, place="cpu")
+latent = bench.Shape(layers=2, heads=4, kv_heads=1, dim=48, latent=32, dtype=torch.float32, device=torch.device("cpu"))
 found = bench.time_decode(latent, bench.ragged_lengths(latent, 2, 40), 1e9, check=True)
 assert found["error"] < 1e-5 and found["bytes"] == (2 * 2 * 40 + 2 * 2 * 33) * 48 * 4, found
 bench.reference.attend_cache = lambda *arguments: torch.ones(2, 4, 1, 32)
@@ -52,7 +52,7 @@ print("done")
 
 
 def test_ragged_lengths_are_unequal_and_of_equal_bytes():
-    ragged = ragged_lengths(Shape(place="cpu"), 3, 992)
+    ragged = ragged_lengths(Shape(device=torch.device("cpu")), 3, 992)
     assert ragged.shape == (3, 32, 8)
     assert ragged.sum((1, 2)).tolist() == 3 * [32 * 8 * 992]
     assert ragged.min() >= 0

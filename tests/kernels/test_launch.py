@@ -84,5 +84,4 @@ def test_the_table_in_the_repository(monkeypatch):
     assert all({80, 90, 100} <= set(configs) for configs in found.values()), "a case lacks an architecture"
     for configs in found.values():
         for config in configs.values():
-            assert KernelConfig.parse(str(config)) == config
             assert [name for name, _ in config.blocks] == [name for name, _ in configs[80].blocks]

@@ -15,8 +15,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams
 from vllm.v1.core.sched.interface import PauseState
 
-from kvpass.eval.bench import serve
-from kvpass.eval.bench.settings import BenchSettings
 from kvpass.vllm import refusals
 from kvpass.vllm.admission import Rows
 
@@ -189,25 +187,6 @@ def two_processes(
     """Tokens with tensor parallelism, with one more request every 3 steps, all preempted after 25; how many were."""
     with engine(folder, settings, tensor_parallel_size=2, **options or {}) as llm:
         return joined(llm, every=3, preempt_at=25, cases=cases)
-
-
-def benched(
-    folder: str,
-    contexts: list[int],
-    policy: str,
-    budget: float,
-    question_tokens: int = 0,
-    others: dict[str, Any] | None = None,
-) -> tuple[dict[str, Any], list[list[str]]]:
-    """What ``kvpass bench --serve`` finds for four requests of each length, and the rows that it shows."""
-    measured = {"contexts": ",".join(map(str, contexts)), "policies": policy, "budget": str(budget)}
-    engine = {"requests": 4, "cache_mib": 16, "question_tokens": question_tokens}
-    usual = {"model": "small", "entries": "model,rot4", "new_tokens": 4, "repeats": 2, "backend": "eager"}
-    given = usual | (others or {}) | measured | engine
-    with patch.object(serve, "in_new_process", lambda function, *args: function(*args)):  # to import vLLM once
-        result = serve.Serve(BenchSettings(**given)).run()
-    [(_, _, rows)] = serve.Serve.shown(result).tables
-    return result, rows
 
 
 def cuda_kernels(

@@ -29,7 +29,6 @@ from tiny import (
     prompt,
 )
 
-from kvpass import builtin
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
 from kvpass.vllm import versions
@@ -290,48 +289,6 @@ def test_blocks_of_codes_hold_more_requests_again(ask):
     """In the same memory: fp32 entries of 32 numbers take 256 bytes, those of rot4 40."""
     floats, codes = (ask("blocks", LAVA | {"entries": entries}, {})[0] for entries in ("model", "rot4"))
     assert codes / floats == pytest.approx(256 / 40, rel=0.02)
-
-
-def test_the_bench_sends_all_requests_and_counts_the_bytes_of_each(ask):
-    result, rows = ask("benched", [64, 200], "lava", 40)
-    systems = ("chunks", "whole", "kvpass", "rot4 kvpass")
-    assert [row[:2] for row in rows] == [[n, system] for n in ("64", "200") for system in systems]
-    number = 8 * 2 * 2 * 32 * 4  # bytes of a token: 8 layers, 2 heads, key and value of 32 numbers in fp32
-    page, slots = 128, 48  # tokens of a page of stock vLLM; budget, new tokens, and one as lava is a cascade, in eights
-    codes = slots * 40 / 256  # bytes of an entry of rot4 and of fp32
-    expected = [page, page, slots, codes, 2 * page, 2 * page, slots, codes]
-    assert [one["request_bytes"] / number for one in result["serve"]] == pytest.approx(expected, rel=0.01)
-    for one in result["serve"]:
-        assert one["running"] == 4 and len(one["rounds"]) == 2
-        for found in one["rounds"]:
-            assert len(found["first_token_s"]) == len(found["token_s"]) == 4
-            assert 0 < min(found["first_token_s"]) < found["seconds"] and min(found["token_s"]) > 0
-            assert sum(found["step_s"]) <= found["seconds"] and found["cpu_s"] > 0
-
-
-def test_the_bench_scores_the_answers_to_samples_of_a_task(ask):
-    """The built-in model finds what is asked for in the whole prompt, and less often in 10 of 256 entries."""
-    model = {"model": str(builtin.path()), "task": "needle", "window": 8}
-    result, rows = ask("benched", [256], "random", 10, 0, model)
-    assert all(len(one["scores"]) == 8 for one in result["serve"])
-    right = {row[1]: int(row[-1]) for row in rows}
-    assert right["chunks"] == right["whole"] >= 75 > right["kvpass"] + 25
-
-
-def test_the_bench_asks_about_one_text_held_in_the_prefix_cache_or_compressed(ask):
-    result, rows = ask("benched", [200], "keydiff", 0.25, 8)
-    assert [row[:2] for row in rows] == [["200 + 8", system] for system in ("chunks", "whole", "kvpass", "rot4 kvpass")]
-    number = 8 * 2 * 2 * 32 * 4  # bytes of a token, as above
-    stock, compressed = result["serve"][:2], result["serve"][2:]
-    # each has its part of the text and a block of room, in eights; or its part of a page, and its own
-    for one, entry in zip(compressed, (number, number * 40 // 256), strict=True):
-        assert one["document_bytes"] == 50 * entry and one["compress_s"] > 0
-        assert one["request_bytes"] / entry == pytest.approx(50 / 4 + 16, rel=0.01)
-    for one in result["serve"]:
-        assert one["running"] == 4
-        for found in one["rounds"]:
-            assert found["cached_tokens"] == [128 if one in stock else 200] * 4
-    assert [one["request_bytes"] / number for one in stock] == pytest.approx([128 / 4 + 128] * 2, rel=0.01)
 
 
 def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
