@@ -413,18 +413,6 @@ def test_random_layers_share_by_a_hash_and_total_what_uniform_ones_do(seed, rows
         assert torch.equal(stage[:, :seen], found[:, :seen]) and not stage[:, seen:].any()
 
 
-def test_random_layers_need_no_random_generator():
-    """So processes that share the heads agree. Weights differ between layers and between seeds."""
-    given = torch.zeros(1, 6).double(), torch.tensor([20]), torch.tensor([1000]), K, 6
-    found = []
-    for seed in (0, 0, 1):
-        before = torch.get_rng_state()
-        found.append(resolve("snapkv", layer_split="random", seed=seed).layers().budgets(*given))
-        assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(found[0], found[1]) and found[0].unique().numel() > 3
-    assert not torch.equal(found[0], found[2])
-
-
 def budgets(policy: Policy, entries: int, available: int, layers: int, kv_heads: int = 1, weights=None) -> list[int]:
     w = torch.zeros(1, layers).double() if weights is None else torch.tensor([weights]).double()
     return policy.layer_budgets(w, torch.tensor([entries]), torch.tensor([available]), kv_heads, layers)[0].tolist()

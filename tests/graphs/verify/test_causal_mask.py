@@ -47,6 +47,24 @@ def in_place_through_a_view(t: int) -> Tensor:
     return mask
 
 
+def by_a_flag(t: int) -> Tensor:
+    mask = torch.where(causal(t), 1.0, -1.0)
+    F.relu(mask, inplace=True)
+    return mask.log()
+
+
+def by_out(t: int) -> Tensor:
+    mask = torch.ones(t, t, dtype=torch.bool)
+    torch.logical_and(mask, causal(t), out=mask)
+    return mask
+
+
+def by_an_overload(t: int) -> Tensor:
+    mask = torch.zeros(t, t)
+    torch.ops.aten.add_.Tensor(mask, additive(causal(t), -torch.inf))
+    return mask
+
+
 def shifted(t: int, by: int) -> Tensor:
     rows, columns = rows_and_columns(t)
     return columns <= rows + by
@@ -109,6 +127,9 @@ CAUSAL: dict[str, Mask] = {
     "stored, additive": lambda m, t, p: torch.zeros(t, t).masked_fill(m.hidden[:t, :t], -torch.inf),
     "written in place": lambda m, t, p: in_place(t),
     "written through a view": lambda m, t, p: in_place_through_a_view(t),
+    "written by a flag": lambda m, t, p: by_a_flag(t),
+    "written by out": lambda m, t, p: by_out(t),
+    "written by an overload": lambda m, t, p: by_an_overload(t),
     "made like another tensor": lambda m, t, p: p.new_ones(t, t).tril().bool(),
     "window that no stored mask reaches": lambda m, t, p: m.causal[:t, :t] & with_window(t, 64),
 }
