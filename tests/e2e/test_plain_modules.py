@@ -313,16 +313,6 @@ def test_contract_1_the_forms_of_published_decoders_give_what_the_whole_text_giv
 
 
 @torch.no_grad()
-def test_a_float_attribute_of_another_value_is_another_capture():
-    module, ids = ScaledByAttributes(), text()
-    fast, before = uncompressed(module), module(ids)
-    assert_close("before", in_pieces(fast, ids), before, atol=1e-4)
-    module.mscale = 3.0
-    assert (module(ids) - before).abs().max() > 1e-2
-    assert_close("after", in_pieces(fast, ids), module(ids), atol=1e-4)
-
-
-@torch.no_grad()
 def test_a_tensor_attribute_of_another_size_is_another_capture_with_an_end_of_its_own():
     module, ids = PlainTables(), text()
     fast = uncompressed(module)

@@ -552,12 +552,6 @@ def test_critical_keeps_as_many_of_each_head_half_by_score_and_half_by_score_tim
         assert wanted == set(found.keep[layer, 0, head, : length - window].nonzero().flatten().tolist())
 
 
-def test_criticalkv_is_snapkv_refined():
-    q, k, v = torch.randn(3, 2, 1, 4, 50, 8, generator=torch.Generator().manual_seed(5))
-    given = {"budget": 16, "window": 4, "output_weights": torch.randn(2, 10, 32), "kernel_size": 5, "pool": "avg"}
-    assert torch.equal(plan("criticalkv", q, k, v, **given).keep, plan("snapkv", q, k, v, critical=True, **given).keep)
-
-
 def test_plan_asks_for_the_norms_that_weigh_replays():
     q, k, v = torch.randn(3, 2, 1, 2, 9, 4)
     given = {"budget": 4, "output_weights": torch.randn(2, 6, 8)}

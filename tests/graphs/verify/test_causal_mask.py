@@ -16,7 +16,7 @@ from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
 from kvpass.graphs.fx_utils import DataFlow, shape_of
-from kvpass.graphs.verify.causal_mask import MaskPart, band, prove_causal
+from kvpass.graphs.verify.causal_mask import MaskPart, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
 
 HEADS, TOKENS, DIM = 2, 11, 4
@@ -176,7 +176,10 @@ REFUSED: dict[str, tuple[str, Mask]] = {
         "not causal",
         lambda m, t, p: (p[:, None, :] <= torch.arange(t)[None, :, None])[:, None],
     ),
-    "one position hidden": ("not causal", lambda m, t, p: causal(t) & (p != 40)[:, None, None, :]),
+    **{
+        f"position {n} hidden": ("not causal", lambda m, t, p, n=n: causal(t) & (p != n)[:, None, None, :])
+        for n in (0, 3, 40, 49)
+    },
     "one stored position hidden": ("not causal", lambda m, t, p: causal(t) & (p != m.forty)[:, None, None, :]),
     "a window per head": ("not causal", lambda m, t, p: causal(t) & (distance(t) < m.by_head[:, None, None])),
     "chunks of 64, eight of them": (
@@ -310,12 +313,6 @@ def test_writes_between_two_calls_are_seen():
     assert windows == [None, 4]
 
 
-@pytest.mark.parametrize("token", [0, 3, 49])
-def test_a_mask_that_hides_a_token_id_is_refused(token):
-    (reason,) = decide_masks([lambda m, t, ids: causal(t) & (ids != token)[:, None, None, :]], 2)
-    assert "not causal" in str(reason)
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -341,9 +338,3 @@ def test_a_mask_made_from_an_input_is_refused_with_module_path_and_node(given, r
         capture(masked, (*inputs(), given), [find_attention_pass])
     assert refusal.value.module_path.endswith("layers.0")
     assert refusal.value.node
-
-
-@pytest.mark.parametrize(("length", "window"), [(6, None), (6, 1), (6, 4), (6, 6)])
-def test_band_is_the_mask_written_out(length, window):
-    expected = [[j <= i and (window is None or i - j < window) for j in range(length)] for i in range(length)]
-    assert band(length, window).tolist() == expected
