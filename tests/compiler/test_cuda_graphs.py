@@ -147,7 +147,7 @@ def test_a_first_call_that_fails_does_not_count_as_warming_up():
 
 
 def test_a_step_given_something_on_another_device_is_not_captured():
-    """A number that launches take from the host would be that of the capture for ever; also behind captured calls."""
+    """A number that launches take from the host would be that of the capture for ever."""
     recorder, seen = Recorder(), []
 
     def scale(ids, factor, state):
@@ -160,11 +160,16 @@ def test_a_step_given_something_on_another_device_is_not_captured():
         with pytest.warns(UserWarning, match="no CUDA graphs.*meta"):
             assert torch.equal(step((ids, factor), [state])[0], ids * 2)
     assert recorder.recorded == 0 and all(one is other for one, other in zip(seen, factors, strict=True))
+
+
+def test_a_capture_is_not_replayed_for_an_input_that_has_moved():
+    recorder, ids, state = Recorder(), torch.ones(2), torch.zeros(())
+    step = GraphedStep(lambda ids, factor, state: [ids * 2], recorder, CPU, held=[])
     for _ in range(3):
         step((ids, torch.ones(())), [state])
     assert recorder.recorded == 1
     with pytest.warns(UserWarning, match="no CUDA graphs"):
-        step((ids, factors[0]), [state])
+        step((ids, torch.empty((), device="meta")), [state])
 
 
 def test_threads_take_their_own_answers_away():

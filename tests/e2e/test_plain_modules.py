@@ -22,57 +22,46 @@ from compiled_models import padded, prompts_of
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from small_decoders import HEADS, VOCABULARY, WIDTH, SmallDecoder, recomputed
+from small_decoders import DIM, HEADS, WIDTH, SmallDecoder, recomputed
 from tiny_models import in_session, random_ids, raw
 
 LONGEST = 96
 PROMPT, NEW = 37, 11
 
 
-class SlicedRotary(nn.Module):
-    """Grouped KV repeated to the query heads, rotary tables cut to the input, RMS norms."""
+class SlicedRotary(SmallDecoder):
+    """Grouped KV repeated to the query heads, rotary tables cut to the input."""
 
-    def __init__(self, width: int = 48, heads: int = 4, kv_heads: int = 2, layers: int = 2) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
-        angles = torch.arange(LONGEST)[:, None] / 50.0 ** (torch.arange(0, self.dim, 2) / self.dim)
-        self.register_buffer("cos", angles.cos()[:, None])
+    def __init__(self) -> None:
+        super().__init__(wide=2, layers=2, kv_heads=2)
+        angles = torch.arange(LONGEST)[:, None] / 50.0 ** (torch.arange(0, DIM, 2) / DIM)
+        self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
-        self.embed, self.layers = nn.Embedding(VOCABULARY, width), nn.ModuleList()
-        for _ in range(layers):
-            sizes = {"q": width, "kv": 2 * kv_heads * self.dim, "o": width}
-            linears = {name: nn.Linear(width, size, bias=False) for name, size in sizes.items()}
-            self.layers.append(nn.ModuleDict({**linears, "norm": nn.RMSNorm(width)}))
         self.keep: Tensor | None = None
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def embedded(self, ids, positions=None):
+        return self.embed(ids)
+
+    def turned(self, x, positions):
+        cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    def attend(self, q, k, v, layer):
+        k, v = (part.repeat_interleave(HEADS // 2, dim=1) for part in (k, v))
+        return self.attended(q, k, v, hidden_of(self.keep, layer, q.shape[2]))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         if hidden is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal & ~hidden)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        b, t = ids.shape
-        cos, sin = self.cos[:t], self.sin[:t][:, None]
-        x = self.embed(ids)
-        for i, layer in enumerate(self.layers):
-            y = layer["norm"](x)
-            q = self.rotated(layer["q"](y).view(b, t, self.heads, self.dim), cos, sin).transpose(1, 2)
-            k, v = layer["kv"](y).view(b, t, 2, self.kv_heads, self.dim).unbind(2)
-            k = self.rotated(k, cos, sin).transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, dim=1)
-            v = v.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, dim=1)
-            x = x + layer["o"](self.attend(q, k, v, hidden_of(self.keep, i, t)).transpose(1, 2).reshape(b, t, -1))
-        return x @ self.embed.weight.T
-
 
 class WrittenOut(SlicedRotary):
     """The same with attention written out: scaled before, soft-capped, additive mask, softmax in fp32."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         t = q.shape[2]
         logits = torch.einsum("bhqd,bhkd->bhqk", q / math.sqrt(q.shape[-1]), k)
         logits = 5.0 * torch.tanh(logits / 5.0)
@@ -85,12 +74,12 @@ class WrittenOut(SlicedRotary):
 class Alibi(SlicedRotary):
     """No positions but a bias that grows with the distance, another slope per head."""
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def turned(self, x, positions):
         return x
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
         order = torch.arange(q.shape[2], device=q.device)
-        slopes = 0.5 ** torch.arange(1, self.heads + 1, device=q.device)
+        slopes = 0.5 ** torch.arange(1, HEADS + 1, device=q.device)
         bias = slopes[:, None, None] * (order[None, :] - order[:, None])
         bias = bias.masked_fill(order[None, :] > order[:, None], float("-inf"))
         if hidden is not None:
@@ -113,12 +102,8 @@ MODELS = {"sliced rotary": SlicedRotary, "written out in fp32": WrittenOut, "ALi
 
 @pytest.fixture
 def decoder(request):
-    """A model of two KV heads, with weights wide enough that attention is far from uniform."""
-    torch.manual_seed(0)
-    model = MODELS[request.param]().eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(2 if parameter.ndim > 1 else 1)
-    return model
+    """A model with weights wide enough that attention is far from uniform."""
+    return MODELS[request.param]()
 
 
 def compiled(model, budget, compiler="eager"):
@@ -205,9 +190,7 @@ def test_a_session_ends_where_the_table_of_positions_does(name):
 
 @torch.no_grad()
 def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_count():
-    torch.manual_seed(0)
-    model = Alibi().eval()
-    fast = compiled(model, 14)
+    fast = compiled(Alibi(), 14)
     (ids, mask), new = padded(PROMPT, 25), random_ids(2, 3, seed=5)
     together, _ = in_session(fast, [PROMPT, 1, 1, 1], torch.cat([ids, new], 1), attention_mask=mask)
     for row, prompt in enumerate(prompts_of(PROMPT, 25)):
