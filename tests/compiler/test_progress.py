@@ -1,6 +1,7 @@
 """A first call says on a terminal, and to the logger, what takes its seconds."""
 
 import io
+import logging
 import re
 import time
 
@@ -15,6 +16,20 @@ from tiny_models import random_ids, tiny_model
 
 
 @pytest.fixture
+def logged():
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("kvpass")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
 def terminal(monkeypatch):
     made = Console(file=io.StringIO(), force_terminal=True, width=80)
     monkeypatch.setattr(kvpass.progress, "progress_console", lambda: made)
@@ -26,15 +41,13 @@ def fast():
     return kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=40, backend="eager")
 
 
-def test_the_first_call_of_several_rows_says_what_it_does(terminal, caplog, fast):
-    caplog.set_level("INFO", "kvpass")
+def test_the_first_call_of_several_rows_says_what_it_does(terminal, logged, fast):
     fast(random_ids(2, 50))
     assert "capturing the decoder for 2 or more rows" in terminal.file.getvalue()
-    assert any(line.startswith("capturing the decoder for 2 or more rows: ") for line in caplog.messages)
-    drawn = len(terminal.file.getvalue())
-    caplog.clear()
+    assert any(line.startswith("capturing the decoder for 2 or more rows: ") for line in logged)
+    drawn, logged[:] = len(terminal.file.getvalue()), []
     fast(random_ids(2, 60))
-    assert len(terminal.file.getvalue()) == drawn and caplog.messages == []
+    assert len(terminal.file.getvalue()) == drawn and logged == []
 
 
 def test_a_command_says_that_it_imports(terminal):
@@ -42,17 +55,16 @@ def test_a_command_says_that_it_imports(terminal):
     assert "importing torch and transformers" in terminal.file.getvalue()
 
 
-def test_after_a_warmup_calls_capture_and_compile_nothing(caplog, fast):
-    caplog.set_level("INFO", "kvpass")
+def test_after_a_warmup_calls_capture_and_compile_nothing(logged, fast):
     fast.warmup([1, 2], turns=True)
     with pytest.raises(ValueError, match="nothing to report"):
         fast.report()
-    assert any("2 or more rows" in line for line in caplog.messages)
-    caplog.clear()
+    assert any("2 or more rows" in line for line in logged)
+    logged.clear()
     for rows in (1, 2):
         out = fast.generate(random_ids(rows, 70), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
         fast(random_ids(rows, 5), past_key_values=out.past_key_values, logits_to_keep=1)
-    assert caplog.messages == []
+    assert logged == []
 
 
 @pytest.mark.parametrize("bad", [{"batch_sizes": [0]}, {"batch_sizes": ["1"]}, {"prompt_tokens": 1}])

@@ -32,8 +32,8 @@ PROMPT, NEW = 37, 11
 class SlicedRotary(SmallDecoder):
     """Grouped KV repeated to the query heads, rotary tables cut to the input."""
 
-    def __init__(self) -> None:
-        super().__init__(wide=2, layers=2, kv_heads=2)
+    def __init__(self, wide: float = 2.0) -> None:
+        super().__init__(wide=wide, layers=2, kv_heads=2)
         angles = torch.arange(LONGEST)[:, None] / 50.0 ** (torch.arange(0, DIM, 2) / DIM)
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
@@ -190,7 +190,7 @@ def test_a_session_ends_where_the_table_of_positions_does(name):
 
 @torch.no_grad()
 def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_count():
-    fast = compiled(Alibi(), 14)
+    fast = compiled(Alibi(wide=1.0), 14)
     (ids, mask), new = padded(PROMPT, 25), random_ids(2, 3, seed=5)
     together, _ = in_session(fast, [PROMPT, 1, 1, 1], torch.cat([ids, new], 1), attention_mask=mask)
     for row, prompt in enumerate(prompts_of(PROMPT, 25)):

@@ -70,6 +70,18 @@ SHARED = {
 """Of gemma4_text: the second layer attends to keys and values of the first."""
 
 
+@needs_transformers("5.23", "gemma4 has other names")
+def test_layers_that_share_keys_and_values_run_over_all_tokens_of_a_prompt():
+    model = tiny("gemma4_text", SHARED)
+    model.generation_config.eos_token_id = None
+    ids, mask = padded(41, 30)
+    expected = greedy(model, ids, attention_mask=mask)
+    for block in ("auto", 8):
+        fast = kvpass.compile(model, policy="full", backend="eager", prefill_block=block)
+        assert torch.equal(greedy(fast, ids, attention_mask=mask), expected)
+    assert torch.equal(greedy(model, ids, attention_mask=mask), expected)
+
+
 @needs_transformers("5.23", "before, it keeps all queries")
 def test_a_layer_without_a_query_of_each_token_is_refused(monkeypatch):
     monkeypatch.setattr(copied, "keep_all_tokens", lambda model: None)
