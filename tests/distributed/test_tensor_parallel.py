@@ -15,7 +15,7 @@ import torch
 import divided_model as divided
 import kvpass
 import tiny_models
-from divided_model import IDS, KVZAP, WINDOW, command, compare_dialogues, compare_entries, dialogue, small_builtin
+from divided_model import KVZAP, command, compare_dialogues, compare_entries, dialogue, small_builtin
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.cli.documents import Document
 from processes import Processes
@@ -158,16 +158,6 @@ def test_what_one_process_refuses_all_refuse(two, folder_of):
 def test_processes_go_on_after_one_could_not_compile(two, folder_of):
     folder = folder_of("llama", layers=1)
     compare_dialogues(two.run(divided.agree_on_captures, folder), dialogue(folder, "lava"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [2, 4])
-def test_scores_are_what_processes_send_each_other(size, groups, folder_of):
-    """By the formula of docs/tensor-parallel.md; of all policies: see test_divided_heads.py."""
-    shape = (len(IDS), 4 // size, IDS.shape[1] - WINDOW)
-    for sent in groups(size).run(divided.sent_of_a_prompt, folder_of("llama"), "lava"):
-        scores = [found for found in sent if found[0] == shape]
-        assert scores == [(shape, 4 * shape[0] * shape[1] * shape[2])] * 2, sent
 
 
 @pytest.mark.exhaustive

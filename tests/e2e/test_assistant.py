@@ -13,7 +13,6 @@ from transformers import StoppingCriteria
 import compiled_models
 from kvpass.cache.cache import CompressedCache
 from tiny_models import compiled_once, random_ids, tiny_model
-from versions import STATES
 
 NEW, DRAFTS = 24, 5
 PROMPT = random_ids(1, 65, seed=5)
@@ -164,21 +163,3 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone():
         counts[tuple(greedy(model, PROMPT, assistant_model=fast, **options)[0, -3:].tolist())] += 1
     chances = torch.tensor(list(expected.values()), dtype=torch.float64)
     assert chisquare(list(counts.values()), total * chances / chances.sum()).pvalue > 0.01
-
-
-@pytest.mark.parametrize(
-    ("settings", "prompt", "message"),
-    [
-        ({"policy": "h2o"}, PROMPT, "'assistant_model' is not supported with policy 'h2o': for every draft it evicts"),
-        ({"recompress": "every_turn"}, PROMPT, "'assistant_model' is not supported with recompress='every_turn'"),
-        pytest.param({"family": "lfm2"}, PROMPT, "'assistant_model' .* with recurrent layers: they hold", marks=STATES),
-        ({"family": "gemma3"}, PROMPT, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
-        ({}, PROMPT.expand(2, -1), "assisted generate is only supported for batch_size = 1"),
-    ],
-    ids=["evicts", "recompress", "recurrent", "sliding", "rows"],
-)
-def test_refused_with_the_reason(settings, prompt, message, calls):
-    model, fast = drafting(**settings)
-    with pytest.raises(ValueError, match=message):
-        greedy(model, prompt, assistant_model=fast)
-    assert not calls or settings == {"family": "gemma3"}, "the prompt was read first"

@@ -15,12 +15,15 @@ from tiny_models import (
     added_in_place,
     compiled_once,
     in_blocks,
+    kvzap_file,
     random_ids,
     sharing_captures,
     tiny_model,
 )
 
 OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}, "duo_attention": {"head_map": HEAD_MAP[:2]}}
+KVZAP = {"weights": kvzap_file(2), "window": 4}
+OF_LLAMA = [(resolve("kvzap", **KVZAP), 10), (resolve("kvzap", split="file", **KVZAP), 14)]
 CONDITIONS = [
     (resolve(name, **OPTIONS.get(name, {})), (0.9 if i % 2 else 40) if POLICIES[name].needs_budget else None)
     for i, name in enumerate(BUILT_IN)
@@ -49,6 +52,7 @@ def test_each_cache_is_that_of_its_condition_alone(family, backend):
         pytest.skip("needs a newer transformers")
     _, fast = two_layers(family, backend=backend)
     conditions = [pair for pair in CONDITIONS if pair[0].name != "duo_attention" or family == "llama"]
+    conditions += OF_LLAMA if family == "llama" else []
     with in_blocks(fast, 40):
         assert_each_is_as_alone(fast, conditions, *padded(90, 71))
 

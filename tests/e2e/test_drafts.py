@@ -82,24 +82,25 @@ def test_sampled_drafts_can_be_taken_back_and_the_cache_continued():
     torch.testing.assert_close(fast(behind, past_key_values=cache).logits[:, -1:], logits, atol=1e-4, rtol=0)
 
 
-LOOKUP = {"prompt_lookup_num_tokens": 4}
-
-
+@pytest.mark.parametrize("asked", ["prompt_lookup_num_tokens", "assistant_model"])
 @pytest.mark.parametrize(
-    ("family", "options", "asked", "message"),
+    ("family", "options", "rows", "message"),
     [
-        ("llama", {"policy": "h2o"}, LOOKUP, "'prompt_lookup_num_tokens' is not supported with policy 'h2o': for"),
-        ("llama", {"recompress": "every_turn"}, LOOKUP, "is not supported with recompress='every_turn'"),
-        ("gemma3", {}, LOOKUP, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
-        pytest.param("lfm2", {}, LOOKUP, "is not supported with recurrent layers: they hold", marks=STATES),
-        ("llama", {}, {"assistant_early_exit": 1}, "is not supported: the compiled decoder runs all"),
+        ("llama", {"policy": "h2o"}, 1, "is not supported with policy 'h2o': for every draft it evicts"),
+        ("llama", {"recompress": "every_turn"}, 1, "is not supported with recompress='every_turn'"),
+        ("gemma3", {}, 1, r"cannot be cropped, as drafts .* need it: layers with a sliding window"),
+        pytest.param("lfm2", {}, 1, "is not supported with recurrent layers: they hold", marks=STATES),
+        ("llama", {}, 2, "assisted generate is only supported for batch_size = 1"),
     ],
-    ids=["evicts", "recompress", "sliding", "recurrent", "early exit"],
+    ids=["evicts", "recompress", "sliding", "recurrent", "rows"],
 )
-def test_refused_with_the_reason(family, options, asked, message, calls):
-    _, fast = two_layers(family, **{"budget": 24, **options})
-    with pytest.raises(ValueError, match=message):
-        greedy(fast, REPEATING, **asked)
+def test_refused_with_the_reason(family, options, rows, message, asked, calls):
+    """Where a compressed model drafts, too: as the assistant of the uncompressed one."""
+    model, fast = two_layers(family, **{"budget": 24, **options})
+    subject, drafts = (model, fast) if asked == "assistant_model" else (fast, 4)
+    named = f"'{asked}' {message}" if "supported with" in message else message
+    with pytest.raises(ValueError, match=named):
+        greedy(subject, REPEATING.expand(rows, -1), **{asked: drafts})
     assert not calls or family == "gemma3", "the prompt was read first"
 
 
@@ -121,17 +122,3 @@ def test_drafts_continue_a_filled_cache(question, calls):
     found = greedy(fast, ids, past_key_values=document, prompt_lookup_num_tokens=4)
     assert torch.equal(found.sequences, expected)
     assert calls[0] == question and len(calls) < NEW, "no draft was accepted"
-
-
-def test_only_what_was_appended_can_be_taken_back():
-    _, fast = two_layers(budget=24)
-    cache = fast.compress(REPEATING, reusable=False)
-    fast(REPEATING[:, :5], past_key_values=cache)
-    with pytest.raises(ValueError, match="6 tokens cannot be taken back: 5 were appended after the prompt"):
-        cache.crop(-6)
-    before = cache.positions.clone()
-    fast(REPEATING[:, :3], past_key_values=cache)
-    cache.crop(-3)
-    assert torch.equal(cache.positions, before)
-    cache.crop(REPEATING.shape[1])  # as before transformers 5.17: so many are left
-    assert cache.get_seq_length() == REPEATING.shape[1] and cache.state.appended == 0

@@ -7,7 +7,7 @@ from torch import nn
 import kvpass
 from compiled_models import padded, prompts_of
 from kvpass.frontends import generation
-from small_decoders import SmallDecoder
+from small_decoders import SmallDecoder, recomputed
 from tiny_models import random_ids, raw, tiny_model
 
 NEW = 7
@@ -22,18 +22,11 @@ def compiled(decoder, budget=1000):
     return raw(decoder, {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"})
 
 
-@torch.no_grad()
-def recomputed(decoder, ids):
-    for _ in range(NEW):
-        ids = torch.cat([ids, decoder(ids)[:, -1:].argmax(-1)], 1)
-    return ids
-
-
 @pytest.mark.parametrize("positions", [False, True])
 def test_the_tokens_are_those_of_recomputing_everything(decoder, positions):
     ids = random_ids(2, 37)
     out = kvpass.generate(compiled(decoder), ids, max_new_tokens=NEW, positions=positions)
-    assert torch.equal(out, recomputed(decoder, ids))
+    assert torch.equal(out, recomputed(decoder, ids, NEW))
 
 
 def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
@@ -46,7 +39,7 @@ def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
 
 def test_a_row_that_has_ended_says_nothing_else(decoder):
     ids = random_ids(2, 37)
-    free = recomputed(decoder, ids)[:, 37:]
+    free = recomputed(decoder, ids, NEW)[:, 37:]
     end = int(free[0, 2])
     out = kvpass.generate(compiled(decoder), ids, max_new_tokens=NEW, eos_token_id=end)[:, 37:]
     for row in range(2):
@@ -57,7 +50,7 @@ def test_a_row_that_has_ended_says_nothing_else(decoder):
 
 def test_a_device_that_is_looked_at_now_and_then_gives_the_same(decoder, monkeypatch):
     ids, fast = random_ids(1, 37), compiled(decoder)
-    end = int(recomputed(decoder, ids)[0, 37 + 2])
+    end = int(recomputed(decoder, ids, NEW)[0, 37 + 2])
     options = {"max_new_tokens": NEW, "eos_token_id": end}
     expected = kvpass.generate(fast, ids, **options)
     for every in (2, 16):
@@ -81,7 +74,7 @@ def test_logits_may_be_the_first_item_of_a_tuple(decoder):
             return logits, loss
 
     ids = random_ids(2, 37)
-    assert torch.equal(kvpass.generate(compiled(WithLoss()), ids, max_new_tokens=NEW), recomputed(decoder, ids))
+    assert torch.equal(kvpass.generate(compiled(WithLoss()), ids, max_new_tokens=NEW), recomputed(decoder, ids, NEW))
 
 
 def test_bad_arguments_are_refused(decoder):

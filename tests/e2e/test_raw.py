@@ -193,17 +193,6 @@ def test_a_prompt_in_inference_mode_is_continued_outside(decoder, compiler):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize(
-    ("compiler", "pieces"), [("eager", [20, 1, 3]), pytest.param("inductor", [20, 1], marks=pytest.mark.exhaustive)]
-)
-def test_every_batch_size_is_compiled_for_itself(decoder, compiler, pieces):
-    fast = compiled(decoder, budget=10**6, compiler=compiler)
-    for rows in (2, 3, 2):
-        ids = random_ids(rows, sum(pieces), seed=rows)
-        found, _ = in_session(fast, pieces, ids, counted(ids))
-        assert_close("logits", found, decoder(ids, counted(ids)), atol=1e-4)
-
-
 class Broken(Decoder):
     """Dynamo makes two graphs of it."""
 

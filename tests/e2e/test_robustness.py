@@ -13,13 +13,6 @@ from tiny_models import random_ids, tiny_model
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-@each_value(tokens=[1, 2, 7, 8, 9, 30], policy=["lava", "tova", "h2o"])
-def test_prompts_of_any_length_with_a_budget_above_them(policy, tokens):
-    model, fast = two_layers(policy=policy, budget=64)
-    ids = random_ids(2, tokens, seed=tokens)
-    assert torch.equal(greedy(fast, ids), greedy(model, ids))
-
-
 def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
     """Each length of it is captured anew as a CUDA graph."""
     _, fast = two_layers()

@@ -8,9 +8,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import kvpass
 from kvpass.ops import reference
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import quick, quick_rows
 from recorded_calls import inputs_and_outputs
-from tiny_models import FAMILIES, HYBRIDS, LATENT, compiled_once, random_ids, tiny_model
+from tiny_models import FAMILIES, HYBRIDS, LATENT, ROTATED, compiled_once, kvzap_file, random_ids, tiny_model
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = {"deepseek_v3", *LATENT}
@@ -46,14 +46,27 @@ def test_attention_times_the_projection_given_is_what_the_layer_adds(family, jud
     assert max(found) < 1e-4
 
 
-@pytest.mark.parametrize("family", quick(sorted(UNFOUND), ["diffllama"]))
-def test_a_model_without_one_is_refused_and_works_with_another_policy(family):
-    _, fast = compiled_once(family, layers=2, policy="criticalkv", budget=24, window=8, backend="eager")
-    with pytest.raises(kvpass.UnsupportedAttentionError, match="needs the output projection of the layer"):
+PROJECTION = {"policy": "criticalkv", "window": 8}, "output projection of the layer"
+ROTATION = {"policy": "expected_attention"}, "rotary embedding of the queries"
+LACKING = [
+    *((family, *PROJECTION) for family in sorted(UNFOUND)),
+    *((family, *ROTATION) for family in sorted(FAMILIES.keys() - {*ROTATED} - SLIDING)),
+    ("deepseek_v3", {"policy": "kvzip_plus"}, "output projection"),
+    ("deepseek_v3", {"policy": "kvzap", "window": 4, "weights": kvzap_file(2, 1)}, "what enters"),
+    ("diffllama", {"policy": "kvzip_plus"}, "output projection"),
+]
+OFTEN = [("diffllama", *PROJECTION), ("gpt_neox", *ROTATION), ("smollm3", *ROTATION), *LACKING[-3:-1]]
+"""Families, policies, and what these read and do not find there."""
+
+
+@pytest.mark.parametrize(("family", "given", "what"), quick_rows(LACKING, OFTEN))
+def test_a_model_without_what_a_policy_reads_is_refused_and_works_with_another_policy(family, given, what):
+    _, fast = compiled_once(family, layers=2, budget=24, backend="eager", **given)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=f"needs .*{what}"):
         fast(random_ids(1, 40))
-    fast.set_policy("snapkv", 24, window=8)
-    assert fast(random_ids(1, 40)).past_key_values.lengths.max() == 24
-    fast.set_policy("criticalkv", 24, window=8)
+    fast.set_policy("kvzip", 24)
+    kept = fast.compress(random_ids(1, 40)).lengths
+    assert kept.sum() == 24 * kept.numel()
 
 
 @pytest.mark.skipif("qwen3_next" not in HYBRIDS, reason="transformers without this family")

@@ -73,17 +73,6 @@ def test_where_a_call_writes_each_tensor_has_its_own_memory():
     assert storage_of(first) != storage_of(second)
 
 
-@pytest.mark.parametrize("change", ["t", "double"])
-def test_operands_of_another_form_give_another_value(change):
-    _, _, nodes = graph_of(lambda graph, x, y: sines(graph, x, graph.call_method(change, (y,))))
-    assert recording._form(recorded(nodes[0])) != recording._form(recorded(nodes[1]))
-
-
-def test_another_argument_gives_another_value():
-    _, _, nodes = graph_of(lambda graph, x, y: [graph.call_method("narrow", (x, 1, 0, count)) for count in (2, 3)])
-    assert [recorded(node).shape[1] for node in nodes] == [2, 3]
-
-
 def test_the_same_call_under_autocast_gives_another_value():
     enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 

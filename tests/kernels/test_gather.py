@@ -80,13 +80,6 @@ def arguments(winner: int) -> dict[str, Tensor]:
     }
 
 
-def test_nothing_moves_where_nothing_is_kept():
-    given = make_pool(1, 40, 16, 16, torch.float32)
-    before = [tensor.clone() for tensor in given]
-    gather_winners(pool=given, layer=0, **arguments(-1))
-    assert all(same_bits(found, wanted) for found, wanted in zip(given, before, strict=True))
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [

@@ -370,20 +370,3 @@ def test_the_switches_of_torch_choose_too(monkeypatch):
         assert Machine.of(cuda) == HOPPER._replace(flash=False)
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
     assert Machine.of(cuda) == HOPPER._replace(flash_impl="FA3")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "sliding_window", "sinks"),
-    [("cudnn", None, False), ("cudnn", None, True), ("flash", None, False), ("flash", 7, True), ("flash", 64, False)],
-)
-def test_a_kernel_of_a_library_is_ours_on_a_gpu(name, sliding_window, sinks, monkeypatch):
-    if name == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("cuDNN is called from compute capability 9.0 on")
-    wanted_machine(name, monkeypatch)
-    case = Case(300, 128, heads=8, kv_heads=2, starts=(0, 77), dtype=torch.float16, sinks=sinks)
-    q, k, v, start, extra = case.tensors()
-    call = Attention(q, k, v, 0.1, None, extra)
-    found, ours = attend_prompt(call, start.cpu(), sliding_window), attended(call, start, sliding_window)
-    for one, other in zip(found, ours, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)

@@ -168,12 +168,6 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format):
         assert torch.equal(way(shared.copied()), way(apart.copied())), way.__name__
 
 
-@pytest.mark.parametrize("chunks", quick([1, 2, 7], [2]))
-def test_codes_in_chunks_of_any_number(chunks):
-    case = decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("rot4")
-    check(case, [lambda given: ragged(given, chunks=chunks)])
-
-
 def test_scales_that_do_not_fit_are_refused():
     case = decode_case([[37, 0, 5]]).packed("rot4")
     assert case.held.pool_v_scale is not None
@@ -191,11 +185,6 @@ def test_scales_that_do_not_fit_are_refused():
 @each_value(lengths=[[[0, 0]], [[0, 0], [0, 90]], [[1, 0]]], used=[0, 5])
 def test_empty_segments(lengths, used):
     check(decode_case(lengths, used=used, tokens=2))
-
-
-def test_a_long_segment():
-    """More chunks than are merged at a time."""
-    check(decode_case([[1057, 0]], dim=16), [lambda given: ragged(given, chunks=40)])
 
 
 TAILS = [(24, 23, 1, 0), (128, 60, 8, 2), (128, 63, 1, 0), (128, 64, 2, 64), (192, 190, 2, 70), (100, 0, 3, 0)]
@@ -253,16 +242,23 @@ def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks):
 
 
 @pytest.mark.parametrize(
-    "lengths",
+    "case",
     [
-        [[0, 16, 0, 0, 16, 16, 0]],  # chunks end where heads do
-        [[1, 2, 3, 40, 1, 1, 0], [0, 0, 0, 0, 0, 0, 90]],  # a chunk with several heads, a head with all chunks
-        [[5, 5, 5, 5, 5, 5, 5]],  # fewer entries than programs have room for
+        decode_case([[0, 16, 0, 0, 16, 16, 0]], dim=16),  # chunks end where heads do
+        # a chunk with several heads, a head with all chunks
+        decode_case([[1, 2, 3, 40, 1, 1, 0], [0, 0, 0, 0, 0, 0, 90]], dim=16),
+        decode_case([[5, 5, 5, 5, 5, 5, 5]], dim=16),  # fewer entries than programs have room for
+        decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("rot4"),
     ],
+    ids=["ends", "several", "few", "codes"],
 )
 @pytest.mark.parametrize("chunks", quick([1, 3, 5, 64], [5]))
-def test_chunks_over_many_heads(lengths, chunks):
-    check(decode_case(lengths, dim=16, tokens=1), [lambda given: ragged(given, chunks=chunks)])
+def test_chunks_over_many_heads(case, chunks):
+    check(case, [lambda given: ragged(given, chunks=chunks)])
+
+
+def test_more_chunks_than_are_merged_at_a_time():
+    check(decode_case([[1057, 0]], dim=16), [lambda given: ragged(given, chunks=40)])
 
 
 @pytest.mark.parametrize(

@@ -55,21 +55,19 @@ def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was(stance, to
     assert torch.equal(fast(new, past_key_values=cache, **last).logits, expected)
 
 
-def test_another_backend_forced_on_everything_is_an_error():
+CONFIG = {"automatic_dynamic_shapes": True, "assume_static_by_default": True}  # torch 2.13 leaves them changed
+ELSEWHERE = {
+    NOT_RUN: lambda: torch.compiler.set_stance("default", force_backend="eager"),
+    f"{NOT_RUN}|no compiled frames": lambda: torch._dynamo.config.patch(CONFIG | {"disable": True}),
+}
+
+
+@pytest.mark.parametrize("said", ELSEWHERE, ids=["another backend", "disabled"])
+def test_code_that_another_backend_or_none_compiles_is_an_error(said):
     fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
-    with torch.compiler.set_stance("default", force_backend="eager"), pytest.raises(RuntimeError, match=NOT_RUN):
+    with ELSEWHERE[said](), pytest.raises(RuntimeError, match=said):
         fast(random_ids(1, 60))
     assert fast(random_ids(1, 60)).past_key_values.columns == 60
-
-
-def test_a_disabled_compiler_is_an_error():
-    fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
-    changed = {"automatic_dynamic_shapes": True, "assume_static_by_default": True}  # torch 2.13 leaves them changed
-    with (
-        torch._dynamo.config.patch(changed | {"disable": True}),
-        pytest.raises(RuntimeError, match=f"{NOT_RUN}|no compiled frames"),
-    ):
-        fast(random_ids(1, 60))
 
 
 WRAPPERS = ("model", "forward", "nn.Module.compile")

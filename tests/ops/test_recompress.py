@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.policies import resolve
-from kvpass.policies.observation import Observation
 from kvpass.ranks import ONE_PROCESS
 from numeric_checks import EPS, assert_close, exact_attention
 
@@ -130,9 +129,3 @@ def test_the_selection_is_exact_and_keeps_the_best_of_every_head(policy):
         assert bool((best_lost <= worst).all()), "a head lost an entry better than one it kept"
     uniform = select_held(scores, torch.zeros(2, 3).double(), torch.tensor([2] * 2), tokens, resolve("snapkv"))
     assert bool((uniform.sum(-1) == 2).all())
-
-
-def test_an_observation_hides_the_future_only():
-    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 6, 4)
-    attention = Observation(q, k, k, 1.0, 3, 0, 1).attention(0, 3, 5)
-    assert (attention[0, 0] > 0).tolist() == [[True] * 4 + [False], [True] * 5]

@@ -257,21 +257,6 @@ def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype,
     assert torch.equal(found[0].positions, found[1].positions)
 
 
-def test_one_prefill_fills_caches_of_it_and_of_others():
-    _, fast = full()
-    options = {"weights": kvzap_file(), "window": 4}
-    conditions = [
-        (kvpass.policies.resolve("kvzap", **options), 10),
-        (kvpass.policies.resolve("kvzip_plus"), 10),
-        (kvpass.policies.resolve("kvzap", split="file", **options), 14),
-    ]
-    ids = random_ids(2, 50)
-    with in_blocks(fast, 16):
-        for (policy, budget), cache in zip(conditions, fast.compress_each(ids, conditions=conditions), strict=True):
-            fast.set_policy(policy, budget)
-            assert torch.equal(cache.positions, fast.compress(ids).positions)
-
-
 @pytest.mark.parametrize("shape", [(2, 2, 64), (3, 1, 64), (3, 2, 32)])
 def test_contract_10_a_file_of_another_shape_is_refused_and_the_model_goes_on(shape):
     _, fast = full()

@@ -165,49 +165,15 @@ def test_negative_scores_and_signed_zeros_rank_by_value():
     assert rank_entries(scores)[0, 0].tolist() == [2, 6, 1, 3, 0, 4, 7, 5]
 
 
-@settings(max_examples=100, deadline=None)
-@given(models(), st.integers(0, 5), st.integers(0, 3))
-def test_columns_that_cannot_be_evicted_do_not_change_ranks(model, front, back):
-    rows, alpha = model
-    scores = tensors(rows)[0][:, 0]
-    padded = torch.nn.functional.pad(scores, (front, back), value=NONE)
-    ranks = rank_entries(padded, alpha)[..., front : front + scores.shape[2]]
-    eligible = scores > NONE
-    assert torch.equal(ranks[eligible], rank_entries(scores, alpha)[eligible])
-
-
-def test_ties_go_to_the_lower_position_then_the_lower_head():
-    assert rank_entries(torch.zeros(1, 2, 3)).tolist() == [[[0, 2, 4], [1, 3, 5]]]
-
-
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_entries_that_cannot_be_kept_rank_last_also_when_heads_differ_in_their_number(alpha):
     scores = torch.tensor([[[NONE, 1.0, NONE, NONE], [4.0, 3.0, 2.0, 5.0]]])
     assert rank_entries(scores, alpha)[scores > NONE].sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_uniform_heads_give_what_does_not_divide_to_the_best_next_scores():
-    scores = torch.tensor([[[9.0, 8.0, 7.0], [3.0, 2.0, 1.0], [6.0, 5.0, 4.0]]])
-    assert (rank_entries(scores, 1.0) < 5).sum(2).tolist() == [[2, 1, 2]]
-
-
 def budgets_of(weights: list[float], entries: int, available: int, kv_heads: int = 1) -> list[int]:
     given = torch.tensor([weights], dtype=torch.float64), *torch.tensor([[entries], [available]])
     return adaptive_budgets(*given, kv_heads, len(weights))[0].tolist()
-
-
-@pytest.mark.parametrize(
-    ("weights", "entries", "available", "budgets"),
-    [
-        ([8, 1, 1], 4, 6, [6, 3, 3]),  # no layer holds more than it has, and the surplus is shared by weight
-        ([1, 0, 1], 4, 10, [6, 0, 6]),
-        ([1, 0, 1], 4, 5, [5, 2, 5]),  # a zero weight beside positive ones lives on the surplus
-        ([0, 0, 0], 5, 10, [5, 5, 5]),  # all zero weights share uniformly
-        ([1, 1, 1, 0.5], 2, 10, [3, 2, 2, 1]),  # remainders go to lower layers
-    ],
-)
-def test_layers_share_by_weight(weights, entries, available, budgets):
-    assert budgets_of(weights, entries, available) == budgets
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvpass
 from command_line import invoke
-from kvpass import builtin, ranks
+from kvpass import builtin
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.policies.base import Policy
@@ -255,22 +255,6 @@ def agree_on_captures(folder: Path) -> Dialogue:
             step = functools.partial(fast, ids, cache=cache, logits_to_keep=1)
             refused(step, said, "injected", kind=RuntimeError)
     return talk(fast, cache)
-
-
-def sent_of_a_prompt(folder: Path, policy: str) -> list[tuple[torch.Size, int]]:
-    """Shape and bytes of what this process sends to be gathered while a prompt is read, but for logits."""
-    fast = with_policy(folder, policy)
-    fast.compress(IDS)  # captures
-    sent = []
-    gather = ranks.dist.all_gather
-
-    def counted(found: Any, x: Tensor, group: Any) -> Any:
-        sent.append((x.shape, x.numel() * x.element_size()))
-        return gather(found, x, group)
-
-    with mock.patch.object(ranks.dist, "all_gather", counted):
-        fast.compress(IDS)
-    return sent
 
 
 def small_builtin(folder: Path) -> Path:

@@ -8,6 +8,14 @@ VOCABULARY, HEADS, DIM = 128, 4, 8
 WIDTH = HEADS * DIM
 
 
+@torch.no_grad()
+def recomputed(decoder: nn.Module, ids: Tensor, new: int) -> Tensor:
+    """Ids ``[B, T + new]``: the best tokens, for each of which the whole text is computed again."""
+    for _ in range(new):
+        ids = torch.cat([ids, decoder(ids)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
 class SmallDecoder(nn.Module):
     """Embeddings of tokens and positions, layers of causal attention, a head; what a test changes is a method.
 

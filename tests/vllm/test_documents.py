@@ -164,17 +164,18 @@ def test_a_file_that_cannot_be_read_is_refused(folder, model, file):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "dtype", "message"),
     [
-        ({"seed": 1}, "one of the same configuration with other weights"),
-        ({"num_hidden_layers": 3}, "its config.num_hidden_layers is 2, here it is 3"),
+        ({"seed": 1}, torch.float32, "one of the same configuration with other weights"),
+        ({"num_hidden_layers": 3}, torch.float32, "its config.num_hidden_layers is 2, here it is 3"),
+        ({}, torch.bfloat16, "its dtype is torch.float32, here it is torch.bfloat16"),
     ],
 )
-def test_a_document_of_another_model_is_refused(model, file, tmp_path, changes, message):
+def test_a_document_of_another_model_is_refused(model, file, tmp_path, changes, dtype, message):
     compressed(model)[1].save(file)
     make(tmp_path / "other", **changes)
     with pytest.raises(ValueError, match=f"document 'a': the cache is of another model: {message}"):
-        load(tmp_path / "other", file)
+        load(tmp_path / "other", file, dtype=dtype)
 
 
 def test_a_policy_that_is_made_for_another_model_is_refused(folder, model, tmp_path):
@@ -186,9 +187,3 @@ def test_a_policy_that_is_made_for_another_model_is_refused(folder, model, tmp_p
         documents.load(config(tmp_path / "other"), Settings.read({"kvpass": named}), ONE_PROCESS)
     numbers = Settings.read({"kvpass": given})  # of any model: no weights are loaded
     assert documents.load(config(tmp_path / "no folder"), numbers, ONE_PROCESS) is None
-
-
-def test_a_document_of_another_dtype_is_refused(folder, model, file):
-    compressed(model)[1].save(file)
-    with pytest.raises(ValueError, match=r"document 'a': .* its dtype is torch.float32, here it is torch.bfloat16"):
-        load(folder, file, dtype=torch.bfloat16)

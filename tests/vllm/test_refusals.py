@@ -74,6 +74,8 @@ WITH_SETTINGS = {
 }
 """What is refused with these settings."""
 LAYER = {"alibi": False, "sliding_window": None, "kind": "decoder", "shares_cache": False}
+OURS = {"kinds": {"Ours"}, "ours": "Ours"}
+HEADS = {"keys": 64, "values": 64, "supported": [32, 64]}
 
 
 SUPPORTED = {
@@ -176,38 +178,28 @@ def test_the_other_cause_is_refused_too(fault, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("check", "supported", "other", "message"),
     [
-        ({"alibi": True}, "ALiBi .*bias"),
-        ({"sliding_window": 512}, "sliding windows .*one block"),
-        ({"kind": "encoder"}, "attention of kind 'encoder' .*causal"),
-        ({"shares_cache": True}, "share their cache .*of its own"),
+        (check_layer, LAYER, {"alibi": True}, "ALiBi .*bias.*leave 'kvpass' out"),
+        (check_layer, LAYER, {"sliding_window": 512}, "sliding windows .*one block.*leave 'kvpass' out"),
+        (check_layer, LAYER, {"kind": "encoder"}, "attention of kind 'encoder' .*causal.*leave 'kvpass' out"),
+        (check_layer, LAYER, {"shares_cache": True}, "share their cache .*of its own.*leave 'kvpass' out"),
+        (check_caches, OURS, {"kinds": {"Window", "Ours", "Latents"}}, "others: Latents, Window"),
+        (check_caches, OURS, {"kinds": set()}, "others: none"),
+        (check_heads, HEADS, {"values": 32}, "keys of 64 and values of 32 numbers"),
+        (check_heads, HEADS, {"keys": 24, "values": 24}, "keys of 24 and values of 24 numbers"),
+        *(
+            (check_version, {"found": "0.33.0+cpu"}, {"found": version}, rf"vLLM 0\.32 and 0\.33, not {version}")
+            for version in ("0.31.1", "0.34.0", "1.0")
+        ),
     ],
 )
-def test_layers_that_are_not_compressed_are_refused(change, message):
-    check_layer(**LAYER)
-    with pytest.raises(ValueError, match=f"{message}.*leave 'kvpass' out"):
-        check_layer(**LAYER | change)
+def test_what_no_block_holds_and_other_versions_are_refused(check, supported, other, message):
+    check(**supported)
+    with pytest.raises(ValueError, match=message):
+        check(**supported | other)
 
 
-def test_an_engine_with_a_cache_that_is_not_compressed_is_refused():
-    check_caches({"Ours"}, "Ours")
-    for found, others in (({"Window", "Ours", "Latents"}, "Latents, Window"), (set(), "none")):
-        with pytest.raises(ValueError, match=f"others: {others}"):
-            check_caches(found, "Ours")
-
-
-@pytest.mark.parametrize(("keys", "values"), [(64, 32), (24, 24)])
-def test_heads_of_sizes_that_no_kernel_takes_are_refused(keys, values):
-    check_heads(64, 64, [32, 64])
-    check_heads(24, 24, [])
-    with pytest.raises(ValueError, match=f"keys of {keys} and values of {values} numbers"):
-        check_heads(keys, values, [32, 64])
-
-
-@pytest.mark.parametrize("version", ["0.31.1", "0.34.0", "1.0"])
-def test_unknown_versions_are_refused(version):
+def test_older_versions_and_heads_without_kernels_of_certain_sizes_are_supported():
     check_version("0.32.0")
-    check_version("0.33.0+cpu")
-    with pytest.raises(ValueError, match=rf"vLLM 0\.32 and 0\.33, not {version}"):
-        check_version(version)
+    check_heads(24, 24, [])

@@ -17,15 +17,6 @@ def test_without_an_entry_there_are_no_settings(additional):
     assert Settings.read(additional) is None
 
 
-def test_a_policy_that_can_leave_off_evicting_while_decoding_is_taken_then():
-    assert Settings.read({"kvpass": GIVEN | {"policy": "h2o", "evict_during_decode": False}}) is not None
-
-
-def test_options_of_the_policy_stand_beside_its_name():
-    settings = Settings.read({"kvpass": GIVEN | {"window": 16}})
-    assert (settings.policy.name, settings.policy.window, settings.entries) == ("lava", 16, 112)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

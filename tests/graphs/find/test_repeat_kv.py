@@ -109,15 +109,3 @@ def test_one_kv_head_expanded_to_all_query_heads_is_one_kv_head(capture):
 
     _, stripped, heads = run([(one_head, one_head)], capture)
     assert (stripped, heads) == (1, [(1, 1)])
-
-
-@pytest.mark.parametrize("repeat", [None, INTERLEAVED["before the transpose"]])
-def test_every_layer_of_a_decoder_is_stripped(repeat, decoder, capture, inputs):
-    def attend(m, q, k, v, p) -> Tensor:
-        if repeat is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True)
-
-    gm, (_, _, found, _, _, stripped, *_) = capture(decoder(attend), inputs())
-    assert (found, stripped) == (2, 0 if repeat is None else 2)
-    assert [site.k.meta["example_value"].shape[1] for site in find_sites(gm)] == [2, 2]

@@ -16,7 +16,7 @@ from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.canonical import find_sites
 from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
 from kvpass.graphs.fx_utils import DataFlow, shape_of
-from kvpass.graphs.verify.causal_mask import MaskPart, band, prove_causal
+from kvpass.graphs.verify.causal_mask import MaskPart, prove_causal
 from kvpass.graphs.verify.examples import NotCausalError
 
 HEADS, TOKENS, DIM = 2, 11, 4
@@ -44,6 +44,24 @@ def in_place(t: int) -> Tensor:
 def in_place_through_a_view(t: int) -> Tensor:
     mask = torch.zeros(1, t, t)
     mask[0].add_(torch.full((t, t), -torch.inf).triu(1))
+    return mask
+
+
+def by_a_flag(t: int) -> Tensor:
+    mask = torch.where(causal(t), 1.0, -1.0)
+    F.relu(mask, inplace=True)
+    return mask.log()
+
+
+def by_out(t: int) -> Tensor:
+    mask = torch.ones(t, t, dtype=torch.bool)
+    torch.logical_and(mask, causal(t), out=mask)
+    return mask
+
+
+def by_an_overload(t: int) -> Tensor:
+    mask = torch.zeros(t, t)
+    torch.ops.aten.add_.Tensor(mask, additive(causal(t), -torch.inf))
     return mask
 
 
@@ -109,6 +127,9 @@ CAUSAL: dict[str, Mask] = {
     "stored, additive": lambda m, t, p: torch.zeros(t, t).masked_fill(m.hidden[:t, :t], -torch.inf),
     "written in place": lambda m, t, p: in_place(t),
     "written through a view": lambda m, t, p: in_place_through_a_view(t),
+    "written by a flag": lambda m, t, p: by_a_flag(t),
+    "written by out": lambda m, t, p: by_out(t),
+    "written by an overload": lambda m, t, p: by_an_overload(t),
     "made like another tensor": lambda m, t, p: p.new_ones(t, t).tril().bool(),
     "window that no stored mask reaches": lambda m, t, p: m.causal[:t, :t] & with_window(t, 64),
 }
@@ -155,7 +176,10 @@ REFUSED: dict[str, tuple[str, Mask]] = {
         "not causal",
         lambda m, t, p: (p[:, None, :] <= torch.arange(t)[None, :, None])[:, None],
     ),
-    "one position hidden": ("not causal", lambda m, t, p: causal(t) & (p != 40)[:, None, None, :]),
+    **{
+        f"position {n} hidden": ("not causal", lambda m, t, p, n=n: causal(t) & (p != n)[:, None, None, :])
+        for n in (0, 3, 40, 49)
+    },
     "one stored position hidden": ("not causal", lambda m, t, p: causal(t) & (p != m.forty)[:, None, None, :]),
     "a window per head": ("not causal", lambda m, t, p: causal(t) & (distance(t) < m.by_head[:, None, None])),
     "chunks of 64, eight of them": (
@@ -289,12 +313,6 @@ def test_writes_between_two_calls_are_seen():
     assert windows == [None, 4]
 
 
-@pytest.mark.parametrize("token", [0, 3, 49])
-def test_a_mask_that_hides_a_token_id_is_refused(token):
-    (reason,) = decide_masks([lambda m, t, ids: causal(t) & (ids != token)[:, None, None, :]], 2)
-    assert "not causal" in str(reason)
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -320,9 +338,3 @@ def test_a_mask_made_from_an_input_is_refused_with_module_path_and_node(given, r
         capture(masked, (*inputs(), given), [find_attention_pass])
     assert refusal.value.module_path.endswith("layers.0")
     assert refusal.value.node
-
-
-@pytest.mark.parametrize(("length", "window"), [(6, None), (6, 1), (6, 4), (6, 6)])
-def test_band_is_the_mask_written_out(length, window):
-    expected = [[j <= i and (window is None or i - j < window) for j in range(length)] for i in range(length)]
-    assert band(length, window).tolist() == expected
