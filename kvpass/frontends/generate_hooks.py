@@ -92,7 +92,8 @@ class GenerateHooks(CompressedForward):
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Go on as transformers does; a cache whose text longrope has read again takes over what was read."""
-        given, read = model_kwargs.get(CACHE), outputs.get(CACHE)
+        given: Any = model_kwargs.get(CACHE)
+        read: Any = outputs.get(CACHE)
         has_moved = isinstance(given, CompressedCache) and not given.reusable and given is not read
         if self._kvpass.adapted.longrope_limit is not None and has_moved and given.batch_size == read.batch_size:
             vars(given).update(vars(read))
