@@ -329,12 +329,13 @@ def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Po
 
 
 def unsupported_argument(given: Mapping[str, Any]) -> str | None:
-    """Return the first unsupported argument of ``forward``; arguments without effect do not count."""
-    for name, value in sorted(given.items(), key=lambda argument: not is_of_images(argument[0])):
+    """Return the first unsupported argument of ``forward``, of images if any; those without effect do not count."""
+    unsupported = []
+    for name, value in given.items():
         harmless = value is None or name == "cache_position" or (name in OUTPUTS and not value)
         if name not in _TAKEN and not harmless and not says_text(name, value):
-            return name
-    return None
+            unsupported.append(name)
+    return min(unsupported, key=lambda name: not is_of_images(name), default=None)
 
 
 def says_text(name: str, value: Any) -> bool:
