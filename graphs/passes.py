@@ -95,6 +95,15 @@ def capture_passes(layers: int | None, distinct: DistinctLayers | None) -> list[
     return [*FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
 
 
+PROGRAM_PASSES: list[GraphPass] = []
+"""Your passes over programs of prompts: append them before the first prompt."""
+
+
+def program_passes() -> list[GraphPass]:
+    """Return the passes over the program of a prompt."""
+    return list(PROGRAM_PASSES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
     """What one pass did: changed attention ops, wall seconds, difference in op counts."""

@@ -17,11 +17,11 @@ from kvpass.adapt.wrappers import bind_to_copy, check_weights
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.cache.fingerprint import ModelFingerprint
-from kvpass.compiler.backend import COMPILERS, Compiler, PhaseCompiler
+from kvpass.compiler.backend import PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
-from kvpass.config import Block, BudgetLike, EntryFormat, one_of
+from kvpass.config import COMPILERS, Block, BudgetLike, Compiler, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import attend_in_captures

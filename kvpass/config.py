@@ -22,10 +22,14 @@ MAX_ENTRIES = 2**31 - 1
 Block = Literal["auto"] | int
 """Tokens of a block in which a prompt is prefilled, at least 2."""
 
+Compiler = Literal["inductor", "eager"]
+""""eager" runs the rewritten graphs as they are."""
+
 EntryFormat = Literal["model", "int8", "fp8", "rot4", "rot3", "rot2"]
 """How a cache holds entries when the prompt has been read: in the model's dtype, or as codes of 8, 4, 3 or 2 bits with
 one fp32 scale for K and one for V; those of 4 and fewer are of rotated vectors."""
 
+COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
 ENTRY_FORMATS: tuple[EntryFormat, ...] = ("model", "int8", "fp8", "rot4", "rot3", "rot2")
 
 SCALE_BYTES = 4

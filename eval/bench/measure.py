@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 REPLAY = "kvpass::replay"
 """Tokens that run only to be observed: their attention counts too."""
-KVPASS_OPERATORS = {"kvpass::column_sums", "kvpass::score_layer", "kvpass::cascade_step", "kvpass::pack", REPLAY}
+_KEEPING = ("score_layer", "cascade_step", "fixed_shares", "rank_heads", "gather_layer", "keep_newest", "pack")
+KVPASS_OPERATORS = {"kvpass::column_sums", REPLAY, *(f"kvpass::{name}" for name in _KEEPING)}
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {
     "aten::scaled_dot_product_attention",

@@ -26,8 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvpass
-from kvpass.compiler.backend import COMPILERS, Compiler
-from kvpass.config import one_of
+from kvpass.config import COMPILERS, Compiler, one_of
 from kvpass.eval.environment import policy_digest
 from kvpass.eval.harness.settings import (
     fingerprint,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvpass.compiler.capture import capturing
+from kvpass.tracing import capturing
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:

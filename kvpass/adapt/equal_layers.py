@@ -9,8 +9,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvpass.adapt.changed_class import changed_class, once
-from kvpass.compiler.capture import repeats_layers
 from kvpass.torch_compat import REPEATS_LAYERS
+from kvpass.tracing import repeats_layers
 
 
 def repeat_layers(model: nn.Module) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvpass.adapt.changed_class import changed_class, in_captures, once
-from kvpass.cache.cache import CompressedCache
-from kvpass.compiler.capture import capturing
+from kvpass.tracing import capturing
 
 _TUNING = "attn_temperature_tuning"
 _POSITIONS = "token_positions"
@@ -62,15 +61,17 @@ def rotate_by_row(model: nn.Module) -> int | None:
     return limit
 
 
-def check_rows_stay(limit: int, cache: CompressedCache, tokens: int) -> None:
+def check_rows_stay(limit: int, start: Tensor, columns: int, tokens: int) -> None:
     """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
 
     Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
+
+    Args:
+        start: first real column of each row, int64 ``[B]``. columns: those in the cache.
     """
-    start = cache.state.start
     if bool((start == start[0]).all()):
         return
-    held = cache.columns - start
+    held = columns - start
     passing = ((held <= limit) & (held + tokens > limit)).nonzero().flatten().tolist()
     if passing:
         raise ValueError(

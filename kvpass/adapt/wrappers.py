@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpass.compiler.backend import Compiler
+from kvpass.config import Compiler
 
 
 def check_wrappers(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ import kvpass
 from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
-from kvpass.compiler.backend import Compiler
+from kvpass.config import Compiler
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
 from kvpass.loading import load_model

@@ -13,20 +13,19 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.compiler.blocks import tokens_of
+from kvpass.compiler.blocks import SplitDecoder, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
 from kvpass.compiler.parts import FEW_LAYERS, CompileOne, Regions, compile_distinct, compile_guarded, compile_parts
-from kvpass.compiler.prompt import Prefill
-from kvpass.compiler.replays import Fill
+from kvpass.compiler.prompt import Fill, PromptReader
 from kvpass.compiler.step import Call, Phase
-from kvpass.config import EntryFormat, Layout
+from kvpass.config import Compiler, EntryFormat, Layout
 from kvpass.graphs.bind_state import (
     add_state_placeholders,
     backend_mode,
@@ -63,11 +62,8 @@ from kvpass.torch_compat import (
 MAX_CAPTURED_TOKENS = 8
 """Longest extension captured as a CUDA graph: draft tokens to verify, not a longer text."""
 
-Compiler = Literal["inductor", "eager"]
 Runner = Callable[..., Any]
 """``run(call, *inputs)``: runs the compiled graph of a phase on the cache of the call."""
-
-COMPILERS: tuple[Compiler, ...] = ("inductor", "eager")
 
 COLD_SECONDS_PER_OP = 3
 """Seconds of compilation per attention op, measured on models of 6 to 16 layers, two cores, nothing cached: an
@@ -138,7 +134,7 @@ class PhaseCompiler:
         regions: compile each distinct part of what continues a cache once, as always of a prompt; "auto": where that
             pays.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
-        records: one entry per compiled graph, appended here.
+        records: one entry per compiled graph, appended here. readers: what reads prompts, the newest last.
         reuse: memory of caches that decode in captured steps.
         ranks: processes that share the weights, and compile what this one compiles.
     """
@@ -148,6 +144,7 @@ class PhaseCompiler:
     regions: Regions = "auto"
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
+    readers: list[PromptReader] = field(default_factory=list)
     reuse: BufferReuse = field(default_factory=BufferReuse)
     ranks: Ranks = ONE_PROCESS
 
@@ -223,7 +220,9 @@ class PhaseCompiler:
         with self._shown(call, MOST_PARTS), compiled_for_any_length():
             examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
-        decoder = Prefill(gm, layout, split, functions, captured.lookups)
+        decoder = SplitDecoder(gm, layout, split, functions, captured.lookups)
+        read = PromptReader(decoder, label)
+        self.readers.append(read)
 
         def run(call: Call, *inputs: Any) -> Any:
             facts = layout, decoder.dtype, device, self.memory(device), decoder.pools
@@ -234,7 +233,7 @@ class PhaseCompiler:
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, call.cache.batch_size, device)
-            return decoder(fills, inputs, block, call.cache.ranks)
+            return read(fills, inputs, block, call.cache.ranks)
 
         return _CompiledPhase(run, len(functions), passes, split.not_in_blocks)
 

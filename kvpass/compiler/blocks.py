@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
@@ -26,8 +26,9 @@ from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.graphs.verify.tables import InputLookup
-from kvpass.operands import Attention, Expansion
+from kvpass.operands import Attention, Expansion, RingBuffers
 from kvpass.ops.latents import absorbed, attend_prompt
+from kvpass.ops.prompt_operators import POOL_OPERANDS
 from kvpass.ops.schemas import implementation
 
 AUTO_TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -129,7 +130,9 @@ class SplitDecoder:
         self.lengths = {node for node in self.inputs if is_scalar(node) and dim_of(recorded(node)) == tokens}
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
         self.locations, self.pools = site_locations(self.layout), pool_facts(gm, self.layout)
-        self.readers = Counter(layer.site.layer for layer in split.layers)  # ops that attend to one layer's entries
+        self.holds_latents = any(group.geometry.values_in_keys for group in layout.pools)
+        kinds = {True: RingBuffers._fields, False: POOL_OPERANDS}
+        self.cache_operands = {location.prefix: kinds[location.ring] for location in self.locations.values()}
 
     def edges(self, tokens: int, block: int) -> list[int]:
         """Return where blocks begin, and the end; no block is a single token, unless the prompt is one.
@@ -153,14 +156,20 @@ class SplitDecoder:
         return [*self.edges(before, block), tokens] if before > 1 else [0, tokens]
 
 
+Hidden = dict[Node, Any]
+"""Values that pass between layers, by node: the residual stream, what all layers read, states of recurrent layers."""
+
+
 class LayerCall(NamedTuple):
     """What is known after a layer has run over some tokens.
 
     Attributes:
-        attention: keys and values of all tokens, queries of the last ones. lse: log-sum-exp of these queries, where it
-            was computed. entered: what each of the given functions of what enters attention gave.
+        hidden: for the next layer. attention: keys and values of all tokens, queries of the last ones. lse: log-sum-exp
+            of these queries, where it was computed. entered: what each of the given functions of what enters attention
+            gave.
     """
 
+    hidden: Hidden
     attention: Attention
     lse: Tensor | None
     entered: list[Tensor]
@@ -171,29 +180,37 @@ class LayerRun:
 
     Args:
         inputs: of the captured graph. real: 1 for tokens, 0 for padding, int64 ``[B, tokens]``. block: tokens of a
-        block. start: first real column of each row, on the CPU. seen: columns before these tokens.
-    Attributes:
-        known: inputs, and what passes between layers, by node; states of recurrent layers as the last block left them.
+        block. start: first real column of each row, on the CPU. seen: columns before these tokens. states: of recurrent
+        layers, before these tokens.
     """
 
     def __init__(
-        self, decoder: SplitDecoder, inputs: Sequence[Any], real: Tensor, block: int, start: Tensor, seen: int = 0
+        self,
+        decoder: SplitDecoder,
+        inputs: Sequence[Any],
+        real: Tensor,
+        block: int,
+        start: Tensor,
+        seen: int = 0,
+        states: Mapping[Node, Tensor] = MappingProxyType({}),
     ) -> None:
-        tokens = real.shape[1]
-        self.decoder, self.tokens, self.start, self.seen = decoder, tokens, start, seen
-        self.edges = decoder.edges(tokens, block)
+        self.decoder, self.tokens, self.start, self.seen = decoder, real.shape[1], start, seen
+        self.edges = decoder.edges(self.tokens, block)
         given = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
-        self.known: dict[Node, Any] = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
-        self.known.update(dict.fromkeys(decoder.split.real, real))
+        self.given: Hidden = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
+        self.given.update(dict.fromkeys(decoder.split.real, real))
+        self.given.update(states)
 
-    def begin(self) -> None:
+    def begin(self) -> Hidden:
         """Run what comes before all layers."""
-        made = self._call(self.decoder.split.begin, 0, self.tokens, {})
-        self.known.update({node: value.contiguous() for node, value in made.items()})  # as they are recorded
+        run = _BlockRun(self, {})
+        made = run.call(self.decoder.split.begin, 0, self.tokens, {})
+        return {**run.hidden, **{node: value.contiguous() for node, value in made.items()}}  # as they are recorded
 
     def attend(
         self,
         layer: Layer,
+        hidden: Hidden,
         edges: Sequence[int],
         *,
         num_queries: int,
@@ -205,15 +222,16 @@ class LayerRun:
         """Run a layer, block by block.
 
         Args:
-            edges: where blocks begin, and the end. num_queries: how many of the last queries are returned.
-            results_from: the first token of which the results of the layer are needed; earlier ones only give keys and
-                values. behind: keys and values that these tokens follow. of_entering: functions of what
-                enters attention, ``[B, T, hidden]``; their results, with tokens along the last axis, are returned.
+            hidden: what the layers before it gave. edges: where blocks begin, and the end. num_queries: how many of
+                the last queries are returned. results_from: the first token of which the results of the layer are
+                needed; earlier ones only give keys and values. behind: keys and values that these tokens follow.
+                of_entering: functions of what enters attention, ``[B, T, hidden]``; their results, with tokens along
+                the last axis, are returned.
             on_block: called with the attention of each block and its log-sum-exp.
         Raises:
             UnsupportedAttentionError: what enters attention is not found.
         """
-        site, n, seen = layer.site, self.tokens, self.seen
+        run, site, n, seen = _BlockRun(self, hidden), layer.site, self.tokens, self.seen
         queries, lses = _TokenBuffer(n - num_queries, n), _TokenBuffer(n - num_queries, n)
         keys, values = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n)
         entered: list[list[Tensor]] = [[] for _ in of_entering]
@@ -222,17 +240,17 @@ class LayerRun:
             keys.put(0, behind.k)
             values.put(0, behind.v)
         for first, end in pairwise(edges):
-            made = self._call(layer.before, first, end, {})
-            q, k, v = (self._part(node, first, end, made) for node in (site.q, site.k, site.v))
+            made = run.call(layer.before, first, end, {})
+            q, k, v = (run.part(node, first, end, made) for node in (site.q, site.k, site.v))
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
             if entering is not None:
-                x = self._part(entering, first, end, made)
-                for function, found in zip(of_entering, entered, strict=True):
-                    found.append(function(x.view(len(q), -1, x.shape[-1])))
-            sinks = None if site.sinks is None else self._part(site.sinks, first, end, made)
-            expansion = None if site.up is None else Expansion(self._part(site.up, first, end, made), site.nope)
+                x = run.part(entering, first, end, made)
+                for function, numbers in zip(of_entering, entered, strict=True):
+                    numbers.append(function(x.view(len(q), -1, x.shape[-1])))
+            sinks = None if site.sinks is None else run.part(site.sinks, first, end, made)
+            expansion = None if site.up is None else Expansion(run.part(site.up, first, end, made), site.nope)
             call = Attention(q, keys.before(seen + end), values.before(seen + end), site.scale, site.softcap, sinks)
             judged = behind is None and end > n - num_queries
             if first < results_from and not judged and on_block is None:
@@ -245,60 +263,74 @@ class LayerRun:
             if on_block is not None:
                 on_block(absorbed(call, expansion), lse)
             if first >= results_from:
-                made |= self._call(layer.after, first, end, made)
-                self._store(layer, first, end, made)
-        for node in layer.read_last:
-            self.known.pop(node, None)
+                made |= run.call(layer.after, first, end, made)
+                run.store(layer, first, end, made)
         whole, lse = absorbed(call._replace(q=queries.before(n)), expansion), lses.before(n) if lses.began else None
-        return LayerCall(whole, lse, [torch.cat(found, -1) for found in entered])
+        left = {node: value for node, value in run.hidden.items() if node not in layer.read_last}
+        return LayerCall(left, whole, lse, [torch.cat(numbers, -1) for numbers in entered])
 
-    def _call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+
+class _BlockRun:
+    """A layer that runs over blocks of tokens, or what comes before all layers.
+
+    Attributes:
+        hidden: what it was given, and what it has made for later layers.
+    """
+
+    def __init__(self, run: LayerRun, hidden: Hidden) -> None:
+        self.decoder, self.tokens, self.given, self.hidden = run.decoder, run.tokens, run.given, dict(hidden)
+
+    def call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, of which ``made`` are values, and which follow those of its last call."""
         if not part.runs:
             return {}
-        given = [self._part(node, first, end, made) for node in part.inputs]
+        operands = [self.part(node, first, end, made) for node in part.inputs]
         # compiled for two tokens or more; the graph itself holds for one too
         function = part.gm.forward if self.tokens == 1 else self.decoder.functions[part.key]
-        found = dict(zip(part.outputs, function(*given), strict=True))
+        results = dict(zip(part.outputs, function(*operands), strict=True))
         for before, after in self.decoder.split.states.items():
-            if after in found:
-                self.known[before] = found[after] = found[after].contiguous()  # it may be a view of a whole block
-        return found
+            if after in results:
+                # it may be a view of a whole block
+                self.hidden[before] = results[after] = results[after].contiguous()
+        return results
 
-    def _part(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
+    def part(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
         """A value for some tokens."""
         if node in made:
             return made[node]
         if node in self.decoder.lengths:
             return end - first
-        axis, value = self.decoder.split.axes.get(node), self.known[node]
+        axis = self.decoder.split.axes.get(node)
+        value = self.hidden[node] if node in self.hidden else self.given[node]
         if axis is None or end - first == self.tokens:
             return value
         return value.narrow(axis, first, end - first).contiguous()
 
-    def _store(self, layer: Layer, first: int, end: int, made: Mapping[Node, Tensor]) -> None:
+    def store(self, layer: Layer, first: int, end: int, made: Mapping[Node, Tensor]) -> None:
         """Keep results of some tokens for the layers that follow."""
         axes = self.decoder.split.axes
         for node in layer.results:
             value, axis = made[node], axes.get(node)
             if self.decoder.split.not_in_blocks:
-                self.known[node] = value  # as it is recorded
+                self.hidden[node] = value  # as it is recorded
             elif axis is None or end - first == self.tokens:
-                self.known[node] = value.contiguous()
+                self.hidden[node] = value.contiguous()
             else:
                 if first == 0:
                     shape = list(value.shape)
                     shape[axis] = self.tokens
-                    self.known[node] = self._room(layer, shape, value)
-                self.known[node].narrow(axis, first, end - first).copy_(value)
+                    self.hidden[node] = self._room(layer, shape, value)
+                self.hidden[node].narrow(axis, first, end - first).copy_(value)
 
     def _room(self, layer: Layer, shape: list[int], like: Tensor) -> Tensor:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
         results = [node for node in layer.results if node in self.decoder.split.axes]
         # weights may be tensors that wrap others, whose own storage has no address
-        held = [x.untyped_storage()._cdata for x in self.known.values() if isinstance(x, Tensor)]
+        values = [*self.given.values(), *self.hidden.values()]
+        storages = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)]
         for node in layer.read_last if len(results) == 1 else ():
-            old = self.known[node]
-            if list(old.shape) == shape and old.dtype == like.dtype and held.count(old.untyped_storage()._cdata) == 1:
+            old = self.hidden[node]
+            alone = storages.count(old.untyped_storage()._cdata) == 1
+            if list(old.shape) == shape and old.dtype == like.dtype and alone:
                 return old
         return like.new_empty(shape)

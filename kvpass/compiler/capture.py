@@ -8,7 +8,6 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from kvpass.torch_compat import (
     maybe_mark_dynamic,
     repeated_layers_are_guarded,
 )
+from kvpass.tracing import CALL
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +50,9 @@ Key = tuple[int, int, bool]
 _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
 """Folders of code that is never a model's own."""
 
-_CALL: ContextVar[Call] = ContextVar("kvpass_call")
-"""The call for which a captured function is called: Dynamo calls us back and hands on nothing else."""
-
 _ONE_CALL = threading.RLock() if torch.__version__ < "2.13" else nullcontext()
 """Before 2.13 ``torch.compile(dynamic=False)`` sets Dynamo's settings for the whole process while a call runs. Calls
 that overlap would leave them set, and every module that is compiled afterwards would be captured with them."""
-
-
-@torch.compiler.assume_constant_result
-def capturing() -> bool:
-    """Return whether this thread captures a compiled model; everywhere else the model's modules are plain ones."""
-    return _CALL.get(None) is not None
-
-
-@torch.compiler.assume_constant_result
-def repeats_layers() -> bool:
-    """Return whether this thread captures a compiled model by tracing layers of equal code once."""
-    call = _CALL.get(None)
-    return call is not None and call.layers_once
 
 
 class _OnlyCaptured(Exception):
@@ -263,7 +247,7 @@ def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, pos
         for axis, size in enumerate(tensor.shape[:2]):
             if size > 1:
                 maybe_mark_dynamic(tensor, axis)
-    token = _CALL.set(call)
+    token = CALL.set(call)
     try:
         with _ONE_CALL:
             return compiled(ids, positions)
@@ -278,7 +262,7 @@ def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, pos
             f"the decoder cannot be captured as one graph: {_stop(failure)}; change that, or use the model uncompiled"
         ) from failure
     finally:
-        _CALL.reset(token)
+        CALL.reset(token)
 
 
 def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
@@ -314,13 +298,13 @@ def _make_compiled_forward(
 
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        call = _CALL.get()
+        call: Call = CALL.get()
         call.cache.recheck_fingerprint()
         decoder, given = compiler.canonicalize(gm, example_inputs), given_places(gm)
         _find_ends(decoder.gm, key, ends)
 
         def run(*inputs: Any) -> Any:
-            call = _CALL.get()
+            call: Call = CALL.get()
             if call.only_capture:
                 raise _OnlyCaptured
             outputs = decoder(call, *inputs)

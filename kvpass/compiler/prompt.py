@@ -1,13 +1,13 @@
-"""Prefill: a prompt runs through a decoder layer by layer, and each layer's entries are judged when it has run.
+"""What the program of a prompt calls: a prompt that runs through a decoder, and what is replayed behind it.
 
-The policy judges the layer's keys and values as a whole, so the kept entries do not depend on the blocks. With
-compaction the prompt then runs a second time.
+The program, :mod:`kvpass.graphs.prompt_program`, has one node for each method here that is called, in that order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,26 +15,65 @@ from torch import Tensor
 from torch.fx.node import map_arg
 from torch.profiler import record_function
 
-from kvpass.compiler.blocks import SplitDecoder
-from kvpass.compiler.replays import Behind, Fill, PromptRun, RowReplay
-from kvpass.graphs.canonical import Site, SiteLocation
+from kvpass.compiler.blocks import Hidden, LayerCall, LayerRun, SplitDecoder
+from kvpass.graphs.canonical import SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
+from kvpass.graphs.passes import dump_graph, program_passes, run_passes
+from kvpass.graphs.prompt_program import PromptProgram, prompt_program
 from kvpass.graphs.split_layers import Layer
-from kvpass.operands import Attention, PolicyInputs, PrefillBuffers, RingBuffers
-from kvpass.ops.compress import compress_layer
-from kvpass.ops.reference import POSITION
+from kvpass.operands import Attention, PrefillBuffers
+from kvpass.ops.reference import POSITION, row_groups
 from kvpass.ops.schemas import implementation
-from kvpass.ops.sliding import keep_newest
+from kvpass.policies import check_registered
 from kvpass.policies.base import Policy
 from kvpass.policies.compaction import fit_entries, references
 from kvpass.policies.observation import projected_norms
-from kvpass.policies.replay import Replayed, most_attended
+from kvpass.policies.replay import Replay, Replayed, most_attended
 from kvpass.ranks import Ranks
 
+Attended = tuple[Tensor | None, ...]
+"""Queries of the last tokens, keys and values of all; log-sum-exp of the queries and sinks, or None."""
 
-class Prefill(SplitDecoder):
-    """A decoder that prefills prompts layer by layer, each layer in blocks of tokens."""
+RowReplay = tuple[slice, int, Replay]
+"""Rows, their first real column, and what they replay."""
+
+
+@dataclass(eq=False)
+class Fill:
+    """A cache that a prompt fills: its policy, and its buffers, of :meth:`CachePrefill.buffers`."""
+
+    policy: Policy
+    state: Mapping[str, Tensor]
+
+
+class PromptReader:
+    """Reads prompts by programs, which it writes when they are first needed: one for each list of policies.
+
+    Args:
+        decoder: in parts. label: of the programs, where they are dumped.
+    """
+
+    def __init__(self, decoder: SplitDecoder, label: str) -> None:
+        self.decoder, self.label = decoder, label
+        self._programs: dict[Hashable, PromptProgram] = {}
+
+    def program(self, policies: Sequence[Policy], ranks: Ranks) -> PromptProgram:
+        """Return the program that fills a cache for each of the policies."""
+        key = (*((type(policy), policy.spec) for policy in policies), ranks)
+        if key not in self._programs:
+            if any(policy.compact for policy in policies) and self.decoder.holds_latents:
+                raise ValueError(
+                    "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
+                    "without compact"
+                )
+            spec = ranks.spec if ranks.several else ""
+            program = prompt_program(self.decoder.split, self.decoder.locations, policies, spec)
+            label = f"{self.label}.program_{len(self._programs)}"
+            dump_graph(label, program)
+            run_passes(program, program_passes(), label=label)
+            self._programs[key] = program
+        return self._programs[key]
 
     def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> list[Any]:
         """Fill caches with one prompt, and return what the decoder returns.
@@ -42,231 +81,362 @@ class Prefill(SplitDecoder):
         Args:
             inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
         """
-        for fill in fills:
-            if fill.policy.compact and any(group.geometry.values_in_keys for group in self.layout.pools):
-                raise ValueError(
-                    "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
-                    "without compact"
-                )
-            if max(self.readers.values()) > 1 and (fill.policy.compact or fill.policy.decode_rule() is not None):
-                raise ValueError(
-                    f"policy {fill.policy.spec}: several layers of this model attend to the same keys and values, and "
-                    "compact=True and eviction while decoding are of one layer; where the policy has the option, give "
-                    "evict_during_decode=False"
-                )
-        prompt = _ScoredPrompt(self, fills, inputs, block, ranks)
-        edges, results_from = prompt.edges, 0
-        prompt.begin()
-        *layers, last = self.split.layers
-        for layer in layers:
-            prompt.run(layer, edges)
-        if not self.split.not_in_blocks:
-            (logits,) = self.split.results
-            if logits not in self.split.axes:  # they are of the last tokens
-                edges = self.last_edges(edges, block, int(recorded(logits).shape[1]))
-                writes = not set(self.split.states.values()).isdisjoint(last.after.outputs)
-                results_from = 0 if writes else edges[-2]
-        prompt.run(last, edges, is_last=True, results_from=results_from)
-        prompt.pack()
-        prompt.store_states()
-        results: list[Any] = map_arg(list(self.split.results), prompt.known.__getitem__)
-        compacted = [fill for fill in fills if fill.policy.compact]
-        if compacted:
-            del prompt
-            again = _Repetition(self, compacted, inputs, block)
-            again.begin()
-            for layer in self.split.layers:
-                again.compact(layer, is_last=layer is last)
+        program = self.program([check_registered(fill.policy) for fill in fills], ranks)
+        prompt = Prompt(self.decoder, fills, inputs, block, ranks)
+        caches = [
+            [fill.state[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in fill.state]
+            for fill in fills
+            for prefix, names in self.decoder.cache_operands.items()
+        ]
+        results: list[Any] = program(prompt, prompt.start, prompt.first, *caches)
         return results
 
 
-class _Reader(NamedTuple):
-    """What an attention op gives to the scores of the entries that it attends to.
+class Behind(NamedTuple):
+    """Replays behind a prompt, of caches that ask for the same.
 
     Attributes:
-        q: its last queries ``[B, H, T, D]``. lse: of these ``[B, H, T]``, where it was computed. summed: column sums
-            ``[B, H, N]``, if any policy reads them. replayed: what replays attend to, ``[B, K, N]``.
+        turns: what runs, and what of it each row observes. readers: places of the caches.
     """
 
-    q: Tensor
-    lse: Tensor | None
-    summed: list[Tensor]
-    replayed: dict[Fill, Tensor]
+    turns: list[tuple[LayerRun, list[RowReplay]]]
+    readers: list[int]
 
 
-def _joined(readers: Sequence[_Reader], kv_heads: int) -> _Reader:
-    """Return ops that read the same keys and values as one, which has the query heads of all of them."""
-    first, *others = readers
-    if not others:
-        return first
+class Prompt:
+    """A prompt that runs through a decoder in blocks of tokens, into one or more caches.
 
-    def side_by_side(parts: Iterable[Tensor]) -> Tensor:
-        return torch.cat([x.unflatten(1, (kv_heads, -1)) for x in parts], 2).flatten(1, 2)
-
-    most = {fill: functools.reduce(torch.maximum, (one.replayed[fill] for one in readers)) for fill in first.replayed}
-    lses = [one.lse for one in readers if one.lse is not None]
-    summed = [side_by_side(one.summed[0] for one in readers)] if first.summed else []
-    return _Reader(side_by_side(one.q for one in readers), side_by_side(lses) if lses else None, summed, most)
-
-
-class _ScoredPrompt(PromptRun):
-    """A prompt that is being prefilled into one or more caches, whose policies score its entries."""
+    Args:
+        fills: the caches. inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that
+            share the heads. compacts: it runs a second time, and what was kept of it is fitted.
+    """
 
     def __init__(
-        self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks
+        self,
+        decoder: SplitDecoder,
+        fills: Sequence[Fill],
+        inputs: Sequence[Any],
+        block: int,
+        ranks: Ranks,
+        *,
+        compacts: bool = False,
     ) -> None:
-        readers = [fill for fill in fills if "replays" in fill.policy.inputs]
-        super().__init__(decoder, fills, inputs, block, readers, lambda policy, ids: policy.replays(ids))
-        self.ranks, self.ops = ranks, implementation(self.first)
-        self._readers: list[_Reader] = []
+        self.decoder, self.fills, self.inputs, self.block, self.ranks = decoder, fills, inputs, block, ranks
+        state = fills[0].state  # what a prompt begins with is the same for all
+        self.start, self.first = state["start"], state["first"]
+        columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
+        real = (columns >= self.first[:, None]).long()
+        self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
+        states = {node: state[f"{name}_held"] for node, name in self.states.items()}
+        self.run = LayerRun(decoder, inputs, real, block, self.start, states=states)
+        self.tokens, self.compacts = self.run.tokens, compacts
+        self.behind = list(self._behind())
 
-    def run(self, layer: Layer, edges: Sequence[int], *, is_last: bool = False, results_from: int = 0) -> None:
-        """Run a layer, as :meth:`attend` does; each policy scores its entries and keeps some."""
-        location, summed = self.decoder.locations[layer.site.layer], list[Tensor]()
+    # -- the decoder --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Hidden:
+        """Run what comes before all layers."""
+        return self.run.begin()
+
+    def run_layer(
+        self,
+        place: int,
+        hidden: Hidden,
+        *,
+        queries: int | None = None,
+        column_sums: bool = False,
+        token_scores: Sequence[int] = (),
+    ) -> tuple[Hidden, Attended, Tensor | None, list[Tensor]]:
+        """Run a layer over all tokens, block by block.
+
+        Args:
+            queries: how many of the last queries are returned; None: all. column_sums: attention is summed over all
+                queries. token_scores: places of policies that score what enters attention.
+        Returns:
+            what later layers need; attention; the sums, fp32 ``[B, H, N]``; and the policies' scores.
+        """
+        layer, summed = self.decoder.split.layers[place], list[Tensor]()
 
         def add_sums(call: Attention, lse: Tensor | None) -> None:
             with record_function("kvpass::column_sums"):
-                sums = self.ops.column_sums(call, lse, self.start, self.first)
+                sums = implementation(call.q).column_sums(call, lse, self.start, self.first)
                 if not summed:
                     summed.append(sums.new_zeros(*sums.shape[:2], self.tokens))
                 summed[0][..., : sums.shape[2]] += sums
 
-        scored = [] if location.ring else self.fills
-        on_block = add_sums if any("column_sum" in fill.policy.inputs for fill in scored) else None
-        num_queries = max((self._rows_read(fill.policy) for fill in scored), default=0)
-        scoring = [fill for fill in scored if "token_scores" in fill.policy.inputs]
-        call, lse, found = self.attend(
+        edges, results_from = self._edges(layer)
+        call = self.run.attend(
             layer,
+            hidden,
             edges,
-            num_queries=num_queries,
+            num_queries=self.tokens if queries is None else min(queries, self.tokens),
             results_from=results_from,
-            of_entering=[self._token_scores(fill.policy, layer.site, location) for fill in scoring],
-            on_block=on_block,
+            of_entering=[self._token_scores(self.fills[place].policy, layer) for place in token_scores],
+            on_block=add_sums if column_sums else None,
         )
-        entered, replayed = dict(zip(scoring, found, strict=True)), dict[Fill, Tensor]()
-        for behind in self.behind:
-            with record_function("kvpass::replay"):
-                most = self._replay(layer, call, location, behind, is_last=is_last)
-            replayed.update({fill: most["norms" in fill.policy.inputs] for fill in behind.readers})
-        if not location.ring:
-            self._readers.append(_Reader(call.q, lse, summed, replayed))
-            if len(self._readers) < self.decoder.readers[layer.site.layer]:
-                return
-            queries, lse, summed, replayed = _joined(self._readers, call.k.shape[1])
-            call, self._readers = call._replace(q=queries), []
-        columns = torch.arange(self.tokens, device=call.k.device)
-        for fill in self.fills:
-            if location.ring:
-                keep_newest(location.buffers(RingBuffers, fill.state), call.k, call.v, columns, location.layer)
-                continue
-            last = slice(num_queries - self._rows_read(fill.policy), None)
-            own, own_lse = call._replace(q=call.q[:, :, last]), None if lse is None else lse[:, :, last]
-            sums = summed[0] if "column_sum" in fill.policy.inputs else None
-            inputs = {"summed": sums, "replayed": replayed.get(fill), "entered": entered.get(fill)}
-            self._compress(fill, layer.site, location, own, own_lse, inputs)
+        q, k, v, _, _, sinks = call.attention
+        return call.hidden, (q, k, v, call.lse, sinks), summed[0] if summed else None, call.entered
 
-    def _replay(
-        self, layer: Layer, prompt: Attention, location: SiteLocation, behind: Behind, *, is_last: bool
-    ) -> dict[bool, Tensor]:
-        """Run replays through a layer; return the most that they attend to each entry, fp32 ``[B, K, N]``.
+    def _edges(self, layer: Layer) -> tuple[Sequence[int], int]:
+        """Return where blocks of a layer begin, and the first token of which its results are needed."""
+        split, edges = self.decoder.split, self.run.edges
+        if layer is not split.layers[-1]:
+            return edges, 0
+        if self.compacts:
+            return edges, self.tokens
+        if split.not_in_blocks:
+            return edges, 0
+        (logits,) = split.results
+        if logits in split.axes:  # of all tokens
+            return edges, 0
+        edges = self.decoder.last_edges(edges, self.block, int(recorded(logits).shape[1]))
+        writes = not set(split.states.values()).isdisjoint(layer.after.outputs)
+        return edges, 0 if writes else edges[-2]
 
-        Returns:
-            by whether attention is weighed by norms, for those of the two that a policy reads.
-        """
-        kinds = {"norms" in fill.policy.inputs for fill in behind.readers}
-        found = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
-        weighed = True in kinds and not location.ring
-        value_norms = projected_norms(prompt.v, self._projection(layer.site), 2) if weighed else None
-        for replay, parts in behind.turns:
-            norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
-            call, _, entered = self.run_replay(layer, prompt, replay, location, norms_of, is_last=is_last)
-            if location.ring:
-                continue
-            for rows, column, part in parts:
-                own = slice(0, part.ids.shape[1])
-                queries, keys = call.q[rows, :, own], call.k[rows, :, self.tokens :][:, :, own]
-                for weighs, most in found.items():
-                    norms = entered[0][rows, own] if weighs else None
-                    seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
-                    worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
-                    paid = most_attended(prompt.k[rows, :, column:], [seen], *call[3:], value_norms=worth)
-                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
-        return found
-
-    def _compress(
-        self,
-        fill: Fill,
-        site: Site,
-        location: SiteLocation,
-        call: Attention,
-        lse: Tensor | None,
-        found: Mapping[str, Tensor | None],
-    ) -> None:
-        """Score a layer's entries for one cache, and keep some; ``found``: inputs of the policy by name."""
-        policy, buffers = fill.policy, location.buffers(PrefillBuffers, fill.state)
-        if "keys" in policy.inputs:
-            site.check_keys()
-        projection = self._projection(site) if "projection" in policy.inputs else None
-        frequencies = self.known[rotary_frequencies(site)] if "rotation" in policy.inputs else None
-        asked = PolicyInputs(projection, frequencies, **found)
-        compress_layer(self.ops, call, lse, self.start, self.first, location.layer, policy, buffers, self.ranks, asked)
-
-    def _token_scores(self, policy: Policy, site: Site, location: SiteLocation) -> Callable[[Tensor], Tensor]:
+    def _token_scores(self, policy: Policy, layer: Layer) -> Callable[[Tensor], Tensor]:
         """Return the policy's function of what enters attention."""
-        kv_heads = int(recorded(site.k).shape[1])
+        location, kv_heads = self.decoder.locations[layer.site.layer], int(recorded(layer.site.k).shape[1])
         return lambda x: policy.token_scores(x, location.layer, location.layers, kv_heads, self.ranks)
 
-    def _projection(self, site: Site) -> Tensor:
-        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
-        several = self.decoder.readers[site.layer] > 1
-        what = "one output projection behind the keys and values of a layer, and several layers attend to these"
-        found = site.needed(None if several else site.output_projection, what)
-        weight: Tensor = self.known[found.weight]
-        return weight.T if found.inputs_first else weight
+    def results(self, hidden: Hidden) -> list[Any]:
+        """Return what the decoder returns."""
+        known = {**self.run.given, **hidden}
+        results: list[Any] = map_arg(list(self.decoder.split.results), known.__getitem__)
+        return results
 
-    def pack(self) -> None:
-        """Bring the entries of each pool into their order."""
-        with record_function("kvpass::pack"):
-            for location in self.decoder.locations.values():
-                if not location.ring and location.layer == 0:
-                    for fill in self.fills:
-                        self.ops.pack(location.buffers(PrefillBuffers, fill.state))
-
-    def store_states(self) -> None:
+    def store_states(self, hidden: Hidden) -> None:
         """Write what recurrent layers hold after the prompt."""
         for node, name in self.states.items():
             for fill in self.fills:
-                fill.state[f"{name}_made"].copy_(self.known[node])
+                fill.state[f"{name}_made"].copy_(hidden[node])
 
-    def _rows_read(self, policy: Policy) -> int:
-        """How many of the last queries a policy judges by."""
-        rows = self.tokens if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
-        return min(rows, self.tokens)
+    # -- what policies read -------------------------------------------------------------------------------------------
 
+    def last_queries(self, attention: Attended, queries: int | None) -> Attended:
+        """Return attention with fewer queries; None: those of all tokens."""
+        q, k, v, lse, sinks = attention
+        assert q is not None
+        last = slice(0 if queries is None else max(q.shape[2] - queries, 0), None)
+        return q[:, :, last], k, v, None if lse is None else lse[:, :, last], sinks
 
-class _Repetition(PromptRun):
-    """A prompt that runs once more, with its repetitions behind it, to compact what was kept of it.
+    def only_queries(self, attention: Attended) -> Attended:
+        """Return attention without keys and values, for those of another layer."""
+        return attention[0], None, None, *attention[3:]
 
-    The caches are filled; the fitted keys and values are written over those that they hold.
-    """
+    def join_readers(
+        self,
+        attention: Sequence[Attended],
+        summed: Sequence[Tensor],
+        replayed: Sequence[Mapping[int, Tensor]],
+    ) -> tuple[Attended, Tensor | None, Mapping[int, Tensor]]:
+        """Return layers that attend to the same keys and values as one, which has the query heads of all of them.
 
-    def __init__(self, decoder: SplitDecoder, fills: Sequence[Fill], inputs: Sequence[Any], block: int) -> None:
-        super().__init__(decoder, fills, inputs, block, fills, lambda policy, ids: policy.reference_replays(ids))
+        Args:
+            attention: the last one has the keys and values. summed: column sums, of each or none. replayed: what
+                replays attend to, of each or none.
+        """
+        *_, (_, k, v, _, sinks) = attention
+        assert k is not None
+        kv_heads = k.shape[1]
 
-    def compact(self, layer: Layer, *, is_last: bool) -> None:
-        """Run a layer; compact what each cache holds of it."""
-        location = self.decoder.locations[layer.site.layer]
-        prompt = self.attend(layer, self.edges, num_queries=0, results_from=self.tokens if is_last else 0).attention
-        for behind in self.behind:
-            found = [
-                self.run_replay(layer, prompt, replay, location, is_last=is_last).attention
-                for replay, _ in behind.turns
-            ]
-            if location.ring:
+        def side_by_side(parts: Iterable[Tensor | None]) -> Tensor | None:
+            tensors = [x.unflatten(1, (kv_heads, -1)) for x in parts if x is not None]
+            return torch.cat(tensors, 2).flatten(1, 2) if tensors else None
+
+        queries, lse = side_by_side(reader[0] for reader in attention), side_by_side(reader[3] for reader in attention)
+        places = replayed[0].keys() if replayed else ()
+        most = {place: functools.reduce(torch.maximum, (reader[place] for reader in replayed)) for place in places}
+        return (queries, k, v, lse, sinks), side_by_side(summed), most
+
+    def projection(self, place: int) -> Tensor:
+        """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
+        projection = self.decoder.split.layers[place].site.output_projection
+        weight: Tensor = self.run.given[projection.weight]
+        return weight.T if projection.inputs_first else weight
+
+    def frequencies(self, place: int) -> Tensor:
+        """Inverse frequencies of the layer's rotary embedding, ``[D / 2]``."""
+        frequencies: Tensor = self.run.given[rotary_frequencies(self.decoder.split.layers[place].site)]
+        return frequencies
+
+    # -- replays ------------------------------------------------------------------------------------------------------
+
+    def begin_replays(self) -> list[list[Hidden]]:
+        """Run what comes before all layers, of what is replayed."""
+        return [[replay.begin() for replay, _ in behind.turns] for behind in self.behind]
+
+    def replay_layer(
+        self, place: int, replays: Sequence[Sequence[Hidden]], hidden: Hidden, attention: Attended
+    ) -> tuple[list[list[Hidden]], dict[int, Tensor]]:
+        """Run replays through a layer, behind the prompt.
+
+        Args:
+            replays: their hidden values, of each turn. hidden: of the prompt, behind the layer.
+        Returns:
+            their hidden values behind the layer; and by place of a policy the most that its replays attend to each
+            entry, fp32 ``[B, K, N]``.
+        """
+        layer, prompt = self.decoder.split.layers[place], self._attention(place, attention)
+        left, most = list[list[Hidden]](), dict[int, Tensor]()
+        with record_function("kvpass::replay"):
+            for behind, before in zip(self.behind, replays, strict=True):
+                after, attended = self._replay(place, layer, prompt, behind, before, hidden)
+                left.append(after)
+                for reader in behind.readers:
+                    most[reader] = attended["norms" in self.fills[reader].policy.inputs]
+        return left, most
+
+    def _attention(self, place: int, attention: Attended) -> Attention:
+        (q, k, v, _, sinks), site = attention, self.decoder.split.layers[place].site
+        assert q is not None and k is not None and v is not None
+        return Attention(q, k, v, site.scale, site.softcap, sinks)
+
+    def _replay(
+        self,
+        place: int,
+        layer: Layer,
+        prompt: Attention,
+        behind: Behind,
+        before: Sequence[Hidden],
+        hidden: Hidden,
+    ) -> tuple[list[Hidden], dict[bool, Tensor]]:
+        """As :meth:`replay_layer`, by whether attention is weighed by norms, for those of the two that are read."""
+        ring = self.decoder.locations[layer.site.layer].ring
+        kinds = {"norms" in self.fills[reader].policy.inputs for reader in behind.readers}
+        most_of = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
+        weighed = True in kinds and not ring
+        value_norms = projected_norms(prompt.v, self.projection(place), 2) if weighed else None
+        left: list[Hidden] = []
+        for (replay, parts), hidden_before in zip(behind.turns, before, strict=True):
+            norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
+            call = self._behind_prompt(layer, prompt, replay, hidden_before, hidden, norms_of)
+            left.append(call.hidden)
+            for rows, column, part in () if ring else parts:
+                own = slice(0, part.ids.shape[1])
+                queries, keys = call.attention.q[rows, :, own], call.attention.k[rows, :, self.tokens :][:, :, own]
+                for weighs, most in most_of.items():
+                    norms = call.entered[0][rows, own] if weighs else None
+                    seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
+                    worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
+                    paid = most_attended(prompt.k[rows, :, column:], [seen], *call.attention[3:], value_norms=worth)
+                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
+        return left, most_of
+
+    def _behind_prompt(
+        self,
+        layer: Layer,
+        prompt: Attention,
+        replay: LayerRun,
+        replay_hidden: Hidden,
+        hidden: Hidden,
+        of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
+    ) -> LayerCall:
+        """Run a replay through a layer, behind the prompt; of a layer with a sliding window without its queries."""
+        is_last = layer is self.decoder.split.layers[-1]
+        states = {node: hidden[node] if node in hidden else self.run.given[node] for node in self.states}
+        return replay.attend(
+            layer,
+            {**replay_hidden, **states},
+            replay.edges,
+            num_queries=0 if self.decoder.locations[layer.site.layer].ring else replay.tokens,
+            results_from=replay.tokens if is_last else 0,
+            behind=prompt,
+            of_entering=of_entering,
+        )
+
+    def _behind(self) -> Iterator[Behind]:
+        """Yield what runs behind the prompt: what policies of the same replays ask for."""
+        groups_of: dict[Hashable, tuple[Policy, list[tuple[slice, int, Sequence[Replay]]], list[int]]] = {}
+        for place, fill in enumerate(self.fills):
+            if not (self.compacts or "replays" in fill.policy.inputs):
                 continue
-            for fill in behind.readers:
+            ids_at = self.decoder.given[0]
+            assert ids_at is not None, "frontends without token ids refuse policies that replay"
+            ids = self.inputs[ids_at]
+            replays_of = fill.policy.reference_replays if self.compacts else fill.policy.replays
+            groups = [
+                (rows, column, replays_of(ids[rows, column:]))
+                for rows, column in row_groups(self.start)
+                if column < self.tokens
+            ]
+            key = tuple(
+                (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
+                for _, column, of_rows in groups
+                for replay in of_rows
+            )
+            groups_of.setdefault(key, (fill.policy, groups, []))[2].append(place)
+        for policy, groups, readers in groups_of.values():
+            yield Behind(list(self._turns(policy, groups)), readers)
+
+    def _turns(
+        self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]]
+    ) -> Iterator[tuple[LayerRun, list[RowReplay]]]:
+        """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
+
+        Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
+        """
+        decoder, n = self.decoder, self.tokens
+        ids_at, positions_at = decoder.given
+        assert ids_at is not None
+        ids = self.inputs[ids_at]
+        for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
+            parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
+            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
+            if decoder.split.not_in_blocks:
+                raise ValueError(
+                    f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
+                    f"layers: {decoder.split.not_in_blocks}"
+                )
+            if not decoder.allowed(tokens):
+                raise ValueError(
+                    f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
+                    "another one for so few; take another policy"
+                )
+            own, given = ids.new_zeros(len(ids), tokens), list(self.inputs)
+            for rows, _, replay in parts:
+                own[rows, : replay.ids.shape[1]] = replay.ids
+            given[ids_at] = own
+            if positions_at is not None:
+                last = self.inputs[positions_at][:, -1:]
+                given[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
+            try:
+                decoder.check(given)
+            except ValueError as error:
+                raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
+            states = {node: self.run.given[node] for node in self.states}
+            yield LayerRun(decoder, given, torch.ones_like(own), self.block, self.start, n, states), parts
+
+    # -- compaction ---------------------------------------------------------------------------------------------------
+
+    def repetition(self) -> Prompt:
+        """Return the prompt, to be read again with its repetitions behind it, by which what was kept is fitted."""
+        fills = [fill for fill in self.fills if fill.policy.compact]
+        return Prompt(self.decoder, fills, self.inputs, self.block, self.ranks, compacts=True)
+
+    def compact_layer(
+        self, place: int, replays: Sequence[Sequence[Hidden]], hidden: Hidden, attention: Attended
+    ) -> list[list[Hidden]]:
+        """Run replays through a layer, and fit what each cache holds of it to their queries.
+
+        The fitted keys and values are written over those that the caches hold.
+
+        Returns:
+            hidden values of the replays behind the layer.
+        """
+        layer, prompt = self.decoder.split.layers[place], self._attention(place, attention)
+        location = self.decoder.locations[layer.site.layer]
+        left = list[list[Hidden]]()
+        for behind, before in zip(self.behind, replays, strict=True):
+            calls = [
+                self._behind_prompt(layer, prompt, replay, hidden_before, hidden)
+                for (replay, _), hidden_before in zip(behind.turns, before, strict=True)
+            ]
+            left.append([call.hidden for call in calls])
+            for reader in () if location.ring else behind.readers:
                 with record_function("kvpass::compact"):
-                    self._compact(fill, prompt, location, found, [parts for _, parts in behind.turns])
+                    attended = [call.attention for call in calls]
+                    self._compact(self.fills[reader], prompt, location, attended, [parts for _, parts in behind.turns])
+        return left
 
     def _compact(
         self,

@@ -21,7 +21,7 @@ import kvpass.ops.schemas  # noqa: F401 (registers the operators)
 from kvpass.adapt.changed_class import changed_class, once
 from kvpass.adapt.latent_attention import cannot_absorb
 from kvpass.adapt.positions import tuned_query, tunes_by_column
-from kvpass.compiler.capture import capturing
+from kvpass.tracing import capturing
 
 if TYPE_CHECKING:
     _Base = PreTrainedConfig

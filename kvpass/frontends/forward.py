@@ -201,7 +201,7 @@ def continue_cache(
         warnings.warn(_STAYS, stacklevel=6)  # who called the model
     cache = continued(cache, b, input_ids.device)
     if runtime.adapted.longrope_limit is not None:
-        check_rows_stay(runtime.adapted.longrope_limit, cache, t)
+        check_rows_stay(runtime.adapted.longrope_limit, cache.state.start, cache.columns, t)
     padding = None
     if attention_mask is not None:
         if attention_mask.ndim != 2 or tuple(attention_mask.shape) != (b, cache.columns + t):

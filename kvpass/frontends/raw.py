@@ -32,12 +32,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
-from kvpass.compiler.backend import COMPILERS, Capture, PhaseCompiler
+from kvpass.compiler.backend import Capture, PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import check_length
 from kvpass.compiler.parts import check_regions
 from kvpass.compiler.step import append, continued, prefill
-from kvpass.config import Block, Budget, one_of
+from kvpass.config import COMPILERS, Block, Budget, one_of
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.padding import first_real_column
 from kvpass.graphs.bind_state import backend_mode, placeholders, size_reader

@@ -1,4 +1,4 @@
-"""What is kept of one layer of a prompt: every prompt, of whatever engine, is compressed here."""
+"""What is kept of one layer of a prompt, for engines that run the layers themselves: the operators of its program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 from kvpass.operands import NO_POLICY_INPUTS, Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.policies.base import Policy
-from kvpass.ranks import Ranks
+from kvpass.ranks import ONE_PROCESS, Ranks
 
 
 def compress_layer(
@@ -40,7 +40,21 @@ def compress_layer(
         scores, stats, weight = ops.score_layer(
             call, lse, start, first, layer, buffers.layer_weights.shape[1], policy, asked, ranks
         )
-    candidates = Candidates(call.k, call.v, scores, stats, weight, first)
-    with record_function("kvpass::cascade_step"):
-        ops.cascade_step(buffers, candidates.stored_in(buffers), layer, policy, ranks)
+    keep_entries(ops, buffers, Candidates(call.k, call.v, scores, stats, weight, first), layer, policy, ranks)
     return scores
+
+
+def keep_entries(
+    ops: ModuleType,
+    buffers: PrefillBuffers,
+    candidates: Candidates,
+    layer: int,
+    policy: Policy,
+    ranks: Ranks = ONE_PROCESS,
+) -> None:
+    """Keep the entries of a layer that the policy chooses, once they are scored."""
+    scores, weight, first = candidates.scores, candidates.weight, candidates.start
+    with record_function("kvpass::cascade_step"):
+        shares = ops.cascade_step(buffers, scores, weight, first, layer, policy, ranks)
+    with record_function("kvpass::gather_layer"):
+        ops.gather_layer(buffers, candidates.stored_in(buffers), shares, None, layer, policy, ranks)

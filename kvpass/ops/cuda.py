@@ -64,14 +64,23 @@ def score_layer(
     return reference.score_layer(call, None, start, first, layer, num_layers, policy, policy_inputs, ranks, observed)
 
 
-def cascade_step(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
+def gather_layer(
+    buffers: PrefillBuffers,
+    candidates: Candidates,
+    shares: Tensor | None,
+    ranking: Tensor | None,
+    layer: int,
+    policy: Policy,
+    ranks: Ranks = ONE_PROCESS,
 ) -> None:
-    """See :func:`kvpass.ops.reference.cascade_step`; an overfull pool is a device-side assertion."""
+    """See :func:`kvpass.ops.reference.gather_layer`; an overfull pool is a device-side assertion."""
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
-    reference.cascade_step(buffers, candidates._replace(k=k, v=v), layer, policy, ranks, gather_winners)
+    candidates = candidates._replace(k=k, v=v)
+    reference.gather_layer(buffers, candidates, shares, ranking, layer, policy, ranks, gather_winners)
 
 
+cascade_step = reference.cascade_step
+layer_shares = reference.layer_shares
 pack = reference.pack
 evict_lowest = slot_lines.evict_lowest
 pool_in_order = slot_lines.pool_in_order

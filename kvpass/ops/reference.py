@@ -38,6 +38,8 @@ __all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` ha
     "cascade_step",
     "column_sums",
     "evict_lowest",
+    "gather_layer",
+    "layer_shares",
     "pack",
     "pool_in_order",
     "score_layer",
@@ -257,24 +259,68 @@ def write_first_rows(obs: Observation, policy: Policy) -> None:
 
 def cascade_step(
     buffers: PrefillBuffers,
+    scores: Tensor,
+    weight: Tensor,
+    first: Tensor,
+    layer: int,
+    policy: Policy,
+    ranks: Ranks = ONE_PROCESS,
+) -> Tensor:
+    """Redistribute the budget over layers 0..layer, and free the slots of entries that earlier layers give up.
+
+    Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
+
+    Args:
+        scores: of all heads, fp32 ``[B, K, N]``, and weight, fp64 ``[B]``, from :func:`score_layer`. first: first real
+            column of each row, int64 ``[B]``, on the device of the scores.
+    Returns:
+        entries that each layer may hold over all KV heads, int64 ``[B, L]``, for :func:`gather_layer`.
+    """
+    slots, heads = buffers.slots, buffers.tail_k.shape[2]
+    buffers.layer_weights[:, layer] = weight
+    if policy.compares_layers:
+        buffers.layer_weights.copy_(_best_entries(buffers, scores, layer, policy, ranks))
+    budgets = layer_shares(buffers, scores, first, layer, policy)
+    owner_layer = slots[OWNER].clamp(min=0).long() // heads
+    slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), EMPTY)
+    return budgets
+
+
+def layer_shares(buffers: PrefillBuffers, scores: Tensor, first: Tensor, layer: int, policy: Policy) -> Tensor:
+    """Return the entries that each layer may hold, as :func:`cascade_step`, where no layer gives up any."""
+    kv_heads, n = scores.shape[1:]
+    available = (n - first - policy.window).clamp(min=0)
+    return policy.layer_budgets(buffers.layer_weights, buffers.entries, available, kv_heads, layer + 1)
+
+
+def gather_layer(
+    buffers: PrefillBuffers,
     candidates: Candidates,
+    shares: Tensor | None,
+    ranking: Tensor | None,
     layer: int,
     policy: Policy,
     ranks: Ranks = ONE_PROCESS,
     move: Callable[[Tensor, Tensor, Candidates, PrefillBuffers, int], None] | None = None,
 ) -> None:
-    """Reallocate the budgets of layers 0..layer; gather this layer's selected entries into free slots.
+    """Gather the entries of a layer that are within its share into free slots of the pool.
 
     With ``ranks`` the scores are those of all heads, everything else is of the heads of this process. Writes all
-    buffers but offsets and entries; the window's rows go into the first slots of the tail. A kept entry never moves.
-    Source: CAKE (2503.12491) Algorithm 1, LAVa (2509.09754) Algorithm 1.
+    buffers but offsets, entries and weights; the window's rows go into the first slots of the tail. A kept entry never
+    moves.
 
     Args:
+        shares: of each layer, int64 ``[B, L]``; None: as the policy's layer split has it without weights. ranking: the
+            order of entry, int32 ``[B, K, N]``; None: the policy's.
         move: what takes the place of :func:`move_winners`.
     """
-    keep, rank = reallocate_budgets(buffers, candidates, layer, policy, ranks)
+    scores = candidates.scores
+    if shares is None:
+        shares = layer_shares(buffers, scores, candidates.start, layer, policy)
+    rank = policy.rank(scores, buffers.entries) if ranking is None else ranking
+    keep = ranks.local_shard((rank < shares[:, layer, None, None]) & (scores > float("-inf")), 1)
     source = assign_slots(keep, buffers.slots[OWNER])
-    (move or move_winners)(source, rank.int().contiguous(), candidates, buffers, layer)
+    (move or move_winners)(source, ranks.local_shard(rank, 1).int().contiguous(), candidates, buffers, layer)
     window = min(policy.window, keep.shape[2])
     newest = slice(keep.shape[2] - window, None)
     buffers.tail_k[layer, :, :, :window] = candidates.k[:, :, newest]
@@ -322,36 +368,11 @@ def move_winners(source: Tensor, rank: Tensor, candidates: Candidates, buffers: 
     buffers.slot_stats[:, row, slot] = candidates.stats[:, row, head, column]
 
 
-def reallocate_budgets(
-    buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks = ONE_PROCESS
-) -> tuple[Tensor, Tensor]:
-    """Reallocate budgets: free slots of earlier layers and select entries of this layer.
-
-    Args:
-        candidates: ``start`` on the device of the scores.
-    Returns:
-        keep mask bool ``[B, K, N]``; rank int32 ``[B, K, N]``.
-    """
-    scores, entries, slots = candidates.scores, buffers.entries, buffers.slots
-    kv_heads, n = scores.shape[1:]
-    buffers.layer_weights[:, layer] = candidates.weight
-    available = (n - candidates.start - policy.window).clamp(min=0)
-    if policy.compares_layers:
-        buffers.layer_weights.copy_(_best_entries(buffers, candidates, layer, policy, ranks))
-    budgets = policy.layer_budgets(buffers.layer_weights, entries, available, kv_heads, layer + 1)
-    owner_layer = slots[OWNER].clamp(min=0).long() // candidates.k.shape[1]
-    slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), EMPTY)
-    rank = policy.rank(scores, entries)
-    keep = (rank < budgets[:, layer, None, None]) & (scores > float("-inf"))
-    return ranks.local_shard(keep, 1), ranks.local_shard(rank, 1)
-
-
-def _best_entries(buffers: PrefillBuffers, candidates: Candidates, layer: int, policy: Policy, ranks: Ranks) -> Tensor:
+def _best_entries(buffers: PrefillBuffers, scores: Tensor, layer: int, policy: Policy, ranks: Ranks) -> Tensor:
     """Return how many of the best entries each layer has, of those held and those of one more layer; ``[B, L]``."""
-    slots, scores = buffers.slots, candidates.scores
-    layers = buffers.layer_weights.shape[1]
+    slots, layers = buffers.slots, buffers.layer_weights.shape[1]
     held = ranks.gather(torch.where(slots[OWNER] == EMPTY, float("-inf"), buffers.slot_stats[SCORE]), 1)
-    of_layer = ranks.gather(slots[OWNER].clamp(min=0) // candidates.k.shape[1], 1)
+    of_layer = ranks.gather(slots[OWNER].clamp(min=0) // buffers.tail_k.shape[2], 1)
     both = torch.cat([held, scores.flatten(1)], 1)
     of_both = torch.cat([of_layer, torch.full_like(scores.flatten(1), layer, dtype=torch.int64)], 1)
     total = buffers.entries * (layers * scores.shape[1])

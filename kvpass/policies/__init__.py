@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from kvpass.config import Budget, BudgetLike
 from kvpass.policies.ada_kv import AdaPyramidKV, AdaSnapKV
-from kvpass.policies.base import Input, Policy
+from kvpass.policies.base import Input, Policy, name_and_options
 from kvpass.policies.baselines import Full, Random
 from kvpass.policies.cake import Cake
 from kvpass.policies.chunkkv import ChunkKV
@@ -94,6 +94,7 @@ def register_policy(policy: P) -> P:
         raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {known.__qualname__}")
     POLICIES[name] = policy
     from_spec.cache_clear()
+    from_text.cache_clear()
     return policy
 
 
@@ -205,14 +206,30 @@ def from_spec(spec: str) -> Policy:
     options = json.loads(spec)
     if not isinstance(options, dict):
         raise ValueError(f"policy={spec!r}: must be the spec of a policy")
+    return _made(options.pop("policy", None), options)
 
-    def made(given: dict[str, object]) -> Policy:
-        kind = _known(given.pop("policy", None))  # the text may be of an untrusted file: import nothing that it names
+
+@functools.lru_cache(maxsize=256)
+def from_text(text: str) -> Policy:
+    """Return the policy whose :attr:`Policy.text` is this one.
+
+    Raises:
+        ValueError: no registered policy has this text.
+    """
+    return _made(*name_and_options(text))
+
+
+def _made(name: object, options: dict[str, object]) -> Policy:
+    """Return a policy of these options; the name may be of an untrusted file, so nothing is imported."""
+    decode = _decode_options(options)
+
+    def made(name: object, given: dict[str, object]) -> Policy:
+        kind = _known(name)
         _check_options(kind, given)
         return kind(**given)  # type: ignore[arg-type]
 
-    decode = _decode_options(options)
-    return TwoPolicies(prompt=made(options), decode=made(decode)) if decode else made(options)
+    prompt = made(name, options)
+    return TwoPolicies(prompt=prompt, decode=made(decode.pop("policy", None), decode)) if decode else prompt
 
 
 def _check_options(kind: type[Policy], options: dict[str, object]) -> None:

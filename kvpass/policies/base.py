@@ -29,6 +29,17 @@ Input = Literal[
 """What a score may follow from: :attr:`Policy.inputs`."""
 
 
+def with_options(name: str, options: Mapping[str, object]) -> str:
+    """Return ``lava``, or ``lava {"alpha": 0.5}`` with options."""
+    return f"{name} {json.dumps(options, sort_keys=True)}" if options else name
+
+
+def name_and_options(text: str) -> tuple[str, dict[str, object]]:
+    """Return what :func:`with_options` put together."""
+    name, _, options = text.partition(" ")
+    return name, json.loads(options) if options else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
     """Rule that decides which entries of the prompt to keep.
@@ -146,6 +157,11 @@ class Policy(ABC):
         """
         rule = self.decode_rule()
         return 1 + (0 if rule is None else rule.numbers_per_entry) + self.compares_layers
+
+    @property
+    def cascades(self) -> bool:
+        """Whether the shares of layers follow from the prompt, so that each layer read may take from those before."""
+        return self.layers().cascades
 
     @property
     def least_score(self) -> float:
@@ -285,5 +301,11 @@ class Policy(ABC):
 
     @cached_property
     def spec(self) -> str:
-        """Canonical text form, used in op arguments; ``kvpass.policies.from_spec`` reads it."""
+        """Canonical text form, with every option; ``kvpass.policies.from_spec`` reads it."""
         return json.dumps({"policy": self.name, **dataclasses.asdict(self)}, sort_keys=True)
+
+    @cached_property
+    def text(self) -> str:
+        """Short text form, without options that have their defaults; ``kvpass.policies.from_text`` reads it."""
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return with_options(self.name, {field.name: value for field, value in fields if value != field.default})

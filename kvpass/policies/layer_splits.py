@@ -20,6 +20,11 @@ from kvpass.policies.scores import hashed
 class LayerSplit(ABC):
     """Division of the total among layers; see :class:`kvpass.policies.base.Policy` for the methods."""
 
+    @property
+    def cascades(self) -> bool:
+        """Whether a layer's share may become smaller when later layers are known; say so where it never does."""
+        return True
+
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
 
@@ -37,6 +42,10 @@ class UniformLayers(LayerSplit):
 
     parity: Parity = "paper"
 
+    @property
+    def cascades(self) -> bool:
+        return False
+
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         if self.parity == "code":
             return zero_unseen_layers(seen, (entries * kv_heads)[:, None].expand(weights.shape))
@@ -46,6 +55,10 @@ class UniformLayers(LayerSplit):
 @dataclass(frozen=True)
 class AllLayers(LayerSplit):
     """All evictable entries of every layer, whatever the budget is."""
+
+    @property
+    def cascades(self) -> bool:
+        return False
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         return zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
@@ -60,6 +73,10 @@ class RandomLayers(LayerSplit):
     """
 
     seed: int
+
+    @property
+    def cascades(self) -> bool:
+        return False
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layer = torch.arange(weights.shape[1], device=weights.device)
@@ -169,6 +186,10 @@ class PyramidLayers(LayerSplit):
     shape: Shape = "linear"
     parity: Parity = "paper"
     short_uniform: bool = False
+
+    @property
+    def cascades(self) -> bool:
+        return self.shape in ("entropy", "gini")
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         if self.shape not in ("entropy", "gini"):

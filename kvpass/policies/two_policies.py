@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy
+from kvpass.policies.base import Policy, name_and_options, with_options
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import HeadSplit
 from kvpass.policies.layer_splits import LayerSplit
@@ -78,6 +78,12 @@ class TwoPolicies(Policy):
     def spec(self) -> str:
         options = json.loads(self.decode.spec)
         return json.dumps(json.loads(self.prompt.spec) | {PREFIX + name: value for name, value in options.items()})
+
+    @cached_property
+    def text(self) -> str:
+        (name, options), (decode, others) = map(name_and_options, (self.prompt.text, self.decode.text))
+        others["policy"] = decode
+        return with_options(name, options | {PREFIX + option: value for option, value in others.items()})
 
     @property
     def query_rows(self) -> int | None:

@@ -22,6 +22,7 @@ from kvpass.cache.state import KVState
 from kvpass.config import Budget, Geometry, LayerGroup, Layout, PoolFacts
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs
 from kvpass.ops import evict, recompress, reference
+from kvpass.ops.compress import keep_entries
 from kvpass.policies import resolve
 from kvpass.policies.h2o import H2O
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
@@ -100,7 +101,7 @@ def recorded(
             entered = policy.token_scores(ENTERING[layer, :, :TOKENS], layer, LAYERS, heads, ranks)
             asked = asked._replace(entered=entered)
         seen = reference.score_layer(call, None, start, start, layer, LAYERS, policy, asked, ranks)
-        reference.cascade_step(buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
+        keep_entries(reference, buffers, Candidates(call.k, call.v, *seen, start), layer, policy, ranks)
     reference.pack(buffers)
     store, kept = prefill.finish()
     rows = torch.tensor([BUDGET] * ROWS)

@@ -14,6 +14,7 @@ from compiled_models import compiled_anew, greedy, padded, prompts_of
 from kvpass import operands
 from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers, SlotCache
 from kvpass.ops import reference, slots
+from kvpass.ops.compress import keep_entries
 from kvpass.ops.entry_formats import entries_held, packed, side_at
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies import POLICIES, resolve
@@ -131,7 +132,7 @@ def compress(backend, policy, entries: int, dtype: torch.dtype, dim: int, place:
         call = Attention(*site(dtype, dim, dim, seed=layer), 0.2)
         _, *observed = observe(reference, exact(call), STARTS, STARTS, layer, LAYERS, policy)
         candidates = Candidates(*(x.to(place) for x in (call.k, call.v, *observed, STARTS)))
-        backend.cascade_step(state, candidates, layer, policy)
+        keep_entries(backend, state, candidates, layer, policy)
     backend.pack(state)
     return state
 
@@ -417,7 +418,7 @@ def test_no_layer_of_a_prefill_synchronises(name, dtype):
         for layer in range(LAYERS):
             asked = PolicyInputs(entries=state.entries)
             _, *observed = observe(device, call, STARTS, first, layer, LAYERS, policy, asked)
-            device.cascade_step(state, Candidates(call.k, call.v, *observed, first), layer, policy)
+            keep_entries(device, state, Candidates(call.k, call.v, *observed, first), layer, policy)
         device.pack(state)
 
     states = [buffers(policy, entries, dtype, 64, "cuda") for _ in range(2)]

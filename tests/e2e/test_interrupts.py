@@ -21,6 +21,7 @@ from tiny_models import random_ids
     [
         ("lava", (reference, "score_layer"), 2),
         ("lava", (reference, "cascade_step"), 2),
+        ("lava", (reference, "gather_layer"), 2),
         ("lava", (reference, "pack"), 1),
         ("h2o", (prefill, "first_slots"), 1),
         ("lava", (prefill, "LayersRecord"), 1),

@@ -11,6 +11,7 @@ from kvpass.kernels import window_statistics
 from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, schemas
+from kvpass.ops.compress import keep_entries
 from kvpass.policies import POLICIES, resolve
 from kvpass.policies.lava import Lava
 from kvpass.policies.observation import Observation
@@ -78,7 +79,7 @@ def prefill(backend, policy, entries):
         asked = PolicyInputs(WEIGHT, TURNS, buffers.entries, replayed=given, entered=given)
         out, lse = attended(backend, layer)
         seen = backend.score_layer(call, lse, STARTS, STARTS, layer, LAYERS, policy, asked)
-        backend.cascade_step(buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
+        keep_entries(backend, buffers, Candidates(call.k, call.v, *seen, STARTS), layer, policy)
         outputs.append(out)
     backend.pack(buffers)
     return outputs, buffers
@@ -212,7 +213,7 @@ def test_any_strides(tokens):
         assert torch.equal(found, expected)
     states = [state(policy, 6) for _ in range(2)]
     for x, given in zip((site(0), by_column), states, strict=True):
-        device.cascade_step(given, Candidates(*x[1:], *observed[0][1:], STARTS), 0, policy)
+        keep_entries(device, given, Candidates(*x[1:], *observed[0][1:], STARTS), 0, policy)
     for one, other in zip(*states, strict=True):
         torch.testing.assert_close(other, one, atol=0, rtol=0, equal_nan=True)
     _, buffers = prefill(reference, policy, entries=6)

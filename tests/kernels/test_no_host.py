@@ -25,6 +25,7 @@ from kvpass.kernels.prompt_attention import Machine
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
+from kvpass.ops.compress import keep_entries
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
 from numeric_checks import observe, prefill_buffers
@@ -98,7 +99,8 @@ def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monke
         check("scores", scores, (ROWS, KV_HEADS, TOKENS), torch.float32)
         check("stats", stats, (policy.stat_planes, ROWS, KV_HEADS, TOKENS), torch.float32)
         check("weight", weight, (ROWS,), torch.float64)
-        device.cascade_step(buffers, Candidates(call.k, call.v, scores, stats, weight, first), layer, policy)
+        candidates = Candidates(call.k, call.v, scores, stats, weight, first)
+        keep_entries(device, buffers, candidates, layer, policy)
     device.pack(buffers)
     assert "_gather_kernel" in launched
 

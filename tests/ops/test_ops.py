@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpass.ops.schemas  # noqa: F401
 from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, RecompressBuffers, RingBuffers
 from kvpass.ops import reference, slots
+from kvpass.ops.compress import keep_entries
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
@@ -206,7 +207,7 @@ def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
         scores[((column < start[:, None]) | (column >= last[:, None]))[:, None].expand_as(scores)] = float("-inf")
         weight = torch.randint(0, 4, (rows,), generator=g).double()
         stats = torch.rand(policy.stat_planes, rows, kv_heads, n, generator=g)
-        reference.cascade_step(state, Candidates(k, v, scores, stats, weight, start), layer, policy)
+        keep_entries(reference, state, Candidates(k, v, scores, stats, weight, start), layer, policy)
         all_scores.append(scores)
         keys.append(k)
     available = (n - start - window).clamp(min=0)
@@ -323,7 +324,7 @@ def test_a_full_pool_raises_instead_of_dropping_entries():
     state = prefill_state(1, 1, 2, 8, 8, 20, entries, policy, slots=5)
     _, *seen = observe(reference, Attention(q, k, v, SCALE), start, start, 0, 1, policy)
     with pytest.raises(RuntimeError, match="pool of 5 slots is full"):
-        reference.cascade_step(state, Candidates(k, v, *seen, start), 0, policy)
+        keep_entries(reference, state, Candidates(k, v, *seen, start), 0, policy)
 
 
 def test_site_equals_sdpa_with_grouped_heads():

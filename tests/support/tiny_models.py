@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvpass
-from kvpass.compiler.backend import Compiler
-from kvpass.config import EntryFormat
+from kvpass.config import Compiler, EntryFormat
 from kvpass.policies.rules import Recompress
 
 VOCABULARY = 128
