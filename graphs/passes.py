@@ -1,14 +1,11 @@
-"""The graph passes in their order, and the function that runs them.
+"""All graph passes, in the order in which they run.
 
-A pass is a function ``verb_object_pass(gm) -> int`` that changes a Dynamo graph in place and returns how many attention
+A pass is a function ``verb_object_pass(gm) -> int`` that changes an FX graph in place and returns how many attention
 ops (or nodes) it changed. Passes that only check return 0. Settings are bound with ``functools.partial``.
 ``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes, to
-find a faulty one; results may then be wrong.
+find a faulty one; results may then be wrong. docs/add-a-pass.md says how to write one.
 
-Those down to ``check_sites`` run once on each capture, the others on a copy of it for each phase. Of these, a
-prompt has ``offset_positions`` alone. :mod:`~kvpass.graphs.split_layers` then cuts the
-graph into layers, the distinct parts are compiled, and :mod:`kvpass.compiler.prompt` calls parts, attention and policy.
-In order:
+:func:`capture_passes`, once on each graph that Dynamo captures:
 
 ==========================  =====================================================================================
 ``inline_layers``           a layer that Dynamo traced once and repeats -> its calls, in each place
@@ -22,7 +19,20 @@ In order:
 ``self_check``              raise: a text in pieces is not the whole text; marks positions that the decoder counts
 ``fold_alibi``              logits that grow with the position of the key -> columns of queries and keys
 ``check_sites``             raise: no attention op, unsupported ops, mixed dtypes, layers without an op
-``offset_positions``        marked positions start at the number of tokens seen; of a prompt in layers, at its blocks
+==========================  =====================================================================================
+
+:func:`prompt_passes`, on a copy for prompts, which :mod:`~kvpass.graphs.split_layers` then cuts into layers; and
+:func:`program_passes`, on each program that :mod:`~kvpass.graphs.prompt_program` writes of these layers:
+
+==========================  =====================================================================================
+``offset_positions``        marked positions start at the number of tokens seen: at each block of the prompt
+yours                       :data:`PROGRAM_PASSES`
+==========================  =====================================================================================
+
+:func:`step_passes`, on a copy for each phase that continues a cache:
+
+==========================  =====================================================================================
+``offset_positions``        marked positions start at the number of tokens in the cache
 ``one_token``               of a decode step: values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
@@ -41,7 +51,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from kvpass.graphs.canonical import check_sites_pass
 from kvpass.graphs.decompose_linear import decompose_linear_pass
@@ -80,28 +90,47 @@ FINDING_PASSES = (
 
 CANONICAL_PASSES = (*FINDING_PASSES, self_check_pass, fold_alibi_pass)
 
-PHASE_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass)
-"""Passes over a copy for a phase, of which :mod:`kvpass.compiler.backend` runs those that it needs."""
+PROGRAM_PASSES: list[GraphPass] = []
+"""Your passes over the programs of prompts; append them before the first prompt."""
+
+_STEP_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass)
 
 
-def capture_passes(layers: int | None, distinct: DistinctLayers | None) -> list[GraphPass]:
+def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLayers | None) -> list[GraphPass]:
     """Return the passes over a Dynamo capture.
 
     Args:
-        layers: attention layers the model is known to have; None when unknown. distinct: the capture with one of each
-            of its layers, after ``FINDING_PASSES``, where it has equal ones.
+        inline: ``inline_layers`` with its settings. layers: attention layers the model is known to have; None when
+            unknown. distinct: the capture with one of each of its layers, after ``FINDING_PASSES``, where it has equal
+            ones.
     """
     check = partial(self_check_pass, distinct=distinct)
-    return [*FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
+    return [inline, *FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
 
 
-PROGRAM_PASSES: list[GraphPass] = []
-"""Your passes over programs of prompts: append them before the first prompt."""
+def prompt_passes(seen: Node) -> list[GraphPass]:
+    """Return the passes over a copy of a capture for prompts; ``seen``: the input from which positions are counted."""
+    return [partial(offset_positions_pass, seen=seen)]
 
 
 def program_passes() -> list[GraphPass]:
     """Return the passes over the program of a prompt."""
-    return list(PROGRAM_PASSES)
+    return [*PROGRAM_PASSES]
+
+
+def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, decomposes: bool) -> list[GraphPass]:
+    """Return the passes over a copy of a capture for calls that continue a cache.
+
+    Args:
+        seen: the input that is the number of tokens in the cache. rewrite, one_token: ``rewrite_cached`` and
+            ``one_token`` with their settings; None where the call has several tokens. decomposes: with
+            ``decompose_linear``.
+    """
+    passes: list[GraphPass] = [partial(offset_positions_pass, seen=seen)]
+    if one_token is not None:
+        passes.append(one_token)
+    passes.append(rewrite)
+    return [*passes, decompose_linear_pass] if decomposes else passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +187,7 @@ def _disabled() -> set[str]:
         ValueError: there is no such pass.
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    known = {pass_name(one) for one in (*CANONICAL_PASSES, check_sites_pass, *PHASE_PASSES)}
+    known = {pass_name(each) for each in (*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES)}
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
     if names:

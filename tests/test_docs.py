@@ -90,6 +90,8 @@ class Shared:
     compiled: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def compile(self, model: Any, *, policy: str = "lava", budget: Any = None, **given: Any) -> Any:
+        if model.config.hidden_size != self.model.config.hidden_size:  # a page's own
+            return _compile(model, policy=policy, budget=budget, backend="eager", **given)
         of_cache = {name: given.pop(name, usual) for name, usual in (("recompress", "never"), ("entries", "model"))}
         key = tuple(of_cache.values())
         if key not in self.compiled:

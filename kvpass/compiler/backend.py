@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch.fx import GraphModule
@@ -36,15 +37,21 @@ from kvpass.graphs.bind_state import (
     size_reader,
 )
 from kvpass.graphs.canonical import batch_and_tokens, find_sites, layout_of
-from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.inline_layers import distinct_layers, inline_layers_pass
 from kvpass.graphs.one_token import admit_one_token, one_token_inputs, one_token_pass, several_tokens
-from kvpass.graphs.passes import FINDING_PASSES, GraphPass, PassRecord, capture_passes, dump_graph, run_passes
+from kvpass.graphs.passes import (
+    FINDING_PASSES,
+    PassRecord,
+    capture_passes,
+    dump_graph,
+    prompt_passes,
+    run_passes,
+    step_passes,
+)
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.split import CannotSplitError
 from kvpass.graphs.split_layers import split_at_attention, split_layers
-from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.tables import input_lookups
 from kvpass.operands import dynamic_dims
 from kvpass.policies.base import Policy
@@ -134,7 +141,8 @@ class PhaseCompiler:
         regions: compile each distinct part of what continues a cache once, as always of a prompt; "auto": where that
             pays.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
-        records: one entry per compiled graph, appended here. readers: what reads prompts, the newest last.
+        records: one entry per compiled graph, appended here. readers: what reads prompts, the newest last; Dynamo keeps
+            this object for good, so they are held by their captures alone.
         reuse: memory of caches that decode in captured steps.
         ranks: processes that share the weights, and compile what this one compiles.
     """
@@ -144,7 +152,7 @@ class PhaseCompiler:
     regions: Regions = "auto"
     cuda_graphs: bool = True
     records: list[CompileRecord] = field(default_factory=list)
-    readers: list[PromptReader] = field(default_factory=list)
+    readers: list[ReferenceType[PromptReader]] = field(default_factory=list)
     reuse: BufferReuse = field(default_factory=BufferReuse)
     ranks: Ranks = ONE_PROCESS
 
@@ -162,7 +170,7 @@ class PhaseCompiler:
         inline, distinct = partial(inline_layers_pass, inputs=inputs, mode=backend_mode()), distinct_layers(gm)
         if distinct is not None:
             run_passes(distinct.gm, [inline, *FINDING_PASSES], label=f"{label}.distinct")
-        passes = run_passes(gm, [inline, *capture_passes(self.layers, distinct)], label=label)
+        passes = run_passes(gm, capture_passes(inline, self.layers, distinct), label=label)
         return Capture(gm, passes, inputs, self)
 
     def compile(self, captured: Capture, call: Call) -> Runner:
@@ -207,7 +215,7 @@ class PhaseCompiler:
         layout, _, device = layout_of(unsplit)
         seen = torch.zeros((), dtype=torch.int64, device=device)
         nodes, fakes = add_state_placeholders(unsplit, {"seen": seen}, {}, mode)
-        passes = run_passes(unsplit, [partial(offset_positions_pass, seen=nodes["seen"])], label=label)
+        passes = run_passes(unsplit, prompt_passes(nodes["seen"]), label=label)
         gm = copy_graph(unsplit)
         try:
             split = split_layers(gm, placeholders(gm)[-1])
@@ -222,7 +230,7 @@ class PhaseCompiler:
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
         decoder = SplitDecoder(gm, layout, split, functions, captured.lookups)
         read = PromptReader(decoder, label)
-        self.readers.append(read)
+        self.readers.append(ref(read))
 
         def run(call: Call, *inputs: Any) -> Any:
             facts = layout, decoder.dtype, device, self.memory(device), decoder.pools
@@ -238,32 +246,11 @@ class PhaseCompiler:
         return _CompiledPhase(run, len(functions), passes, split.not_in_blocks)
 
     def _rewritten(self, captured: Capture, call: Call) -> _CompiledPhase:
-        """Rewrite a graph to take the state of the call's cache as inputs, and compile it whole or in parts."""
-        phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
-        gm = copy_graph(captured.gm)
-        layout, dtype, device = layout_of(gm)
-        state = cache.state.cached_state(layout, dtype)
-        fake_mode = backend_mode()
-        dynamic = dynamic_dims(state, cache.batch_size)
-        nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
-        inputs, tokens = [*captured.inputs, *fakes], batch_and_tokens(captured.gm)[1]
-        passes: list[GraphPass] = [partial(offset_positions_pass, seen=nodes["seen"])]
-        if phase == "decode" and not isinstance(tokens, int):
-            inputs = [*one_token_inputs(captured.inputs, tokens, fake_mode), *fakes]
-            passes.append(partial(one_token_pass, inputs=inputs, mode=fake_mode))
-        passes += [
-            partial(rewrite_cached_pass, state=nodes, layout=layout, policy=cache.policy, impl=impl, ranks=cache.ranks),
-            *([decompose_linear_pass] if phase == "decode" and impl == "cpp" else []),
-        ]
-        rewritten = run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
-        sites = len(find_sites(captured.gm))
-        pays = self.compiler == "inductor" and (phase != "decode" or device.type == "cuda" or sites > FEW_LAYERS)
-        in_parts = self.regions is True or (self.regions == "auto" and pays)
-        one_row = phase == "decode" and device.type == "cuda" and cache.batch_size == 1
-        compile_one = self._compile_one(fake_mode.shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
-        with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
-            compiled, parts = compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
-        step, count = None, size_reader(captured.gm, tokens)
+        """Compile a graph that takes the state of the call's cache as inputs, whole or in parts."""
+        gm, inputs, records = self._rewrite(captured, call)
+        compiled, parts = self._compile_step(gm, inputs, call, len(find_sites(captured.gm)))
+        (layout, dtype, device), tokens, step = layout_of(captured.gm), batch_and_tokens(captured.gm)[1], None
+        count = size_reader(captured.gm, tokens)
         if not call.observed and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
@@ -276,7 +263,37 @@ class PhaseCompiler:
                 return compiled(*inputs, *state)
             return step(inputs, state)
 
-        return _CompiledPhase(run, parts, rewritten)
+        return _CompiledPhase(run, parts, records)
+
+    def _rewrite(self, captured: Capture, call: Call) -> tuple[GraphModule, list[Any], list[PassRecord]]:
+        """Return a copy of a graph that takes the state of the call's cache as further inputs, and fake inputs."""
+        phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
+        gm, mode, one_token = copy_graph(captured.gm), backend_mode(), None
+        layout, dtype, _ = layout_of(gm)
+        state = cache.state.cached_state(layout, dtype)
+        nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, cache.batch_size), mode)
+        inputs, tokens = [*captured.inputs, *fakes], batch_and_tokens(captured.gm)[1]
+        if phase == "decode" and not isinstance(tokens, int):
+            inputs = [*one_token_inputs(captured.inputs, tokens, mode), *fakes]
+            one_token = partial(one_token_pass, inputs=inputs, mode=mode)
+        rewrite = partial(
+            rewrite_cached_pass, state=nodes, layout=layout, policy=cache.policy, impl=impl, ranks=cache.ranks
+        )
+        decomposes = phase == "decode" and impl == "cpp"
+        passes = step_passes(nodes["seen"], rewrite, one_token, decomposes=decomposes)
+        return gm, inputs, run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
+
+    def _compile_step(
+        self, gm: GraphModule, inputs: Sequence[Any], call: Call, sites: int
+    ) -> tuple[Callable[..., Any], int]:
+        """Return a rewritten graph, compiled, and in how many parts."""
+        decodes, is_cuda = call.phase == "decode", call.cache.device.type == "cuda"
+        pays = self.compiler == "inductor" and (not decodes or is_cuda or sites > FEW_LAYERS)
+        in_parts = self.regions is True or (self.regions == "auto" and pays)
+        one_row = decodes and is_cuda and call.cache.batch_size == 1
+        compile_one = self._compile_one(backend_mode().shape_env, ONE_ROW_CONFIG if one_row else INDUCTOR_CONFIG)
+        with self._shown(call, MOST_PARTS if in_parts else sites), compiled_for_any_length():
+            return compile_parts(gm, inputs, compile_one) if in_parts else (compile_one(gm, inputs), 1)
 
     def _compile_one(self, shapes: ShapeEnv | None, config: Mapping[str, Any] = INDUCTOR_CONFIG) -> CompileOne:
         def compile_one(part: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copied model, without captures: those read the original's weights."""
-        compiler = replace(self.captures.compiler, records=[], reuse=BufferReuse())
+        compiler = replace(self.captures.compiler, records=[], readers=[], reuse=BufferReuse())
         captures = CaptureCache(compiler, self.captures.further)
         return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
 

@@ -29,6 +29,7 @@ from kvpass.frontends.whole_text import (
     with_mask_of_cache,
     with_text_of_cache,
 )
+from kvpass.graphs.prompt_program import PromptProgram
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
 from kvpass.policies.rules import Rules, read_rules
@@ -341,6 +342,20 @@ class CompressedModel(GenerateHooks):
         )
         self._kvpass.check_policy(rules.policy)
         return rules
+
+    def program(self) -> PromptProgram:
+        """Return the program by which prompts are read and compressed, to be printed.
+
+        It is a ``torch.fx.GraphModule``; docs/add-a-pass.md says how passes of your own change such programs.
+
+        Raises:
+            RuntimeError: no prompt has been compiled yet: call ``warmup`` or read one.
+        """
+        runtime = self._kvpass
+        for reader in reversed(runtime.captures.compiler.readers):
+            if (read := reader()) is not None:
+                return read.program([runtime.rules.policy], runtime.adapted.heads)
+        raise RuntimeError("no prompt has been compiled yet: call warmup(), or read a prompt first")
 
     def report(self, cache: CompressedCache | None = None) -> Report:
         """Return what the last prompt kept, or that of a cache, and what was compiled for its policy.
