@@ -146,11 +146,11 @@ _define(
 
 
 def _rank_heads(cache: Tensors, scored: Tensors, policy: str) -> Tensor:
-    return from_text(policy).rank(scored[0], PrefillBuffers(*cache).entries)
+    return from_text(policy).rank(scored[0], PrefillBuffers(*cache).entries).contiguous()
 
 
 def _fake_ranking(cache: Tensors, scored: Tensors, policy: str) -> Tensor:
-    return torch.empty_like(scored[0], dtype=torch.int32)
+    return scored[0].new_empty(scored[0].shape, dtype=torch.int32)
 
 
 _define("rank_heads(Tensor[] cache, Tensor[] scored, str policy) -> Tensor", _rank_heads, _fake_ranking)

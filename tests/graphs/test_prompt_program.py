@@ -1,0 +1,91 @@
+"""The program of a prompt: its nodes, its operators, passes over it."""
+
+import pytest
+import torch
+
+import kvpass.ops.prompt_operators  # noqa: F401 (registers the operators)
+from compiled_models import compiled_anew
+from kvpass import POLICIES
+from kvpass.graphs import passes
+from kvpass.policies import resolve
+from numeric_checks import prefill_buffers
+from tiny_models import POLICY_OPTIONS, random_ids
+
+OPS = torch.ops.kvpass
+B, K, N, D, LAYERS, WINDOW = 2, 2, 30, 8, 3, 4
+
+
+def operands(policy):
+    """Attention, first columns and cache of a prompt, whose second row has three columns of padding."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, n, D, generator=g) for heads, n in ((2 * K, WINDOW), (K, N), (K, N)))
+    buffers = prefill_buffers(policy, 6, LAYERS, B, K, (D, D), WINDOW + 2)
+    cache = [x.nan_to_num() if x.is_floating_point() else x for x in buffers if x is not None]
+    return [q, k, v, None, None], torch.tensor([0, 3]), cache
+
+
+@pytest.mark.parametrize("name", ["lava", "pyramidkv", "kvzip"])
+def test_operators_are_what_their_schemas_and_fakes_say(name):
+    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
+    attention, first, cache = operands(policy)
+    replayed = {"replayed": torch.rand(B, K, N)} if name == "kvzip" else {}
+    place = (0, policy.text)
+    check = torch.library.opcheck
+    check(OPS.score_layer.default, (attention, first, first, cache, *place), {"scale": 0.3, **replayed})
+    scored = OPS.score_layer(attention, first, first, cache, *place, scale=0.3, **replayed)
+    shares = OPS.cascade_step if policy.cascades else OPS.fixed_shares
+    check(shares.default, (cache, scored, first, *place))
+    check(OPS.rank_heads.default, (cache, scored, policy.text))
+    options = {"shares": shares(cache, scored, first, *place), "ranking": OPS.rank_heads(cache, scored, policy.text)}
+    check(OPS.gather_layer.default, (cache, attention, scored, first, *place), options)
+    check(OPS.pack.default, (cache,))
+    rings = [torch.zeros(LAYERS, B, K, 7, D) for _ in range(2)]
+    check(OPS.keep_newest.default, (rings, attention, 1))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_policy_without_a_cascade_gives_no_layer_less_when_more_are_known(name):
+    policy = resolve(name, **POLICY_OPTIONS.get(name, {}))
+    entries, available = torch.tensor([10, 40]), torch.tensor([25, 60])
+    weights = torch.zeros(2, LAYERS, dtype=torch.float64)
+    stages = [policy.layer_budgets(weights, entries, available, 2, seen) for seen in range(1, LAYERS + 1)]
+    kept = all(torch.equal(stage[:, :seen], stages[-1][:, :seen]) for seen, stage in enumerate(stages, 1))
+    assert kept or policy.cascades
+
+
+def test_a_node_of_ones_own_behind_the_scores_decides_what_is_kept(monkeypatch):
+    def first_tokens_best(scored):
+        scores, *rest = scored
+        best = torch.arange(scores.shape[2]) < 4
+        return scores.masked_fill(best & (scores > float("-inf")), torch.finfo(torch.float32).max), *rest
+
+    def keep_first_tokens_pass(gm):
+        nodes = gm.graph.find_nodes(op="call_function", target=OPS.score_layer.default)
+        for node in nodes:
+            with gm.graph.inserting_after(node):
+                changed = gm.graph.call_function(first_tokens_best, (node,))
+            node.replace_all_uses_with(changed, delete_user_cb=lambda user, changed=changed: user is not changed)
+        return len(nodes)
+
+    ids = random_ids(1, 80)
+    monkeypatch.setattr(passes, "PROGRAM_PASSES", [keep_first_tokens_pass])
+    fast = compiled_anew(policy="keydiff")
+    with pytest.raises(RuntimeError, match="no prompt has been compiled yet"):
+        fast.program()
+    positions = fast.compress(ids).positions
+    assert (positions[..., :4] == torch.arange(4)).all() and "first_tokens_best" in str(fast.program())
+    monkeypatch.setenv("KVPASS_DISABLE_PASSES", "keep_first_tokens")
+    other = compiled_anew(policy="keydiff")
+    with pytest.warns(UserWarning, match="keep_first_tokens"):
+        assert not (other.compress(ids).positions[..., :4] == torch.arange(4)).all()
+    assert "first_tokens_best" not in str(other.program())
+
+
+def test_the_program_is_dumped_with_the_graphs(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
+    compiled_anew(policy="lava").compress(random_ids(1, 40))
+    (program,) = tmp_path.glob("prefill.*.program_0.txt")
+    text = program.read_text()
+    assert all(
+        name in text for name in ("run_layer", "score_layer", "cascade_step", "rank_heads", "gather_layer", "pack")
+    )
