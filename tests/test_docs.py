@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,6 +182,16 @@ def test_links_to_files_lead_to_files(page):
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     found = [page.parent / link for link in links if link not in made]
     assert [str(path) for path in found if not path.exists()] == []
+
+
+def test_the_floors_of_design_are_those_that_are_linted():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    linted = [set(layer.split(" | ")) for layer in contracts[0]["layers"]]
+    text = (ROOT / "DESIGN.md").read_text()
+    floors = [set[str]() for _ in linted]
+    for number, packages in re.findall(r"^\| (\d+) \| ([^|]*) \|", text[text.index("## Floors") :], re.MULTILINE):
+        floors[int(number) - 1] |= {name.strip("/") for name in re.findall(r"`([\w/]+)`", packages)}
+    assert floors == linted
 
 
 @pytest.mark.exhaustive
