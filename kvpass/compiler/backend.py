@@ -243,7 +243,7 @@ class PhaseCompiler:
         phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
         gm = copy_graph(captured.gm)
         layout, dtype, device = layout_of(gm)
-        state = cache.state.cached_state(layout, dtype)
+        state = cache.state.cached_state(layout, dtype, call.recompressions)
         fake_mode = backend_mode()
         dynamic = dynamic_dims(state, cache.batch_size)
         nodes, fakes = add_state_placeholders(gm, state, dynamic, fake_mode)
@@ -269,7 +269,7 @@ class PhaseCompiler:
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
-            state = list(call.cache.state.cached_state(layout, dtype).values())
+            state = list(call.cache.state.cached_state(layout, dtype, call.recompressions).values())
             for lookup in captured.lookups:
                 lookup.check(inputs)
             call.begin()
