@@ -6,7 +6,6 @@ compaction the prompt then runs a second time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,11 +47,11 @@ class Prefill(SplitDecoder):
                     "compact=True: the cache holds latents, of which keys and values are both made; compile the model "
                     "without compact"
                 )
-            if max(self.readers.values()) > 1 and (fill.policy.compact or fill.policy.decode_rule() is not None):
+            if max(self.readers.values()) > 1 and (fill.policy.replays_prompt or fill.policy.decode_rule() is not None):
                 raise ValueError(
                     f"policy {fill.policy.spec}: several layers of this model attend to the same keys and values, and "
-                    "compact=True and eviction while decoding are of one layer; where the policy has the option, give "
-                    "evict_during_decode=False"
+                    "compact=True, replays and eviction while decoding are of one layer; where the policy has the "
+                    "option, give evict_during_decode=False"
                 )
         prompt = _ScoredPrompt(self, fills, inputs, block, ranks)
         edges, results_from = prompt.edges, 0
@@ -85,13 +84,12 @@ class _Reader(NamedTuple):
 
     Attributes:
         q: its last queries ``[B, H, T, D]``. lse: of these ``[B, H, T]``, where it was computed. summed: column sums
-            ``[B, H, N]``, if any policy reads them. replayed: what replays attend to, ``[B, K, N]``.
+            ``[B, H, N]``, if any policy reads them.
     """
 
     q: Tensor
     lse: Tensor | None
     summed: list[Tensor]
-    replayed: dict[Fill, Tensor]
 
 
 def _joined(readers: Sequence[_Reader], kv_heads: int) -> _Reader:
@@ -103,10 +101,9 @@ def _joined(readers: Sequence[_Reader], kv_heads: int) -> _Reader:
     def side_by_side(parts: Iterable[Tensor]) -> Tensor:
         return torch.cat([x.unflatten(1, (kv_heads, -1)) for x in parts], 2).flatten(1, 2)
 
-    most = {fill: functools.reduce(torch.maximum, (one.replayed[fill] for one in readers)) for fill in first.replayed}
     lses = [one.lse for one in readers if one.lse is not None]
     summed = [side_by_side(one.summed[0] for one in readers)] if first.summed else []
-    return _Reader(side_by_side(one.q for one in readers), side_by_side(lses) if lses else None, summed, most)
+    return _Reader(side_by_side(one.q for one in readers), side_by_side(lses) if lses else None, summed)
 
 
 class _ScoredPrompt(PromptRun):
@@ -149,10 +146,10 @@ class _ScoredPrompt(PromptRun):
                 most = self._replay(layer, call, location, behind, is_last=is_last)
             replayed.update({fill: most["norms" in fill.policy.inputs] for fill in behind.readers})
         if not location.ring:
-            self._readers.append(_Reader(call.q, lse, summed, replayed))
+            self._readers.append(_Reader(call.q, lse, summed))
             if len(self._readers) < self.decoder.readers[layer.site.layer]:
                 return
-            queries, lse, summed, replayed = _joined(self._readers, call.k.shape[1])
+            queries, lse, summed = _joined(self._readers, call.k.shape[1])
             call, self._readers = call._replace(q=queries), []
         columns = torch.arange(self.tokens, device=call.k.device)
         for fill in self.fills:
