@@ -166,7 +166,7 @@ class _Program:
 
     def _joined(self, place: int, readers: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
         """Add what joins the layers that attend to the same entries."""
-        names = ("attention", "summed", "replayed")
+        names = ("attention", "summed")
         operands = [[reader[name] for reader in readers if name in reader] for name in names]
         joined = self.call("join_readers", *operands, name=f"join_readers_{place}")
         return {
@@ -207,11 +207,11 @@ class _Program:
             UnsupportedAttentionError: it is not found in the model.
         """
         policy, found, shared = self.policies[fill], dict[str, Node](), self.readers[site.layer] > 1
-        if shared and (policy.compact or policy.decode_rule() is not None):
+        if shared and (policy.replays_prompt or policy.decode_rule() is not None):
             raise ValueError(
                 f"policy {policy.spec}: several layers of this model attend to the same keys and values, and "
-                "compact=True and eviction while decoding are of one layer; where the policy has the option, give "
-                "evict_during_decode=False"
+                "compact=True, replays and eviction while decoding are of one layer; where the policy has the "
+                "option, give evict_during_decode=False"
             )
         if "keys" in policy.inputs:
             site.check_keys()

@@ -53,7 +53,6 @@ class KVState:
         default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu")
     )  # columns, for graphs
     reuse: BufferReuse = NO_REUSE  # where memory of growth and of copies comes from
-    recompressions: Sequence[Recompression] = ()  # during an extend after which full_layers are compressed again
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 
@@ -62,13 +61,15 @@ class KVState:
         for part in self.parts:
             part.ensure_room(tokens, expected - self.columns, self.reuse)
 
-    def cached_state(self, layout: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
+    def cached_state(
+        self, layout: Layout, dtype: torch.dtype, recompressions: Sequence[Recompression] = ()
+    ) -> dict[str, Tensor]:
         """Return the buffers of decode and extend graphs, which write tails and rings in place.
 
         ``seen`` int64 ``[]`` counts the columns before the new tokens, ``first`` int64 ``[B]`` is the first real one.
 
         Args:
-            layout, dtype: of the keys and values in the graph.
+            layout, dtype: of the keys and values in the graph. recompressions: that an extend graph scores.
         Raises:
             CacheMismatchError: the cache has others.
         """
@@ -82,7 +83,7 @@ class KVState:
                 )
         self.check_layout(layout)
         state = named(layout, [part.cached_state for part in self.parts])
-        state |= named(layout, [turn.buffers._asdict() for turn in self.recompressions])  # of the first parts
+        state |= named(layout, [turn.buffers._asdict() for turn in recompressions])  # of the first parts
         return {**state, "seen": self.seen, "first": self.start}
 
     def check_layout(self, layout: Layout) -> None:
@@ -118,38 +119,39 @@ class KVState:
         """Whether appended tokens can be taken back: no call overwrites entries or the state of a recurrent layer."""
         return not self.overwrites and not self.states
 
-    def begin_recompression(self, tokens: int, threshold: float) -> bool:
+    def begin_recompression(self, tokens: int, threshold: float) -> Sequence[Recompression]:
         """Prepare recompression of rows that exceed ``threshold`` budgets after ``tokens`` more, which have room.
 
         Returns:
-            whether there is such a row; the extend graph must then compute recompression scores.
+            one for each of ``full_layers``, whose scores the extend graph must then compute; none without such a row.
         """
         stores = self.full_layers
         if threshold == float("inf") or self.budget is None or not stores or stores[0].evicts:
-            return False
+            return ()
         heads = sum(store.geometry.layers * store.geometry.kv_heads for store in stores)
         entries = torch.stack([store.lengths.sum((1, 2)) for store in stores]).sum(0) + tokens * heads
         entries = self.ranks.gather(entries[None], 0).sum(0).cpu()
         budgets = torch.tensor(self.budgets, device="cpu")
         due = entries > budgets * (heads * self.ranks.size * threshold)
         if not bool(due.any()):
-            return False
+            return ()
         window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
-        self.recompressions = [Recompression(store, window) for store in stores]
-        return True
+        return [Recompression(store, window) for store in stores]
 
-    def recompress(self) -> PromptRecord | None:
+    def recompress(self, recompressions: Sequence[Recompression]) -> PromptRecord | None:
         """Compress rows over the threshold to their budget, by the recompression scores.
 
+        Args:
+            recompressions: of :meth:`begin_recompression`.
         Returns:
             the new record if all rows were compressed, else None.
         """
         budgets = torch.tensor(self.budgets, device=self.device)
         window = budgets.clamp(max=self.policy.window)
-        done = [turn.finish(budgets - window, self.columns - self.start) for turn in self.recompressions]
+        done = [turn.finish(budgets - window, self.columns - self.start) for turn in recompressions]
         self.parts = [*(store for store, _ in done), *self.parts[len(done) :]]
         self.appended = 0
-        if not all(turn.every_row for turn in self.recompressions):
+        if not all(turn.every_row for turn in recompressions):
             return None
         return self.record(budgets, window, [record for _, record in done])
 

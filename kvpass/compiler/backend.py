@@ -255,7 +255,7 @@ class PhaseCompiler:
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
-            state = list(call.cache.state.cached_state(layout, dtype).values())
+            state = list(call.cache.state.cached_state(layout, dtype, call.recompressions).values())
             for lookup in captured.lookups:
                 lookup.check(inputs)
             call.begin()
@@ -270,7 +270,7 @@ class PhaseCompiler:
         phase, cache, impl = call.phase, call.cache, "cpp" if self.compiler == "inductor" else "eager"
         gm, mode, one_token = copy_graph(captured.gm), backend_mode(), None
         layout, dtype, _ = layout_of(gm)
-        state = cache.state.cached_state(layout, dtype)
+        state = cache.state.cached_state(layout, dtype, call.recompressions)
         nodes, fakes = add_state_placeholders(gm, state, dynamic_dims(state, cache.batch_size), mode)
         inputs, tokens = [*captured.inputs, *fakes], batch_and_tokens(captured.gm)[1]
         if phase == "decode" and not isinstance(tokens, int):

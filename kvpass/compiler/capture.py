@@ -8,6 +8,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -247,10 +248,11 @@ def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, pos
         for axis, size in enumerate(tensor.shape[:2]):
             if size > 1:
                 maybe_mark_dynamic(tensor, axis)
-    token = CALL.set(call)
+    context = copy_context()  # Python ends it, also where an interrupt would keep a line of ours from doing so
+    context.run(CALL.set, call)
     try:
         with _ONE_CALL:
-            return compiled(ids, positions)
+            return context.run(compiled, ids, positions)
     except BackendCompilerFailed as failure:
         inner = failure.inner_exception
         raise (inner if isinstance(inner, (ValueError, torch.OutOfMemoryError)) else failure) from None
@@ -261,8 +263,6 @@ def _call_compiled(compiled: Callable[..., Tensor], call: Call, ids: Tensor, pos
         raise ValueError(
             f"the decoder cannot be captured as one graph: {_stop(failure)}; change that, or use the model uncompiled"
         ) from failure
-    finally:
-        CALL.reset(token)
 
 
 def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:

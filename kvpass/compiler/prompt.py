@@ -5,7 +5,6 @@ The program, :mod:`kvpass.graphs.prompt_program`, has one node for each method h
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -223,17 +222,11 @@ class Prompt:
         """Return attention without keys and values, for those of another layer."""
         return attention[0], None, None, *attention[3:]
 
-    def join_readers(
-        self,
-        attention: Sequence[Attended],
-        summed: Sequence[Tensor],
-        replayed: Sequence[Mapping[int, Tensor]],
-    ) -> tuple[Attended, Tensor | None, Mapping[int, Tensor]]:
+    def join_readers(self, attention: Sequence[Attended], summed: Sequence[Tensor]) -> tuple[Attended, Tensor | None]:
         """Return layers that attend to the same keys and values as one, which has the query heads of all of them.
 
         Args:
-            attention: the last one has the keys and values. summed: column sums, of each or none. replayed: what
-                replays attend to, of each or none.
+            attention: the last one has the keys and values. summed: column sums, of each or none.
         """
         *_, (_, k, v, _, sinks) = attention
         assert k is not None
@@ -244,9 +237,7 @@ class Prompt:
             return torch.cat(tensors, 2).flatten(1, 2) if tensors else None
 
         queries, lse = side_by_side(reader[0] for reader in attention), side_by_side(reader[3] for reader in attention)
-        places = replayed[0].keys() if replayed else ()
-        most = {place: functools.reduce(torch.maximum, (reader[place] for reader in replayed)) for place in places}
-        return (queries, k, v, lse, sinks), side_by_side(summed), most
+        return (queries, k, v, lse, sinks), side_by_side(summed)
 
     def projection(self, place: int) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.cache.recompression import Recompression
 from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 from kvpass.graphs.bind_state import held_by_module, ids_and_positions, placeholders
@@ -57,7 +58,7 @@ class Call:
     """A call of a graph on a cache, or of a prefill on several.
 
     Attributes:
-        observed: the extension also computes recompression scores.
+        recompressions: whose scores the extension also computes.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it. layers_once: trace layers of equal code once.
         block: tokens of a block of a prompt, "auto" or at least 2.
@@ -66,12 +67,17 @@ class Call:
 
     cache: CompressedCache
     phase: Phase
-    observed: bool = False
+    recompressions: Sequence[Recompression] = ()
     has_begun: bool = False
     only_capture: bool = False
     layers_once: bool = False
     block: Block = "auto"
     made: GraphCall | None = None
+
+    @property
+    def observed(self) -> bool:
+        """Whether the extension also computes recompression scores."""
+        return bool(self.recompressions)
 
     def begin(self) -> None:
         """Note that the graph starts; an interruption from here on may leave overwritten entries."""
@@ -160,18 +166,15 @@ def append(
     """
     state, record = cache.state, None
     state.ensure_room(tokens, cache.expected)
-    try:
-        observed = tokens > 1 and state.begin_recompression(tokens, threshold)
-        call = Call(cache, "decode" if tokens == 1 else "extend", observed)
-        result = run(call)
-        call.check_begun()
-        cache.interrupted = True
-        state.advance(tokens, ids)
-        if observed:
-            record = state.recompress()
-        cache.record, cache.interrupted = record or cache.record, False
-    finally:
-        state.recompressions = ()
+    recompressions = state.begin_recompression(tokens, threshold) if tokens > 1 else ()
+    call = Call(cache, "decode" if tokens == 1 else "extend", recompressions)
+    result = run(call)
+    call.check_begun()
+    cache.interrupted = True
+    state.advance(tokens, ids)
+    if recompressions:
+        record = state.recompress(recompressions)
+    cache.record, cache.interrupted = record or cache.record, False
     return result, record
 
 

@@ -257,8 +257,8 @@ def _append_padded(
         parts.append(part)
         members.append(rows)
     order = torch.cat(members).argsort()
-    cache.state = cache.state.joined([part.state for part in parts], order, padding.mask, ids)
-    cache.record = parts[0].record if len(parts) == 1 else cache.record
+    joined = cache.state.joined([part.state for part in parts], order, padding.mask, ids)
+    cache.state, cache.record = joined, parts[0].record if len(parts) == 1 else cache.record
     return logits, record if len(parts) == 1 else None
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpass.adapt.copied import Adapted
 from kvpass.adapt.tensor_parallel import check_divided
@@ -19,6 +18,8 @@ from kvpass.compiler.capture import CaptureCache
 from kvpass.config import Block
 from kvpass.policies import Policy
 from kvpass.policies.rules import Rules
+
+R = TypeVar("R")
 
 
 @dataclass(kw_only=True)
@@ -53,14 +54,14 @@ class Runtime:
         """Whether this thread is in a call of ``generate`` or ``compress``."""
         return any(runtime is self for runtime, *_ in _CALLS.get())
 
-    @contextmanager
-    def call(self, rules: Rules, block: Block | None = None) -> Iterator[None]:
-        """Within it, calls of this thread go by ``rules``, and prompts are read in blocks of so many tokens."""
-        token = _CALLS.set(((self, rules, block), *_CALLS.get()))
-        try:
-            yield
-        finally:
-            _CALLS.reset(token)
+    def call(self, rules: Rules, action: Callable[[], R], block: Block | None = None) -> R:
+        """Return what ``action`` returns; in it, calls of this thread go by ``rules``, prompts are read in blocks.
+
+        An interrupt leaves nothing of this behind: Python itself ends the context, no line of ours.
+        """
+        context = copy_context()
+        context.run(_CALLS.set, ((self, rules, block), *_CALLS.get()))
+        return context.run(action)
 
     def check_policy(self, policy: Policy) -> None:
         """Raise ValueError for a policy that does not fit the model, or the processes that share it."""

@@ -138,9 +138,10 @@ class CompressedModel(GenerateHooks):
         for name in ("generation_config", CACHE):
             if arguments[name] is None:
                 del arguments[name]  # beam search would reorder a cache that is None
-        try:  # ids by position: a class of its own generate may name them otherwise
-            with self._kvpass.call(rules, block):
-                output = super().generate(*([] if ids is None else [ids]), **arguments)  # type: ignore[misc]
+        # ids by position: a class of its own generate may name them otherwise
+        run = functools.partial(super().generate, *([] if ids is None else [ids]), **arguments)  # type: ignore[misc]
+        try:
+            output = self._kvpass.call(rules, run, block)
         except BaseException:
             if drafts and cache is not None:
                 _take_back(cache, seen)
@@ -196,10 +197,8 @@ class CompressedModel(GenerateHooks):
         """
         rules = self._kvpass.rules_now.with_budget(budget)
         cache = self._kvpass.new_cache(rules)
-        with self._kvpass.call(rules):
-            self.forward(
-                input_ids, attention_mask, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1
-            )
+        read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
+        self._kvpass.call(rules, functools.partial(read, input_ids, attention_mask))
         cache.reusable = reusable
         if "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
@@ -237,8 +236,8 @@ class CompressedModel(GenerateHooks):
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
         kept = [runtime.new_cache(own) for own in rules]
         kept[0].fills = kept[1:]
-        with runtime.call(rules[0]):
-            self.forward(input_ids, attention_mask, past_key_values=kept[0], logits_to_keep=1)
+        read = functools.partial(self.forward, past_key_values=kept[0], logits_to_keep=1)
+        runtime.call(rules[0], functools.partial(read, input_ids, attention_mask))
         kept[0].fills, runtime.last_prompt = (), None
         for cache in kept:
             cache.reusable = reusable

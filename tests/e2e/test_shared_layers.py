@@ -13,7 +13,7 @@ from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from small_decoders import DIM, SmallDecoder
-from tiny_models import LLAMA_LIKE, in_session, left_pad, random_ids, raw
+from tiny_models import LLAMA_LIKE, in_session, left_pad, random_ids, raw, step_logits
 from versions import needs_transformers
 
 pytestmark = needs_transformers("5.23", "gemma4 has other names")
@@ -23,10 +23,11 @@ NEW = random_ids(2, 6, seed=5)
 
 
 @functools.cache
-def model():
-    """Layers 2 and 3 attend to the keys and values of layer 1."""
+def model(*types):
+    """Layers 2 and 3 attend to the keys and values of layer 1, or of the last one of their type among the first two."""
+    types = list(types) or ["full_attention"] * LAYERS
     sizes = {"head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
-    layers = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS, "num_kv_shared_layers": SHARED}
+    layers = {"num_hidden_layers": LAYERS, "layer_types": types, "sliding_window": 24, "num_kv_shared_layers": SHARED}
     torch.manual_seed(0)
     config = AutoConfig.for_model("gemma4_text", **{**LLAMA_LIKE, **sizes, **layers, "initializer_range": 0.1})
     made = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -85,6 +86,16 @@ def test_scores_are_those_of_all_readers():
         assert torch.equal(found[layer, :, :-window].nonzero()[:, 1].view(2, kept), expected)
 
 
+@pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
+def test_layers_with_a_sliding_window_that_share_keys_have_rings_of_their_own(backend):
+    mixed = model(*["sliding_attention", "full_attention"] * 2)
+    fast = kvpass.compile(mixed, policy="full", backend=backend, prefill_block=16)
+    assert_close("logits", step_logits(fast, IDS, NEW), step_logits(mixed, IDS, NEW), atol=1e-4)
+    assert torch.equal(greedy(fast, IDS, 30, attention_mask=MASK), greedy(mixed, IDS, 30, attention_mask=MASK))
+    layout = fast(IDS).past_key_values.state.layout
+    assert [group.layers for group in layout.rings] == [(0, 2)] and [group.layers for group in layout.pools] == [(1,)]
+
+
 class Sharing(SmallDecoder):
     """The third and fourth layer attend to the keys and values of the second."""
 
@@ -117,7 +128,7 @@ def test_a_prompt_in_blocks_keeps_what_a_whole_one_keeps(policy):
 
 
 def test_what_is_of_one_layer_alone_is_refused():
-    for policy in ("h2o", "criticalkv"):
+    for policy in ("h2o", "criticalkv", "kvzip"):
         with pytest.raises(ValueError, match=r"several layers.* attend to the"):
             compressed(policy, 24, window=8)(IDS)
     fast = kvpass.compile(model(), policy="snapkv", budget=24, window=8, recompress="every_turn", backend="eager")

@@ -140,8 +140,7 @@ def test_codes(entry_format, dtype):
 )
 def test_codes_of_few_bits(entry_format, dtype, dim, value_dim):
     given = {"group": 3, "dim": dim, "value_dim": value_dim, "tokens": 2, "dtype": dtype, "start": [2, 0]}
-    case = decode_case([[0, 33, 70], [40, 1, 32]], **given).packed(entry_format)
-    check(case, [*BOTH, *PINNED])
+    check(decode_case(LENGTHS, **given).packed(entry_format), [*BOTH, *PINNED])
 
 
 @pytest.mark.parametrize("bits", LEVELS)

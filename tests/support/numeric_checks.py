@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvpass.config import EntryFormat
 from kvpass.operands import BITS, BUFFERS, LEVELS, AppendBuffers, Attention, PrefillBuffers
 from kvpass.ops.entry_formats import dequantise, packed
-from kvpass.rotation import rotated, rotated_back
+from kvpass.rotation import rotated, rotated_back, rotation
 
 
 def assert_close(label: str, actual: Tensor, expected: Tensor, *, atol: float, rtol: float = 0.0) -> None:
@@ -303,6 +303,19 @@ class CacheCase:
         return rotated_back(found) if BITS[self.entry_format] < 8 else found
 
 
+def _rotated_back(out: Exact, v: Tensor) -> Exact:
+    """The output for values like ``v``, from that for rotated ones, both in its dtype.
+
+    Each number is a sum over the channels of the rotated output, whose errors add up like random steps: those of
+    attention and of rounding there, and those of the rotation's own numbers. So a small number may be as far off as
+    its neighbours.
+    """
+    once = torch.finfo(v.dtype).eps / 2 * out.value.abs()
+    squares = rotation(out.value.shape[-1], v.device, torch.float64)[: v.shape[-1]].square()
+    errors = (out.error + once).square() + once.square()
+    return Exact(rotated_back(out.value, v.shape[-1]), (errors @ squares.T).sqrt())
+
+
 class DecodeCase(CacheCase):
     """Arguments of ``attend_cache``; ``held`` are ``AppendBuffers``."""
 
@@ -364,6 +377,7 @@ class DecodeCase(CacheCase):
         group, used = heads // kv_heads, int(held.tail_used)
         in_keys, are_codes = held.pool_v.shape[2] == 0, self.entry_format != "model"
         roundings = rounds_weights * (2 if are_codes else 1)  # values too, when they leave their codes
+        rotates = BITS.get(self.entry_format, 8) < 8
         pool_k, tail_k = self.floats("pool_k"), self.floats("tail_k")
         pool_v, tail_v = (pool_k, tail_k) if in_keys else (self.floats("pool_v"), self.floats("tail_v"))
         if not are_codes:
@@ -378,17 +392,18 @@ class DecodeCase(CacheCase):
             segment = slice(*held.offsets[row, self.layer * kv_heads + head :][:2].tolist())
             in_tail = (self.layer, row, head, slice(int(held.tail_start[row]), used + tokens))
             keys = torch.cat([pool_k[row, segment], tail_k[in_tail]])
-            values = torch.cat([pool_v[row, segment], tail_v[in_tail]])[:, : v.shape[3]]
+            values = torch.cat([pool_v[row, segment], tail_v[in_tail]])
+            values = rotated(values) if rotates else values[:, : v.shape[3]]
             of_head = slice(head * group, (head + 1) * group)
             call = Attention(q[row, of_head], keys, values, scale, softcap, None if sinks is None else sinks[of_head])
             found = exact_attention(
                 call,
                 torch.arange(len(keys)) > torch.arange(len(keys) - tokens, len(keys))[:, None],
                 rounds_weights=roundings,
-                rounds_keys=rounds_weights and BITS.get(self.entry_format, 8) < 8,
+                rounds_keys=rounds_weights and rotates,
                 dtype=q.dtype,
             )
-            outs.append(found.out)
+            outs.append(_rotated_back(found.out, v) if rotates else found.out)
         return Exact.cat(outs).view(rows, heads, tokens, -1)
 
 
