@@ -17,14 +17,15 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
     """What the table of buffers says of those that are given.
 
     Args:
-        sizes: by the letters of the table. entry: dtype of keys and values.
+        sizes: by their names in the table. entry: dtype of keys and values.
     """
     given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
     scales = [given.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
     codes, columns = entry, sizes
     if any(scale is not None for scale in scales):
-        bits, codes = code_bits(given["tail_k"], sizes["D"], scales, sizes["V"]), given["tail_k"].dtype
-        columns = {**sizes, "D": sizes["D"] * bits // 8, "V": sizes["V"] * bits // 8}
+        bits = code_bits(given["tail_k"], sizes["key_dim"], scales, sizes["value_dim"])
+        codes = given["tail_k"].dtype
+        columns = {**sizes, **{dim: sizes[dim] * bits // 8 for dim in ("key_dim", "value_dim")}}
     return {
         name: (
             x,
@@ -108,12 +109,12 @@ def check_cache(
     tail_used, row_index = held.get("tail_used"), held.get("row_index")
     held_rows = rows if row_index is None else tail_k.shape[1]
     sizes = {
-        **{"B": held_rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
-        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
-        "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
-        "E": 0 if pool_k is None else pool_k.shape[1],
-        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "*": rows},
-    }  # fmt: skip
+        **{"batch": held_rows, "layers": layers, "kv_heads": kv_heads, "key_dim": key_dim, "tail": slots},
+        "pool_batch": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
+        "value_dim": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
+        "pool": 0 if pool_k is None else pool_k.shape[1],
+        **{"bounds": layers * kv_heads + 1, "programs": rows * kv_heads, "*": rows},
+    }
     expected = {
         "q": (q, q.shape, q.dtype),
         "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),

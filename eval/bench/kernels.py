@@ -129,7 +129,7 @@ def cache_of(shape: Shape, lengths: Tensor, entry_format: EntryFormat = "model")
         tail_v=tail_v,
         tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
         tail_used=torch.tensor(WINDOW, device=shape.device),
-        arrivals=BUFFERS["arrivals"].new({"A": rows * kv_heads}, shape.device),
+        arrivals=BUFFERS["arrivals"].new({"programs": rows * kv_heads}, shape.device),
     )
     return shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format)
 

@@ -99,7 +99,7 @@ class FullAttentionLayers(CachePart):
         """Make the counters for the rows anew; the CPU and ``attend_evict`` need none."""
         arrivals = None
         if self.buffers.offsets.is_cuda and not self.evicts:
-            sizes = {"A": self.rows * self.geometry.kv_heads}
+            sizes = {"programs": self.rows * self.geometry.kv_heads}
             arrivals = BUFFERS["arrivals"].new(sizes, self.buffers.offsets.device)
         self.buffers = self.buffers._replace(arrivals=arrivals)
 
@@ -182,7 +182,7 @@ class FullAttentionLayers(CachePart):
     @property
     def of_rows(self) -> dict[str, Tensor]:
         """The :attr:`stored` with a row for each row of the batch; those of a pool that serves all are one."""
-        sizes = {"Z": self.rows}
+        sizes = {"pool_batch": self.rows}
         return {
             name: x.expand([sizes.get(dim, size) for dim, size in zip(BUFFERS[name].sizes, x.shape, strict=True)])
             if self._serves_all(name, x)
@@ -214,7 +214,7 @@ class FullAttentionLayers(CachePart):
             if name == "tail_start":
                 rows = [x + slots for x, slots in zip(rows, behind, strict=True)]
             for x, slots in zip(rows, behind, strict=True):
-                begins.append([slots if size == "C" else 0 for size in buffer.sizes])
+                begins.append([slots if size == "tail" else 0 for size in buffer.sizes])
                 begins[-1][buffer.row_dim] = row
                 row += x.shape[buffer.row_dim]
             ends = [list(map(operator.add, begin, x.shape)) for begin, x in zip(begins, rows, strict=True)]

@@ -148,7 +148,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         """Made for the first step: layers have no cache before."""
         units = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
         rows, layers, kv_heads = len(self.block), self.layout.layers, self.layout.kv_heads
-        sizes = {"L": layers, "B": rows, "K": kv_heads, "D": self.layout.head_dim}
+        sizes = {"layers": layers, "batch": rows, "kv_heads": kv_heads, "key_dim": self.layout.head_dim}
         means = BUFFERS["key_mean"].new(sizes, self.device) if self.layout.coded else None
         return Tables(units, rows, layers, kv_heads, self.device, means)
 
@@ -344,10 +344,10 @@ class KVPassImpl(AttentionImpl):
 
     def _buffers(self, block: Buffers, offsets: Tensor, dtype: torch.dtype) -> PrefillBuffers:
         """The buffers of a prompt: pool and tails in its block, if that holds no codes; the rest for this step only."""
-        sizes = {"B": 1, "E": block["pool_k"].shape[1], "L": self.layout.layers, "K": self.layout.kv_heads}
-        sizes["W"] = sizes["C"] = max(self.policy.window, 1)
-        sizes["F"] = self.policy.stat_planes
-        sizes["D"] = sizes["V"] = self.layout.head_dim
+        sizes = {"batch": 1, "layers": self.layout.layers, "kv_heads": self.layout.kv_heads}
+        sizes |= {"pool": block["pool_k"].shape[1], "stat_planes": self.policy.stat_planes}
+        sizes["window"] = sizes["tail"] = max(self.policy.window, 1)
+        sizes["key_dim"] = sizes["value_dim"] = self.layout.head_dim
         names = ("slots", "slot_stats", "layer_weights", "window_stats")
         made = {name: BUFFERS[name].new(sizes, offsets.device) for name in names}
         entries = torch.tensor([self.entries], device=offsets.device)

@@ -83,8 +83,9 @@ def prefill_buffers(
     """
     limits = torch.as_tensor(entries).repeat(rows) if isinstance(entries, int) else entries
     slots = slots or policy.capacity(int(limits.max()), layers, kv_heads)
-    sizes = {"B": rows, "E": slots, "L": layers, "K": kv_heads, "P": layers * kv_heads + 1, "C": tail}
-    sizes |= {"D": dims[0], "V": dims[1], "F": policy.stat_planes, "W": max(policy.window, 1)}
+    sizes = {"batch": rows, "pool": slots, "layers": layers, "kv_heads": kv_heads, "tail": tail}
+    sizes |= {"key_dim": dims[0], "value_dim": dims[1], "bounds": layers * kv_heads + 1}
+    sizes |= {"stat_planes": policy.stat_planes, "window": max(policy.window, 1)}
     made = {}
     for name in PrefillBuffers._fields[: PrefillBuffers._fields.index("entries")]:
         buffer = BUFFERS[name]
