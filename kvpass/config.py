@@ -69,12 +69,8 @@ class Geometry:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of buffers, by their names in :data:`kvpass.operands.BUFFERS`."""
-        of_entries = {"key_dim": self.key_dim, "value_dim": self.stored_value_dim}
-        return {
-            "layers": self.layers,
-            "kv_heads": self.kv_heads,
-            "bounds": self.layers * self.kv_heads + 1,
-        } | of_entries
+        sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "bounds": self.layers * self.kv_heads + 1}
+        return sizes | {"key_dim": self.key_dim, "value_dim": self.stored_value_dim}
 
     def entry_bytes(self, entry_format: EntryFormat = "model") -> int:
         """Bytes of one entry in that format, its scales included: one key row and its value row of one KV head."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,34 +169,53 @@ class PrefillBuffers(NamedTuple):
     output_errors: Tensor | None = None
 
 
+class Entries(NamedTuple):
+    """Keys ``[.., n, D]`` and values ``[.., n, V]`` in some slots of pool or tail, as they are stored.
+
+    Codes have scales, fp32 ``[.., n]``: a key is what its codes stand for (:mod:`kvpass.ops.entry_formats`), times its
+    scale. Values without columns are the first numbers of the keys, and have no scales.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def at(self, index: Any) -> Entries:
+        """Return those that an index selects, as views."""
+        return Entries(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are, as operators take them."""
+        return [x for x in self if x is not None]
+
+
 class AppendBuffers(NamedTuple):
     """Cache of a policy that only appends.
 
     A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
-    segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
-    only: counters by which the last program of a KV head and block of query rows finds out that it is the last, zeros
-    ``[B*K, 64]``.
-    Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
-    :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
+    segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA only: counters by which the
+    last program of a KV head and block of query rows finds out that it is the last, zeros ``[B*K, 64]``.
     key_mean: subtracted from the keys of a head before they became codes, fp32 ``[L, B, K, D]``.
     row_index: where vLLM's requests lie in any rows of one array, the row of each row of the call, int64. Then
     tail_used is of each row, int64 ``[B]``, and the rows of pool and tails need not lie side by side.
     """
 
-    pool_k: Tensor
-    pool_v: Tensor
+    pool: Entries
     offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
+    tail: Entries
     tail_start: Tensor
     tail_used: Tensor
     arrivals: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
-    row_index: Tensor | None = None
     key_mean: Tensor | None = None
+    row_index: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The operands of ``attend_cache``, of a cache without a row_index."""
+        entries = self.pool.tensors, self.offsets, self.tail.tensors
+        return *entries, self.tail_start, self.tail_used, self.arrivals, self.key_mean
 
 
 class EvictBuffers(NamedTuple):
@@ -204,23 +223,23 @@ class EvictBuffers(NamedTuple):
 
     slot_positions: true position of the entry in each slot, or negative; decode_state: numbers of the decode rule for
     each, 0 in slots without an entry; quota: entries a head may hold besides its newest; next_position: of the first
-    new token. rule_rows: for rules that have rows. Scales as in :class:`AppendBuffers`.
+    new token. rule_rows: for rules that have rows.
     """
 
-    pool_k: Tensor
-    pool_v: Tensor
+    pool: Entries
     offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
+    tail: Entries
     slot_positions: Tensor
     decode_state: Tensor
     quota: Tensor
     next_position: Tensor
     rule_rows: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The operands of ``attend_evict``."""
+        slots = [x for x in (self.slot_positions, self.decode_state, self.rule_rows) if x is not None]
+        return self.pool.tensors, self.offsets, self.tail.tensors, slots, [self.quota, self.next_position]
 
 
 class RecompressBuffers(NamedTuple):
@@ -350,22 +369,42 @@ class Candidates(NamedTuple):
 class SlotCache(NamedTuple):
     """Reused slots: per KV head a line of S slots, its pool segment, then its C tail slots.
 
-    pool_k, pool_v, offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in
-    each slot, or negative. now: true position of the new token, int64 ``[B]``; None if the new entry is not recorded
-    and position stays. Scales as in :class:`AppendBuffers`; lines without a pool have none.
+    pool and offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in each
+    slot, or negative. now: true position of the new token, int64 ``[B]``; None if the new entry is not recorded and
+    position stays.
     """
 
-    pool_k: Tensor | None
-    pool_v: Tensor | None
+    pool: Entries | None
     offsets: Tensor | None
-    tail_k: Tensor
-    tail_v: Tensor
+    tail: Entries
     position: Tensor
     now: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
+
+
+def names_of(kind: Any) -> list[str]:
+    """Return the names in :data:`BUFFERS` of the fields of a tuple of buffers; those of entries are several."""
+    entries = {side: [f"{side}_{name}" for name in Entries._fields] for side in ("pool", "tail")}
+    return [name for field in kind._fields for name in entries.get(field, [field])]
+
+
+def by_name(held: Any) -> dict[str, Any]:
+    """Return a tuple of buffers by their names in :data:`BUFFERS`."""
+    found: dict[str, Any] = {}
+    for field, x in held._asdict().items():
+        if isinstance(x, Entries):
+            found |= {f"{field}_{name}": part for name, part in x._asdict().items()}
+        else:
+            found[field] = x
+    return found
+
+
+def from_names(kind: Any, buffers: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a tuple of buffers of that kind from those of such names, behind a prefix; None where there is none."""
+    values = {field: buffers.get(prefix + field) for field in kind._fields}
+    for side in values.keys() & {"pool", "tail"}:
+        entries: list[Any] = [buffers.get(f"{prefix}{side}_{name}") for name in Entries._fields]
+        values[side] = None if entries[0] is None else Entries(*entries)
+    return kind(**values)
 
 
 def written_in(kind: str) -> set[str]:

@@ -18,7 +18,7 @@ from kvpass.cache.part import CachePart
 from kvpass.cache.prompt_record import entries_of
 from kvpass.cache.segments import POOL, TAIL
 from kvpass.config import EntryFormat, LayerGroup
-from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, written_in
+from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, names_of, written_in
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -115,8 +115,8 @@ class FullAttentionLayers(CachePart):
     @property
     def cached_state(self) -> dict[str, Tensor]:
         """Buffers that decode and extend graphs read; they append to the tail in place."""
-        buffers = self.buffers._asdict()
-        return {name: buffers[name] for name in operands_of(self.evicts) if buffers.get(name) is not None}
+        buffers, names = self.buffers._asdict(), names_of(EvictBuffers if self.evicts else AppendBuffers)
+        return {name: buffers[name] for name in names if buffers.get(name) is not None}
 
     def ensure_room(self, tokens: int, expected: int = 0, reuse: BufferReuse = NO_REUSE) -> None:
         old_capacity = self.buffers.tail_k.shape[3]
@@ -287,11 +287,6 @@ class FullAttentionLayers(CachePart):
         before = (seen - (self.used - b.tail_start))[:, None, None, None]  # positions that are not in the tail
         of_tail = torch.where(line < lengths[..., None], line - in_pool + before, -1)
         return torch.where(line < in_pool, of_pool, of_tail)
-
-
-def operands_of(evicts: bool) -> tuple[str, ...]:
-    """Return the names of the buffers that decode and extend graphs take, with those that a cache may lack."""
-    return EvictBuffers._fields if evicts else AppendBuffers._fields
 
 
 def rounded_up(slots: int) -> int:

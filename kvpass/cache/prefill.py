@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, operands_of, rounded_up
+from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, rounded_up
 from kvpass.cache.part import RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
 from kvpass.cache.state import KVState, named
 from kvpass.config import LayerGroup, Layout, PoolFacts
-from kvpass.operands import BITS, BUFFERS, CODES, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, names_of
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
@@ -55,7 +55,7 @@ class PrefillLayers:
         sizes |= {"rows_per_head": query_rows, "stat_planes": policy.stat_planes}
         # whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size
         self._leaves_slots = state.ranks.several or policy.leaves_room
-        operands = operands_of(self._rule is not None)
+        operands = names_of(AppendBuffers if self._rule is None else EvictBuffers)
 
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.config import Geometry
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, PrefillBuffers, from_names
 from kvpass.ops import entry_formats, reference
 from kvpass.ops.compress import compress_layer
 from kvpass.vllm import devices, versions
@@ -37,7 +37,7 @@ from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
 
 Buffers = dict[str, Tensor]
-"""Pools and tails of blocks, by their names in :class:`kvpass.operands.AppendBuffers`."""
+"""Pools and tails of blocks, by their names in :data:`kvpass.operands.BUFFERS`."""
 
 
 class KVPassBackend(AttentionBackend):
@@ -276,14 +276,9 @@ class KVPassImpl(AttentionImpl):
         if of_documents:
             assert meta.documents is not None
             buffers = buffers | meta.documents.pools
-        held = AppendBuffers(
-            **buffers,
-            offsets=tables.offsets[:rows],
-            tail_start=tables.start[:rows],
-            tail_used=tables.used[:rows],
-            arrivals=tables.arrivals[: len(block) * self.num_kv_heads],
-            row_index=block,
-        )
+        in_use = {"offsets": tables.offsets[:rows], "tail_start": tables.start[:rows], "tail_used": tables.used[:rows]}
+        in_use |= {"arrivals": tables.arrivals[: len(block) * self.num_kv_heads], "row_index": block}
+        held = from_names(AppendBuffers, buffers | in_use)
         if tables.means is not None:
             call = entry_formats.centred(call, tables.means, (site, tables.number[block]))
         return meta.run.attend_blocks(call, held, site)
