@@ -19,7 +19,7 @@ from kvpass.config import Geometry, LayerGroup, Layout, PoolFacts, StateShape
 from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.fx_utils import Dim, arguments_of, dim_of, module_path_of, recorded, refuse
 from kvpass.graphs.model_parts import OutputProjection, attention_input, output_projection
-from kvpass.operands import Attention
+from kvpass.operands import Attention, from_names
 
 SITE = torch.ops.kvpass.site.default
 READ_STATE = torch.ops.kvpass.read_state.default
@@ -237,7 +237,7 @@ class SiteLocation:
 
     def buffers(self, kind: Any, state: Mapping[str, Any]) -> Any:
         """Return a tuple of buffers of that kind, out of the cache's state by name; None where it has no such one."""
-        return kind(*(state.get(f"{self.prefix}_{name}") for name in kind._fields))
+        return from_names(kind, state, f"{self.prefix}_")
 
 
 def site_locations(layout: Layout) -> dict[int, SiteLocation]:

@@ -6,11 +6,11 @@ Before::
 
 After::
 
-    out = kvpass.attend_cache(*call, *AppendBuffers, layer, impl)
+    out = kvpass.attend_cache(*call, *AppendBuffers.operands, layer, impl)
 
 or, under a policy that evicts while decoding::
 
-    out = kvpass.attend_evict(*call, *EvictBuffers, layer, policy, impl, ranks, entering)
+    out = kvpass.attend_evict(*call, *EvictBuffers.operands, layer, policy, impl, ranks, entering)
 
 An attention op with a sliding window or chunks becomes ``attend_ring``, under every policy. One ``columns_held``
 precedes all ops that share a ring. ``layer`` of an operator is its index among the layers of its pool or ring. Ops that
@@ -64,17 +64,19 @@ def rewrite_cached_pass(
                 where = (columns[location.prefix], seen, layer, first if site.chunked else None)
                 output = call("attend_ring", *site.call, *ring, *where, impl)
             elif rule is not None:
-                held = location.buffers(EvictBuffers, state)
+                held = location.buffers(EvictBuffers, state).operands
                 entering = site.attention_input if rule.reads_tokens else None
                 output = call("attend_evict", *site.call, *held, layer, policy.spec, impl, ranks.spec, entering)
             else:
                 held = location.buffers(AppendBuffers, state)
-                output = call("attend_cache", *site.call, *held, layer, impl)
+                output = call("attend_cache", *site.call, *held.operands, layer, impl)
                 found = location.buffers(RecompressBuffers, state)
                 if None not in found:
                     if readers[site.layer] > 1:
                         raise refuse(site.node, "recompression of keys and values that several layers attend to")
-                    call("observe_held", *site.call, *held, *found, layer, location.layers, policy.spec, ranks.spec)
+                    value_dim = int(recorded(site.v).shape[3])
+                    queries, held = (site.q, value_dim, *site.call[3:]), (*held.operands[:5], held.key_mean)
+                    call("observe_held", *queries, *held, list(found[:3]), found[3], layer, policy.spec, ranks.spec)
         output.meta = site.node.meta
         replace_node(site.node, output)
     return len(sites)

@@ -16,7 +16,7 @@ from kvpass.kernels.cached_attention import held_row
 from kvpass.kernels.launch import KernelConfig, launch, strides
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.kernels.slot_lines import first_empty
-from kvpass.operands import AppendBuffers, Attention, SlotCache, levels
+from kvpass.operands import AppendBuffers, Attention, SlotCache, by_name, levels
 
 ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: added and subtracted, it rounds a small fp32 to the nearest even integer."""
@@ -113,20 +113,21 @@ def append_codes(
     rows, kv_heads, tokens, key_dim = k.shape
     value_dim = v.shape[3]
     names = ("pool_k", "pool_v", "pool_k_scale", "pool_v_scale", "tail_k", "tail_v", "tail_k_scale", "tail_v_scale")
-    buffers: dict[str, Tensor | None] = {name: getattr(held, name) for name in names}
+    named, tail_k = by_name(held), held.tail.k
+    buffers: dict[str, Tensor | None] = {name: named.get(name) for name in names}
     position = held.position if isinstance(held, SlotCache) else None
     row_stride, head_stride, width = (0, 0, 0) if position is None else (*position.stride()[:2], position.shape[2])
-    bits, row = 8 * held.tail_k.shape[-1] // key_dim, held.tail_k.shape[-1]
+    bits, row = 8 * tail_k.shape[-1] // key_dim, tail_k.shape[-1]
     tail_used, row_index = (held.tail_used, held.row_index) if isinstance(held, AppendBuffers) else (None, None)
     arguments = {
         "k": k, "v": v, **buffers, "levels": levels(bits, k.device) if bits < 8 else None,
         "tail_used": tail_used, "row_index": row_index, "position": position, "offsets": held.offsets,
         **strides("bht", k=k, v=v),
-        "stride_tl": held.tail_k.stride(0) // row, "stride_tb": held.tail_k.stride(1) // row,
+        "stride_tl": tail_k.stride(0) // row, "stride_tb": tail_k.stride(1) // row,
         "stride_pb": row_stride, "stride_ph": head_stride, "layer": layer,
-        "entries": 0 if held.pool_k is None else held.pool_k.shape[1],
-        "slots": held.tail_k.shape[3], "width": width,
-        "segments": held.tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "D": key_dim, "DV": value_dim,
+        "entries": 0 if held.pool is None else held.pool.k.shape[1],
+        "slots": tail_k.shape[3], "width": width,
+        "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "D": key_dim, "DV": value_dim,
         "BD": block_dim(key_dim), "BDV": block_dim(value_dim), "BITS": bits,
     }  # fmt: skip
     launch(_append_codes, (tokens, rows * kv_heads), arguments, "append codes", config)

@@ -34,7 +34,7 @@ from kvpass.kernels.prefill_attention import (
     part_block,
     store_parts,
 )
-from kvpass.operands import AppendBuffers, Attention, SlotCache
+from kvpass.operands import AppendBuffers, Attention, Entries, SlotCache, by_name
 
 LEVEL_TERMS = {
     2: (1.7858666666666667, 0.4053333333333333),
@@ -276,24 +276,23 @@ def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> 
     """Raise if a kernel would read out of bounds; checks shapes, strides and dtypes only."""
     key_dim, value_dim = call.q.shape[3], call.v.shape[3]
     check_dims(key_dim, value_dim)
-    if in_parts(key_dim, value_dim) and held.tail_k_scale is not None:
+    if in_parts(key_dim, value_dim) and held.tail.k_scale is not None:
         raise ValueError(f"tail_k holds codes of {key_dim} columns: kernels on CUDA read codes of at most {PART.value}")
     if isinstance(held, SlotCache):
         check_slots(call, held, layer)
     else:
-        check_cache(call, held._asdict(), layer)
+        check_cache(call, by_name(held), layer)
 
 
 def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: int) -> dict[str, Any]:
     """Return the arguments of a kernel that say what pool and tail hold; values stored in keys are the keys."""
     found: dict[str, Any] = {}
-    in_keys = values_in_keys(held.tail_v, key_dim, value_dim)
-    for side in ("pool", "tail"):
-        for name in "kv":
-            source = f"{side}_k" if in_keys else f"{side}_{name}"
-            found[f"{side}_{name}"] = getattr(held, source)
-            found[f"{side}_{name}_scale"] = getattr(held, f"{source}_scale")
-    bits = 8 * held.tail_k.shape[-1] // key_dim  # 8 of floats too
+    in_keys = values_in_keys(held.tail.v, key_dim, value_dim)
+    for side, entries in (("pool", held.pool), ("tail", held.tail)):
+        if entries is not None and in_keys:
+            entries = Entries(entries.k, entries.k, entries.k_scale, entries.k_scale)
+        found |= {f"{side}_{name}": getattr(entries, name, None) for name in Entries._fields}
+    bits = 8 * held.tail.k.shape[-1] // key_dim  # 8 of floats too
     return {
         **found, "BITS": bits, "D": key_dim, "DV": value_dim, "SV": key_dim if in_keys else value_dim,
         "BDV": block_dim(value_dim),
@@ -302,9 +301,9 @@ def entry_arguments(held: AppendBuffers | SlotCache, key_dim: int, value_dim: in
 
 def codes_case(held: AppendBuffers | SlotCache, key_dim: int) -> str:
     """Return the part of a case that stands for entries held as codes, which take registers: of 8 bits, or fewer."""
-    if held.tail_k_scale is None:
+    if held.tail.k_scale is None:
         return ""
-    return " codes" if held.tail_k.shape[-1] == key_dim else " levels"
+    return " codes" if held.tail.k.shape[-1] == key_dim else " levels"
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:
@@ -312,14 +311,15 @@ def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[s
     q, k, v, scale, softcap, sinks = call
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    row = held.tail_k.shape[-1]  # strides of pool and tails are in entries
+    pool_k, tail_k = held.pool.k, held.tail.k
+    row = tail_k.shape[-1]  # strides of pool and tails are in entries
     out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     return {
         "q": q, "k": k, "v": v, **entry_arguments(held, key_dim, value_dim), "offsets": held.offsets, "sinks": sinks,
         "out": out, "tail_start": held.tail_start, "tail_used": held.tail_used, "row_index": held.row_index,
-        **strides("bht", q=q, k=k, v=v), "stride_p": held.pool_k.stride(0) // row,
-        "stride_tl": held.tail_k.stride(0) // row, "stride_tb": held.tail_k.stride(1) // row,
+        **strides("bht", q=q, k=k, v=v), "stride_p": pool_k.stride(0) // row,
+        "stride_tl": tail_k.stride(0) // row, "stride_tb": tail_k.stride(1) // row,
         "scale": scale, "softcap": softcap, "layer": layer,
-        "layers": held.tail_k.shape[0], "pool_rows": held.pool_k.shape[0], "slots": held.tail_k.shape[3],
+        "layers": tail_k.shape[0], "pool_rows": pool_k.shape[0], "slots": tail_k.shape[3],
         "tokens": tokens, "K": kv_heads, "G": heads // kv_heads, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip

@@ -7,24 +7,25 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.operands import BITS, BUFFERS, CODES, Attention, SlotCache
+from kvpass.operands import BITS, BUFFERS, CODES, Attention, SlotCache, by_name
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, and the shape and dtype it must have."""
 
 
 def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], entry: torch.dtype) -> Expected:
-    """What the table of buffers says of those that are given.
+    """What the table of buffers says of those of it that are given.
 
     Args:
-        sizes: by the letters of the table. entry: dtype of keys and values.
+        sizes: by their names in the table. entry: dtype of keys and values.
     """
-    given = {name: tensor for name, tensor in buffers.items() if tensor is not None}
+    given = {name: tensor for name, tensor in buffers.items() if tensor is not None and name in BUFFERS}
     scales = [given.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
     codes, columns = entry, sizes
     if any(scale is not None for scale in scales):
-        bits, codes = code_bits(given["tail_k"], sizes["D"], scales, sizes["V"]), given["tail_k"].dtype
-        columns = {**sizes, "D": sizes["D"] * bits // 8, "V": sizes["V"] * bits // 8}
+        bits = code_bits(given["tail_k"], sizes["key_dim"], scales, sizes["value_dim"])
+        columns = {**sizes, **{dim: sizes[dim] * bits // 8 for dim in ("key_dim", "value_dim")}}
+        codes = given["tail_k"].dtype
     return {
         name: (
             x,
@@ -95,7 +96,7 @@ def check_cache(
         held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
     """
     q, k, v, _, _, sinks = call
-    tail_k, tail_v, pool_k = held["tail_k"], held["tail_v"], held["pool_k"]
+    tail_k, tail_v, pool_k = held["tail_k"], held["tail_v"], held.get("pool_k")
     assert tail_k is not None and tail_v is not None
     rows, heads, tokens, key_dim = q.shape
     _, kv_heads, _, value_dim = v.shape
@@ -108,12 +109,12 @@ def check_cache(
     tail_used, row_index = held.get("tail_used"), held.get("row_index")
     held_rows = rows if row_index is None else tail_k.shape[1]
     sizes = {
-        **{"B": held_rows, "L": layers, "K": kv_heads, "D": key_dim, "C": slots},
-        "Z": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
-        "V": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
-        "E": 0 if pool_k is None else pool_k.shape[1],
-        **{"P": layers * kv_heads + 1, "A": rows * kv_heads, "*": rows},
-    }  # fmt: skip
+        **{"batch": held_rows, "layers": layers, "kv_heads": kv_heads, "key_dim": key_dim, "tail": slots},
+        "pool_batch": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
+        "value_dim": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
+        "pool": 0 if pool_k is None else pool_k.shape[1],
+        **{"bounds": layers * kv_heads + 1, "programs": rows * kv_heads, "*": rows},
+    }
     expected = {
         "q": (q, q.shape, q.dtype),
         "k": (k, (rows, kv_heads, tokens, key_dim), q.dtype),
@@ -148,10 +149,10 @@ def check_packed_rows(held: Mapping[str, Tensor | None]) -> None:
 
 def check_slots(call: Attention, lines: SlotCache, layer: int) -> None:
     """Check a call of attention to lines of slots; as :func:`check_cache`."""
-    pool_k, position, now = lines.pool_k, lines.position, lines.now
+    position, now = lines.position, lines.now
     if call.q.shape[2] != 1:
         raise ValueError(f"q has {call.q.shape[2]} tokens: must be 1")
-    slots, width = lines.tail_k.shape[3], position.shape[2]
+    slots, width = lines.tail.k.shape[3], position.shape[2]
     rows, kv_heads = call.v.shape[:2]
     line: dict[str, tuple[Tensor, Sequence[int], torch.dtype]] = {
         "position": (position, (rows, kv_heads, width), torch.int32)
@@ -160,9 +161,8 @@ def check_slots(call: Attention, lines: SlotCache, layer: int) -> None:
         line["now"] = (now, (rows,), torch.int64)
         if lines.offsets is None:
             raise ValueError("an entry is written down in lines that have a pool: offsets is None")
-    held = {name: x for name, x in lines._asdict().items() if name not in ("position", "now")}
-    check_cache(call, held, layer, line, ("q", "k", "v", *(["position"] if now is None else [])))
-    if not slots <= width <= (slots if pool_k is None else width):
+    check_cache(call, by_name(lines), layer, line, ("q", "k", "v", *(["position"] if now is None else [])))
+    if not slots <= width <= (slots if lines.pool is None else width):
         raise ValueError(f"position has lines of {width} slots: {slots} of them are the tail's")
 
 

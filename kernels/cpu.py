@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.checks import check_cache, check_eviction, check_order, check_slots
-from kvpass.operands import AppendBuffers, Attention, SlotCache
+from kvpass.operands import AppendBuffers, Attention, SlotCache, by_name
 from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
@@ -123,33 +123,31 @@ def _call_attend(
         output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, pool_v, offsets, tail_k, tail_v = held.pool_k, held.pool_v, held.offsets, held.tail_k, held.tail_v
-    scales = held.pool_k_scale, held.pool_v_scale, held.tail_k_scale, held.tail_v_scale
+    (rows, heads, tokens, key_dim), kv_heads, asked = q.shape, k.shape[1], v.shape[3]
+    pool_k, pool_v, *pool_scales = held.pool or (None,) * 4
+    tail_k, tail_v, *tail_scales = held.tail
     layers, _, _, slots, width = tail_k.shape
     rotations: tuple[Tensor | None, Tensor | None] = (None, None)
+    value_row = value_dim = asked
     if tail_v.shape[-1] == 0:  # values are stored in keys
-        pool_v, tail_v, value_row = pool_k, tail_k, q.shape[3]
-        scales = (scales[0], scales[0], scales[2], scales[2])
-    else:
-        value_row = v.shape[3]
-    if width < q.shape[3]:  # rotated; then a part of a key is that of the whole key's output
-        v = k if tail_v is tail_k else v
-        rotations = rotation_parts(q.shape[3], v.shape[3])
+        pool_v, tail_v, value_row = pool_k, tail_k, key_dim
+        pool_scales, tail_scales = pool_scales[:1] * 2, tail_scales[:1] * 2
+    if width < key_dim:  # rotated; then a part of a key is that of the whole key's output
+        v, value_dim = (k, key_dim) if tail_v is tail_k else (v, asked)
+        rotations = rotation_parts(key_dim, value_dim)
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    rows, heads, tokens, key_dim = q.shape
-    kv_heads, value_dim = k.shape[1], v.shape[3]
     if sinks is not None:
         if sinks.shape != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")
         sinks = sinks.to("cpu", torch.float32).contiguous()
     shape, strides = (rows, heads, tokens, value_dim), (tokens * heads * value_dim, value_dim, heads * value_dim, 1)
     out = torch.empty_strided(shape, strides, dtype=q.dtype, device="cpu")
-    tensors = (q, k, v, pool_k, pool_v, offsets, tail_k, tail_v, start, sinks, out)
-    pointers = (*tensors, *line, *rows_held, *scales, *rotations)
-    codes = "" if scales[2] is None else CODE_TYPES[tail_k.dtype, width * 8 // key_dim]
+    tensors = (q, k, v, pool_k, pool_v, held.offsets, tail_k, tail_v, start, sinks, out)
+    pointers = (*tensors, *line, *rows_held, *pool_scales, *tail_scales, *rotations)
+    codes = "" if tail_scales[0] is None else CODE_TYPES[tail_k.dtype, width * 8 // key_dim]
     fault = attend_function(q.dtype, codes)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
@@ -162,8 +160,8 @@ def _call_attend(
             *(scale, 0.0 if softcap is None else softcap),
         )
     )
-    if value_dim > call.v.shape[3]:
-        out = out[..., : call.v.shape[3]].transpose(1, 2).contiguous().transpose(1, 2)
+    if value_dim > asked:
+        out = out[..., :asked].transpose(1, 2).contiguous().transpose(1, 2)
     return out, fault % 4, fault // 4
 
 
@@ -207,13 +205,14 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         RuntimeError: there is no C++ compiler.
     """
     tail_start, tail_used, row_index = held.tail_start, held.tail_used, held.row_index
-    (layers, held_rows, _, slots, _), tokens = held.tail_k.shape, call.q.shape[2]
+    (layers, held_rows, _, slots, _), tokens = held.tail.k.shape, call.q.shape[2]
     used = 0 if row_index is not None else int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    _check_once("cache", (*call[:3], *held), lambda: check_cache(_packed(call), held._asdict(), layer))
+    tensors = (*call[:3], *held.pool, held.offsets, *held.tail, *held[3:])
+    _check_once("cache", tensors, lambda: check_cache(_packed(call), by_name(held), layer))
     if row_index is not None and any(not 0 <= row < held_rows for row in row_index.tolist()):
         raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
     rows_held = (None, None) if row_index is None else (row_index, tail_used)
@@ -223,7 +222,7 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
             row = int(row_index[row])
             used = int(tail_used[row])
         if fault == InvalidCall.OFFSETS:
-            raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{held.pool_k.shape[1]}")
+            raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{held.pool.k.shape[1]}")
         if fault == InvalidCall.START:
             raise ValueError(f"tail_start[{row}]={int(tail_start[row])}: must be in 0..{used}")
         raise ValueError(f"tail_used[{row}]={used}: appending {tokens} entries exceeds the tail's {slots} slots")
@@ -240,18 +239,19 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
         ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
         RuntimeError: there is no C++ compiler.
     """
-    pool_k, position, now = lines.pool_k, lines.position, lines.now
-    (layers, rows, _, slots, _), heads, width = lines.tail_k.shape, call.q.shape[1], position.shape[2]
+    pool, position, now = lines.pool, lines.position, lines.now
+    (layers, rows, _, slots, _), heads, width = lines.tail.k.shape, call.q.shape[1], position.shape[2]
     if not 0 <= layer < layers:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
-    _check_once("slots", (*call[:3], *lines), lambda: check_slots(_packed(call), lines, layer))
+    tensors = (*call[:3], *(pool or ()), lines.offsets, *lines.tail, position, now)
+    _check_once("slots", tensors, lambda: check_slots(_packed(call), lines, layer))
     weights = None if now is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
     line, line_sizes = (position, now, weights), (position.stride(0), position.stride(1), width)
     out, fault, row = _call_attend(call, lines, layer, slots, line=line, line_sizes=line_sizes)
     if fault == InvalidCall.OFFSETS:
-        assert pool_k is not None
+        assert pool is not None
         most = f"by at most {width - slots}, the slots of a line before the tail's"
-        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool_k.shape[1]}, {most}")
+        raise ValueError(f"offsets of row {row}, layer {layer} must rise within 0..{pool.k.shape[1]}, {most}")
     if fault == InvalidCall.NO_SLOT:
         raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
     return out, weights

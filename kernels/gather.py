@@ -72,6 +72,7 @@ def gather_winners(
     rows, kv_heads, columns, dim = k.shape
     value_dim, entries, planes = v.shape[3], pool_k.shape[1], stats.shape[0]
     held = dict(zip(PrefillBuffers._fields[:4], buffers, strict=False))
+    sizes = {"batch": rows, "pool": entries, "key_dim": dim, "value_dim": value_dim, "stat_planes": planes}
     check_tensors(
         {
             "k": (k, k.shape, k.dtype),
@@ -80,7 +81,7 @@ def gather_winners(
             "rank": (rank, (rows, kv_heads, columns), torch.int32),
             "stats": (stats, (planes, rows, kv_heads, columns), torch.float32),
             "start": (start, (rows,), torch.int64),
-            **of_table(held, {"B": rows, "E": entries, "D": dim, "V": value_dim, "F": planes}, k.dtype),
+            **of_table(held, sizes, k.dtype),
         },
         k.device,
         strided=("k", "v"),

@@ -260,13 +260,13 @@ def attend_ragged(
         raise ValueError("arrivals are None: kernels on CUDA need counters of the programs of a KV head")
     rows, heads, tokens, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    layers, _, _, slots, _ = held.tail_k.shape
+    layers, _, _, slots, _ = held.tail.k.shape
     check_call(call, held, layer)
-    if held.tail_k_scale is not None:
+    if held.tail.k_scale is not None:
         append_codes(call, held, layer)
     query_rows = heads // kv_heads * tokens
     tail_tiles = triton.cdiv(slots, TAIL_TILE)
-    chunks = chunks_of(held.pool_k.shape[1] // layers) if chunks is None else chunks
+    chunks = chunks_of(held.pool.k.shape[1] // layers) if chunks is None else chunks
     num_pieces = rows * (chunks + kv_heads)
     num_partials = num_pieces + rows * kv_heads * tail_tiles
     partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)

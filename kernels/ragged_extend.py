@@ -34,8 +34,8 @@ def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers)
         return f"extend {kind(dtype)}{wide_case(key_dim, value_dim)}"
     is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
     if dtype == torch.float32:
-        return "extend float" if held.pool_k_scale is None else "extend float codes"
-    if held.tail_k_scale is not None:
+        return "extend float" if held.pool.k_scale is None else "extend float codes"
+    if held.tail.k_scale is not None:
         return "extend half wide codes" if is_wide else "extend half codes"
     if is_wide:
         return "extend half wide"
@@ -135,7 +135,7 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: Kern
     rows, heads, tokens, key_dim = call.q.shape
     kv_heads, value_dim = call.v.shape[1], call.v.shape[3]
     check_call(call, held, layer)
-    if held.tail_k_scale is not None:
+    if held.tail.k_scale is not None:
         append_codes(call, held, layer)
     arguments = shared_arguments(call, held, layer)
     grid = blocks(heads // kv_heads * tokens, "BLOCK_R", rows * kv_heads)

@@ -183,12 +183,12 @@ def attend_slots(
         config: of the first launch; None: the pinned one.
     """
     q, k, v, scale, softcap, sinks = call
-    pool_k, _, offsets, tail_k, _, position, now = lines[:7]
+    pool, offsets, tail, position, now = lines
     rows, heads, _, key_dim = q.shape
     kv_heads, value_dim = v.shape[1], v.shape[3]
-    slots, width = tail_k.shape[3], position.shape[2]
+    slots, width = tail.k.shape[3], position.shape[2]
     check_call(call, lines, layer)
-    if lines.tail_k_scale is not None:
+    if tail.k_scale is not None:
         append_codes(call, lines, layer)
     group, num_lines = heads // kv_heads, rows * kv_heads
     pool_tiles = triton.cdiv(width - slots, TILE)
@@ -202,13 +202,13 @@ def attend_slots(
     shared: dict[str, Any] = {
         "offsets": offsets, "position": position, "weights": weights, "partial": partial,
         "partial_ml": partial_ml, "layer": layer, "slots": slots,
-        "width": width, "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
+        "width": width, "segments": tail.k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
         "BDV": block_dim(value_dim),
     }  # fmt: skip
     attend = {
         **shared, "q": q, "k": k, "v": v, **entry_arguments(lines, key_dim, value_dim),
         **strides("bh", q=q, k=k, v=v, p=position), "scale": scale, "softcap": softcap,
-        "rows": rows, "entries": 0 if pool_k is None else pool_k.shape[1], "pool_tiles": pool_tiles, "TILE": TILE,
+        "rows": rows, "entries": 0 if pool is None else pool.k.shape[1], "pool_tiles": pool_tiles, "TILE": TILE,
         "BLOCK_R": block_rows, "BLOCK_T": APPEND_BLOCK,
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))

@@ -70,6 +70,12 @@ class Geometry:
         """Columns of a value row that are stored apart from the key row."""
         return 0 if self.values_in_keys else self.value_dim
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of buffers, by their names in :data:`kvpass.operands.BUFFERS`."""
+        sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "bounds": self.layers * self.kv_heads + 1}
+        return sizes | {"key_dim": self.key_dim, "value_dim": self.stored_value_dim}
+
     def entry_bytes(self, entry_format: EntryFormat = "model") -> int:
         """Bytes of one entry in that format, its scales included: one key row and its value row of one KV head."""
         columns = self.key_dim + self.stored_value_dim

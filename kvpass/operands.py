@@ -1,9 +1,12 @@
 """Operands of the ``kvpass::`` operators: the table of cache buffers, and tuples of operands.
 
-Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim (of buffers: 0 where
-values are stored in the keys only), L layers of one KV geometry, E pool slots, C tail slots, W window (at least 1),
-P = L*K + 1 bounds of segments, S slots of a line, R slots of a ring, X tiles, A = B*K, Y = K + 1, G = H / K, Q rows of
-a decode rule, I numbers per entry of a decode rule, F = planes of statistics of prompt entries.
+Legend: B rows, T new tokens, N prompt columns, H query heads, K KV heads, D key dim, V value dim, L layers of one KV
+geometry, E pool slots, C tail slots, S slots of a line, P = L*K + 1 bounds of segments.
+
+Sizes in :data:`BUFFERS`: pool_batch: rows of the pool, as many as the batch or one for all of it; value_dim: 0 where
+values are stored in the keys only; pool, tail, ring: slots there; bounds: of segments of the pool; slots: of a line;
+window: at least 1; stat_planes: statistics of prompt entries; numbers_per_entry, rows_per_head: of a decode rule;
+group: query heads of a KV head; programs: of an attention kernel, one for each KV head of a row.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ class Buffer:
     """Description of one buffer of the cache.
 
     Attributes:
-        dims: its sizes, letters of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
+        dims: its sizes, words of the legend or numbers, * for others. dtype: None for the dtype of keys and values.
         packed: after the prompt it holds codes where the cache has an entry format other than "model": 8 of them in as
             many bytes as a code has bits.
         written: the graphs that write it: "append", of policies that only append, and "evict", of those that evict
@@ -50,23 +53,24 @@ class Buffer:
     @property
     def row_dim(self) -> int:
         """Dimension of the batch rows."""
-        return self.sizes.index("Z" if self.of_pool else "B")
+        return self.sizes.index("pool_batch" if self.of_pool else "batch")
 
     @property
     def of_pool(self) -> bool:
         """Whether one row may serve all rows of the batch, where a policy only appends."""
-        return "Z" in self.sizes
+        return "pool_batch" in self.sizes
 
     def dynamic(self, rows: int) -> set[int]:
         """Dimensions that are symbols in graphs, which then do not recompile.
 
         They change with the prompt, and with the number of rows unless it is 1, for which there are graphs of its own.
         """
-        return {dim for dim, size in enumerate(self.sizes) if size in ("ECSXBZA" if rows > 1 else "ECSX")}
+        changing = {"pool", "tail", "slots", *(("batch", "pool_batch", "programs") if rows > 1 else ())}
+        return {dim for dim, size in enumerate(self.sizes) if size in changing}
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the sizes as numbers; the pool has as many rows as the batch, unless Z is given."""
-        sizes = {"Z": sizes["B"], **sizes} if self.of_pool else sizes
+        """Return the sizes as numbers; the pool has as many rows as the batch, unless pool_batch is given."""
+        sizes = {"pool_batch": sizes["batch"], **sizes} if self.of_pool else sizes
         return tuple(int(size) if size.isdigit() else sizes[size] for size in self.sizes)
 
     def new(self, sizes: Mapping[str, int], device: torch.device) -> Tensor:
@@ -98,47 +102,47 @@ def levels(bits: int, device: torch.device) -> Tensor:
 
 BUFFERS = {
     # of all layers: the first real column of each row, and the columns seen
-    "first": Buffer("B", _I64),
+    "first": Buffer("batch", _I64),
     "seen": Buffer("", _I64),
     # layers that share the budget: one set for each KV geometry
-    "pool_k": Buffer("Z E D", packed=True, written="evict", saved="always"),
-    "pool_v": Buffer("Z E V", packed=True, written="evict", saved="always"),
-    "pool_k_scale": Buffer("Z E", _F32, written="evict", saved="key scales"),
-    "pool_v_scale": Buffer("Z E", _F32, written="evict", saved="value scales"),
-    "pool_positions": Buffer("B E", _I32, saved="always"),
-    "slots": Buffer("3 B E", _I32, initial=-1),
-    "slot_stats": Buffer("F B E", _F32, initial=0),
-    "layer_weights": Buffer("B L", _F64, initial=0),
-    "window_stats": Buffer("F B L K W", _F32, initial=0),
-    "offsets": Buffer("B P", _I32, saved="always"),
-    "tail_k": Buffer("L B K C D", packed=True, written="append evict", saved="always"),
-    "tail_v": Buffer("L B K C V", packed=True, written="append evict", saved="always"),
-    "tail_k_scale": Buffer("L B K C", _F32, written="append evict", saved="key scales"),
-    "tail_v_scale": Buffer("L B K C", _F32, written="append evict", saved="value scales"),
-    "tail_start": Buffer("B", _I64, saved="always"),
+    "pool_k": Buffer("pool_batch pool key_dim", packed=True, written="evict", saved="always"),
+    "pool_v": Buffer("pool_batch pool value_dim", packed=True, written="evict", saved="always"),
+    "pool_k_scale": Buffer("pool_batch pool", _F32, written="evict", saved="key scales"),
+    "pool_v_scale": Buffer("pool_batch pool", _F32, written="evict", saved="value scales"),
+    "pool_positions": Buffer("batch pool", _I32, saved="always"),
+    "slots": Buffer("3 batch pool", _I32, initial=-1),
+    "slot_stats": Buffer("stat_planes batch pool", _F32, initial=0),
+    "layer_weights": Buffer("batch layers", _F64, initial=0),
+    "window_stats": Buffer("stat_planes batch layers kv_heads window", _F32, initial=0),
+    "offsets": Buffer("batch bounds", _I32, saved="always"),
+    "tail_k": Buffer("layers batch kv_heads tail key_dim", packed=True, written="append evict", saved="always"),
+    "tail_v": Buffer("layers batch kv_heads tail value_dim", packed=True, written="append evict", saved="always"),
+    "tail_k_scale": Buffer("layers batch kv_heads tail", _F32, written="append evict", saved="key scales"),
+    "tail_v_scale": Buffer("layers batch kv_heads tail", _F32, written="append evict", saved="value scales"),
+    "tail_start": Buffer("batch", _I64, saved="always"),
     "tail_used": Buffer("", _I64, counter=True),
-    "key_mean": Buffer("L B K D", _F32, saved="key means", initial=0),
-    "entries": Buffer("B", _I64),
-    "arrivals": Buffer("A 64", _I32, initial=0),  # written, but as before at the end of each call
+    "key_mean": Buffer("layers batch kv_heads key_dim", _F32, saved="key means", initial=0),
+    "entries": Buffer("batch", _I64),
+    "arrivals": Buffer("programs 64", _I32, initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of vLLM alone
-    "output_errors": Buffer("3 L B K", _F32, initial=0),  # of compaction, written in a prompt
+    "output_errors": Buffer("3 layers batch kv_heads", _F32, initial=0),  # of compaction, written in a prompt
     # policies that evict while decoding
-    "slot_positions": Buffer("L B K S", _I32, written="evict", saved="evicting"),
-    "decode_state": Buffer("I L B K S", _F32, written="evict", saved="evicting"),
-    "quota": Buffer("L B K", _I64, saved="evicting"),
-    "next_position": Buffer("B", _I64, counter=True, saved="evicting"),
-    "rule_rows": Buffer("L B K G Q D", _F32, written="evict", saved="rows"),
+    "slot_positions": Buffer("layers batch kv_heads slots", _I32, written="evict", saved="evicting"),
+    "decode_state": Buffer("numbers_per_entry layers batch kv_heads slots", _F32, written="evict", saved="evicting"),
+    "quota": Buffer("layers batch kv_heads", _I64, saved="evicting"),
+    "next_position": Buffer("batch", _I64, counter=True, saved="evicting"),
+    "rule_rows": Buffer("layers batch kv_heads group rows_per_head key_dim", _F32, written="evict", saved="rows"),
     # recompression after an extension
-    "recompress_scores": Buffer("B L K S", _F32, written="append", initial=float("-inf")),  # of all heads
-    "recompress_masses": Buffer("B L K S", _F32, written="append", initial=0),
-    "recompress_weights": Buffer("B L", _F64, written="append", initial=0),
-    "recompress_window": Buffer("B", _I64),
+    "recompress_scores": Buffer("batch layers kv_heads slots", _F32, written="append", initial=-torch.inf),  # all heads
+    "recompress_masses": Buffer("batch layers kv_heads slots", _F32, written="append", initial=0),
+    "recompress_weights": Buffer("batch layers", _F64, written="append", initial=0),
+    "recompress_window": Buffer("batch", _I64),
     # layers with a sliding window
-    "ring_k": Buffer("L B K R D", written="append evict", saved="ring"),
-    "ring_v": Buffer("L B K R V", written="append evict", saved="ring"),
+    "ring_k": Buffer("layers batch kv_heads ring key_dim", written="append evict", saved="ring"),
+    "ring_v": Buffer("layers batch kv_heads ring value_dim", written="append evict", saved="ring"),
     # recurrent layers: the sizes of a row are those of the state
-    "held": Buffer("B *", saved="state"),
-    "made": Buffer("B *"),
+    "held": Buffer("batch *", saved="state"),
+    "made": Buffer("batch *"),
 }
 """All cache tensors that a graph reads or writes, or that a file holds beside the counters."""
 
@@ -165,34 +169,53 @@ class PrefillBuffers(NamedTuple):
     output_errors: Tensor | None = None
 
 
+class Entries(NamedTuple):
+    """Keys ``[.., n, D]`` and values ``[.., n, V]`` in some slots of pool or tail, as they are stored.
+
+    Codes have scales, fp32 ``[.., n]``: a key is what its codes stand for (:mod:`kvpass.ops.entry_formats`), times its
+    scale. Values without columns are the first numbers of the keys, and have no scales.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def at(self, index: Any) -> Entries:
+        """Return those that an index selects, as views."""
+        return Entries(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are, as operators take them."""
+        return [x for x in self if x is not None]
+
+
 class AppendBuffers(NamedTuple):
     """Cache of a policy that only appends.
 
     A pool of one row serves all rows of the batch: several questions about one document. offsets cut the pool into
-    segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA
-    only: counters by which the last program of a KV head and block of query rows finds out that it is the last, zeros
-    ``[B*K, 64]``.
-    Scales only where entries are codes: key e is what the codes ``pool_k[b, e]`` stand for, as
-    :mod:`kvpass.ops.entry_formats` says, times ``pool_k_scale[b, e]``. Values stored in keys have no scales.
+    segments; slots ``tail_start[b] .. tail_used - 1`` of the tail hold entries. On CUDA only: counters by which the
+    last program of a KV head and block of query rows finds out that it is the last, zeros ``[B*K, 64]``.
     key_mean: subtracted from the keys of a head before they became codes, fp32 ``[L, B, K, D]``.
     row_index: where vLLM's requests lie in any rows of one array, the row of each row of the call, int64. Then
     tail_used is of each row, int64 ``[B]``, and the rows of pool and tails need not lie side by side.
     """
 
-    pool_k: Tensor
-    pool_v: Tensor
+    pool: Entries
     offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
+    tail: Entries
     tail_start: Tensor
     tail_used: Tensor
     arrivals: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
-    row_index: Tensor | None = None
     key_mean: Tensor | None = None
+    row_index: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The operands of ``attend_cache``, of a cache without a row_index."""
+        entries = self.pool.tensors, self.offsets, self.tail.tensors
+        return *entries, self.tail_start, self.tail_used, self.arrivals, self.key_mean
 
 
 class EvictBuffers(NamedTuple):
@@ -200,23 +223,23 @@ class EvictBuffers(NamedTuple):
 
     slot_positions: true position of the entry in each slot, or negative; decode_state: numbers of the decode rule for
     each, 0 in slots without an entry; quota: entries a head may hold besides its newest; next_position: of the first
-    new token. rule_rows: for rules that have rows. Scales as in :class:`AppendBuffers`.
+    new token. rule_rows: for rules that have rows.
     """
 
-    pool_k: Tensor
-    pool_v: Tensor
+    pool: Entries
     offsets: Tensor
-    tail_k: Tensor
-    tail_v: Tensor
+    tail: Entries
     slot_positions: Tensor
     decode_state: Tensor
     quota: Tensor
     next_position: Tensor
     rule_rows: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The operands of ``attend_evict``."""
+        slots = [x for x in (self.slot_positions, self.decode_state, self.rule_rows) if x is not None]
+        return self.pool.tensors, self.offsets, self.tail.tensors, slots, [self.quota, self.next_position]
 
 
 class RecompressBuffers(NamedTuple):
@@ -346,22 +369,42 @@ class Candidates(NamedTuple):
 class SlotCache(NamedTuple):
     """Reused slots: per KV head a line of S slots, its pool segment, then its C tail slots.
 
-    pool_k, pool_v, offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in
-    each slot, or negative. now: true position of the new token, int64 ``[B]``; None if the new entry is not recorded
-    and position stays. Scales as in :class:`AppendBuffers`; lines without a pool have none.
+    pool and offsets are None if lines have no pool. position int32 ``[B, K, S]``: true position of the entry in each
+    slot, or negative. now: true position of the new token, int64 ``[B]``; None if the new entry is not recorded and
+    position stays.
     """
 
-    pool_k: Tensor | None
-    pool_v: Tensor | None
+    pool: Entries | None
     offsets: Tensor | None
-    tail_k: Tensor
-    tail_v: Tensor
+    tail: Entries
     position: Tensor
     now: Tensor | None = None
-    pool_k_scale: Tensor | None = None
-    pool_v_scale: Tensor | None = None
-    tail_k_scale: Tensor | None = None
-    tail_v_scale: Tensor | None = None
+
+
+def names_of(kind: Any) -> list[str]:
+    """Return the names in :data:`BUFFERS` of the fields of a tuple of buffers; those of entries are several."""
+    entries = {side: [f"{side}_{name}" for name in Entries._fields] for side in ("pool", "tail")}
+    return [name for field in kind._fields for name in entries.get(field, [field])]
+
+
+def by_name(held: Any) -> dict[str, Any]:
+    """Return a tuple of buffers by their names in :data:`BUFFERS`."""
+    found: dict[str, Any] = {}
+    for field, x in held._asdict().items():
+        if isinstance(x, Entries):
+            found |= {f"{field}_{name}": part for name, part in x._asdict().items()}
+        else:
+            found[field] = x
+    return found
+
+
+def from_names(kind: Any, buffers: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return a tuple of buffers of that kind from those of such names, behind a prefix; None where there is none."""
+    values = {field: buffers.get(prefix + field) for field in kind._fields}
+    for side in values.keys() & {"pool", "tail"}:
+        entries: list[Any] = [buffers.get(f"{prefix}{side}_{name}") for name in Entries._fields]
+        values[side] = None if entries[0] is None else Entries(*entries)
+    return kind(**values)
 
 
 def written_in(kind: str) -> set[str]:

@@ -54,7 +54,7 @@ def rotation_parts(key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
 
 def is_rotated(held: AppendBuffers | EvictBuffers | SlotCache, key_dim: int) -> bool:
     """Whether a cache of keys of ``key_dim`` numbers holds its entries rotated: as codes of 4 bits or fewer."""
-    return held.tail_k.shape[-1] < key_dim
+    return held.tail.k.shape[-1] < key_dim
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def rotated_queries(call: Attention, held: AppendBuffers | SlotCache) -> Attenti
     """
     if not is_rotated(held, call.q.shape[3]):
         return call
-    return call._replace(q=rotated(call.q.float()), v=call.v if held.tail_v.shape[-1] else call.k)
+    return call._replace(q=rotated(call.q.float()), v=call.v if held.tail.v.shape[-1] else call.k)
 
 
 def rotated_call(call: Attention, held: AppendBuffers | SlotCache) -> Attention:
@@ -83,7 +83,7 @@ def rotated_call(call: Attention, held: AppendBuffers | SlotCache) -> Attention:
     if not is_rotated(held, call.q.shape[3]):
         return call
     q, k = rotated(call.q), rotated(call.k)
-    return call._replace(q=q, k=k, v=rotated(call.v) if held.tail_v.shape[-1] else k)
+    return call._replace(q=q, k=k, v=rotated(call.v) if held.tail.v.shape[-1] else k)
 
 
 def rotated_output(out: Tensor, call: Attention, held: AppendBuffers | SlotCache) -> Tensor:

@@ -28,7 +28,7 @@ from kvpass.config import EntryFormat, Geometry, LayerGroup, PoolFacts
 from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
-from kvpass.operands import BUFFERS, AppendBuffers, Attention
+from kvpass.operands import BUFFERS, AppendBuffers, Attention, Entries
 from kvpass.ops import reference
 from kvpass.ops.compress import compress_layer
 from kvpass.ops.entry_formats import packed
@@ -119,17 +119,13 @@ def cache_of(shape: Shape, lengths: Tensor, entry_format: EntryFormat = "model")
     rows, layers, kv_heads = lengths.shape
     dims = shape.dim, shape.geometry.stored_value_dim
     entries = int(lengths.flatten(1).sum(1).max())
-    pool_k, pool_v = (shape.random(rows, entries, dim) for dim in dims)
-    tail_k, tail_v = (shape.random(layers, rows, kv_heads, WINDOW + 32, dim) for dim in dims)
     held = AppendBuffers(
-        pool_k=pool_k,
-        pool_v=pool_v,
+        pool=Entries(*(shape.random(rows, entries, dim) for dim in dims)),
         offsets=torch.nn.functional.pad(lengths.flatten(1).cumsum(1), (1, 0)).int().to(shape.device),
-        tail_k=tail_k,
-        tail_v=tail_v,
+        tail=Entries(*(shape.random(layers, rows, kv_heads, WINDOW + 32, dim) for dim in dims)),
         tail_start=torch.zeros(rows, dtype=torch.int64, device=shape.device),
         tail_used=torch.tensor(WINDOW, device=shape.device),
-        arrivals=BUFFERS["arrivals"].new({"A": rows * kv_heads}, shape.device),
+        arrivals=BUFFERS["arrivals"].new({"programs": rows * kv_heads}, shape.device),
     )
     return shape.tokens(rows, 1), held if entry_format == "model" else packed(held, entry_format)
 
@@ -142,7 +138,9 @@ def attend(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
 
 
 def exact(x: Any) -> Any:
-    """A tensor on the CPU, numbers in fp32; anything else as it is."""
+    """A tensor, or those of entries, on the CPU, numbers in fp32; anything else as it is."""
+    if isinstance(x, Entries):
+        return Entries(*map(exact, x))
     if not isinstance(x, Tensor):
         return x
     return x.cpu().float() if x.is_floating_point() else x.cpu()

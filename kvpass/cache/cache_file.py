@@ -229,10 +229,11 @@ def _check_entries(metadata: CacheMetadata, policy: Policy) -> None:
 
 
 def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[str, Buffer], dict[str, dict[str, int]]]:
-    """Return the buffers of a file by name, and the sizes in each part that the metadata says, by their letters."""
-    buffers = {"start": Buffer("B", torch.int64), "ids": Buffer("B N", torch.int32), "mask": Buffer("B M", torch.uint8)}
-    layout, rows = metadata.layout, {"B": len(metadata.entries), "Z": len(metadata.entries)}
-    sizes = {name: {**rows, "N": metadata.columns} for name in buffers}
+    """Return the buffers of a file by name, and the sizes in each part that the metadata says, by their names."""
+    buffers = {"start": Buffer("batch", torch.int64), "ids": Buffer("batch columns", torch.int32)}
+    buffers["mask"] = Buffer("batch mask", torch.uint8)
+    layout, rows = metadata.layout, dict.fromkeys(("batch", "pool_batch"), len(metadata.entries))
+    sizes = {name: {**rows, "columns": metadata.columns} for name in buffers}
     for part, group in zip(layout.names, (*layout.pools, *layout.rings), strict=False):
         g, saved = group.geometry, ["always"]
         if rule is not None:
@@ -242,11 +243,11 @@ def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[st
             saved += [] if g.values_in_keys or rule is not None else ["key means"]
         saved = saved if group.sliding_window is None else ["ring"]
         buffers |= {f"{part}_{name}": buffer for name, buffer in BUFFERS.items() if buffer.saved in saved}
-        sizes[part] = {**rows, "L": g.layers, "K": g.kv_heads, "P": g.layers * g.kv_heads + 1}
-        sizes[part] |= {"D": g.key_dim, "V": g.stored_value_dim, "R": group.sliding_window or 0}
-        sizes[part] |= {"Q": rule.rows_per_head, "I": rule.numbers_per_entry} if rule is not None else {}
+        sizes[part] = {**rows, **g.sizes, "ring": group.sliding_window or 0}
+        if rule is not None:
+            sizes[part] |= {"rows_per_head": rule.rows_per_head, "numbers_per_entry": rule.numbers_per_entry}
     for part, state in zip(layout.names[len(layout.names) - len(layout.states) :], layout.states, strict=True):
-        buffers[f"{part}_held"] = Buffer(" ".join(map(str, ("B", *state.shape))), getattr(torch, state.dtype))
+        buffers[f"{part}_held"] = Buffer(" ".join(map(str, ("batch", *state.shape))), getattr(torch, state.dtype))
         sizes[part] = rows | {str(size): size for size in state.shape}
     return buffers, sizes
 
@@ -254,8 +255,8 @@ def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[st
 def _check_tensor(name: str, x: Tensor, buffer: Buffer, dtype: torch.dtype, sizes: dict[str, int], bits: int) -> None:
     """Check a tensor, of codes of ``bits`` bits. Sizes that are not known are free, but equal wherever they occur."""
     fits = x.dtype == dtype and x.ndim == len(buffer.sizes)
-    for size, letter in zip(x.shape, buffer.sizes, strict=False):
-        fits &= 8 * size == sizes.setdefault(letter, size) * (bits if letter in ("D", "V") else 8)
+    for size, dim in zip(x.shape, buffer.sizes, strict=False):
+        fits &= 8 * size == sizes.setdefault(dim, size) * (bits if dim in ("key_dim", "value_dim") else 8)
     if not fits:
         raise ValueError(f"{name} is {x.dtype} {list(x.shape)}: must be {dtype} [{buffer.dims}] with {sizes}")
 

@@ -18,7 +18,7 @@ from kvpass.cache.part import CachePart
 from kvpass.cache.prompt_record import entries_of
 from kvpass.cache.segments import POOL, TAIL
 from kvpass.config import EntryFormat, LayerGroup
-from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, written_in
+from kvpass.operands import BUFFERS, AppendBuffers, EvictBuffers, names_of, written_in
 from kvpass.ops.slots import EMPTY
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -99,7 +99,7 @@ class FullAttentionLayers(CachePart):
         """Make the counters for the rows anew; the CPU and ``attend_evict`` need none."""
         arrivals = None
         if self.buffers.offsets.is_cuda and not self.evicts:
-            sizes = {"A": self.rows * self.geometry.kv_heads}
+            sizes = {"programs": self.rows * self.geometry.kv_heads}
             arrivals = BUFFERS["arrivals"].new(sizes, self.buffers.offsets.device)
         self.buffers = self.buffers._replace(arrivals=arrivals)
 
@@ -115,8 +115,8 @@ class FullAttentionLayers(CachePart):
     @property
     def cached_state(self) -> dict[str, Tensor]:
         """Buffers that decode and extend graphs read; they append to the tail in place."""
-        buffers = self.buffers._asdict()
-        return {name: buffers[name] for name in operands_of(self.evicts) if buffers.get(name) is not None}
+        buffers, names = self.buffers._asdict(), names_of(EvictBuffers if self.evicts else AppendBuffers)
+        return {name: buffers[name] for name in names if buffers.get(name) is not None}
 
     def ensure_room(self, tokens: int, expected: int = 0, reuse: BufferReuse = NO_REUSE) -> None:
         old_capacity = self.buffers.tail_k.shape[3]
@@ -182,7 +182,7 @@ class FullAttentionLayers(CachePart):
     @property
     def of_rows(self) -> dict[str, Tensor]:
         """The :attr:`stored` with a row for each row of the batch; those of a pool that serves all are one."""
-        sizes = {"Z": self.rows}
+        sizes = {"pool_batch": self.rows}
         return {
             name: x.expand([sizes.get(dim, size) for dim, size in zip(BUFFERS[name].sizes, x.shape, strict=True)])
             if self._serves_all(name, x)
@@ -214,7 +214,7 @@ class FullAttentionLayers(CachePart):
             if name == "tail_start":
                 rows = [x + slots for x, slots in zip(rows, behind, strict=True)]
             for x, slots in zip(rows, behind, strict=True):
-                begins.append([slots if size == "C" else 0 for size in buffer.sizes])
+                begins.append([slots if size == "tail" else 0 for size in buffer.sizes])
                 begins[-1][buffer.row_dim] = row
                 row += x.shape[buffer.row_dim]
             ends = [list(map(operator.add, begin, x.shape)) for begin, x in zip(begins, rows, strict=True)]
@@ -287,11 +287,6 @@ class FullAttentionLayers(CachePart):
         before = (seen - (self.used - b.tail_start))[:, None, None, None]  # positions that are not in the tail
         of_tail = torch.where(line < lengths[..., None], line - in_pool + before, -1)
         return torch.where(line < in_pool, of_pool, of_tail)
-
-
-def operands_of(evicts: bool) -> tuple[str, ...]:
-    """Return the names of the buffers that decode and extend graphs take, with those that a cache may lack."""
-    return EvictBuffers._fields if evicts else AppendBuffers._fields
 
 
 def rounded_up(slots: int) -> int:

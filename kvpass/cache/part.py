@@ -86,8 +86,8 @@ class CachePart:
 
         def join(name: str, _: Tensor) -> Tensor:
             buffer, rows = BUFFERS[name], [of_part[name] for of_part in tensors]
-            if "R" in buffer.sizes:  # column c is in slot c % R
-                rows = [x.roll(shift, buffer.sizes.index("R")) for x, shift in zip(rows, shifts, strict=True)]
+            if "ring" in buffer.sizes:  # column c is in slot c % R
+                rows = [x.roll(shift, buffer.sizes.index("ring")) for x, shift in zip(rows, shifts, strict=True)]
             return torch.cat(rows, buffer.row_dim).index_select(buffer.row_dim, order)
 
         return parts[0].mapped(join)
@@ -117,9 +117,8 @@ class SlidingWindowLayers(CachePart):
         cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, reuse: BufferReuse
     ) -> SlidingWindowLayers:
         """Return rings for a prompt."""
-        g, window = group.geometry, group.sliding_window
-        assert window is not None
-        sizes = {"L": g.layers, "B": rows, "K": g.kv_heads, "R": window, "D": g.key_dim, "V": g.value_dim}
+        assert group.sliding_window is not None
+        sizes = group.geometry.sizes | {"batch": rows, "ring": group.sliding_window}
         shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}
         new = (reuse.empty((group, name), shape, dtype, device) for name, shape in shapes.items())
         return cls(group, RingBuffers(*(ring.zero_() for ring in new)))

@@ -16,7 +16,7 @@ from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.prefill import PrefillLayers
 from kvpass.cache.state import KVState
 from kvpass.config import Budget, BudgetLike, Geometry, LayerGroup, PoolFacts
-from kvpass.operands import Attention, EvictBuffers, PolicyInputs
+from kvpass.operands import Attention, EvictBuffers, PolicyInputs, from_names
 from kvpass.ops import reference
 from kvpass.ops.compress import compress_layer
 from kvpass.ops.evict import attend_evict
@@ -177,7 +177,7 @@ def _decoded(
     masks = []
     for column, tensors in enumerate(zip(*decode, strict=True), n):
         cache.ensure_room(1)
-        buffers = EvictBuffers(**cache.cached_state)
+        buffers = from_names(EvictBuffers, cache.cached_state)
         for layer, x in enumerate(hidden):
             q, k, v = (tensor[layer][:, :, None] for tensor in tensors)
             new = x[:, column, None] if x is not None and rule.reads_tokens else None

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
-from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, operands_of, rounded_up
+from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, rounded_up
 from kvpass.cache.part import RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
 from kvpass.cache.state import KVState, named
 from kvpass.config import LayerGroup, Layout, PoolFacts
-from kvpass.operands import BITS, BUFFERS, CODES, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, names_of
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
@@ -50,13 +50,12 @@ class PrefillLayers:
         most = policy.capacity(max(entries), g.layers, g.kv_heads * state.ranks.size)  # all may be of this process
         tail = min(window, n) + rounded_up(1 if self._rule else min(max(expected, 1), MOST_SPARE))
         query_rows = 0 if self._rule is None else self._rule.rows_per_head
-        sizes = {"B": len(entries), "D": g.key_dim, "V": g.stored_value_dim, "L": g.layers, "K": g.kv_heads, "C": tail}
-        sizes["E"] = max(2, min(most, g.layers * g.kv_heads * max(n - window, 0) + g.layers))
-        sizes |= {"W": max(window, 1), "P": g.layers * g.kv_heads + 1, "G": facts.group}
-        sizes |= {"Q": query_rows, "F": policy.stat_planes}
+        sizes = g.sizes | {"batch": len(entries), "tail": tail, "window": max(window, 1), "group": facts.group}
+        sizes["pool"] = max(2, min(most, g.layers * g.kv_heads * max(n - window, 0) + g.layers))
+        sizes |= {"rows_per_head": query_rows, "stat_planes": policy.stat_planes}
         # whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size
         self._leaves_slots = state.ranks.several or policy.leaves_room
-        operands = operands_of(self._rule is not None)
+        operands = names_of(AppendBuffers if self._rule is None else EvictBuffers)
 
         def allocate(name: str) -> Tensor:
             buffer = BUFFERS[name]
@@ -116,8 +115,7 @@ class PrefillLayers:
                 tail = tensors["tail_k"][..., :used, :]
                 mean = tensors["key_mean"] = entry_formats.key_mean(tensors["pool_k"], offsets, tail, start)
             else:
-                sizes = {"L": g.layers, "B": len(start), "K": g.kv_heads, "D": g.key_dim}
-                tensors["key_mean"] = BUFFERS["key_mean"].new(sizes, offsets.device)
+                tensors["key_mean"] = BUFFERS["key_mean"].new(g.sizes | {"batch": len(start)}, offsets.device)
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
             floats = tensors.pop(name)
             shape = (*floats.shape[:-1], floats.shape[-1] * bits // 8)

@@ -30,9 +30,9 @@ class Recompression:
         self.store, self.every_row = store, bool((window != NOT_DUE).all())
         g, device = store.geometry, store.buffers.offsets.device
         slots = store.ranks.gather(store.pool_lengths.amax()[None], 0).amax() + store.buffers.tail_k.shape[3]
-        sizes = {"B": store.rows, "L": g.layers, "K": g.kv_heads, "S": int(slots)}
+        sizes = g.sizes | {"batch": store.rows, "slots": int(slots)}
         self.buffers = RecompressBuffers(
-            BUFFERS["recompress_scores"].new(sizes | {"K": g.kv_heads * store.ranks.size}, device),
+            BUFFERS["recompress_scores"].new(sizes | {"kv_heads": g.kv_heads * store.ranks.size}, device),
             BUFFERS["recompress_masses"].new(sizes, device),
             BUFFERS["recompress_weights"].new(sizes, device),
             window.to(device),

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from kvpass.operands import BUFFERS
 from kvpass.ops.slots import EMPTY
 
-POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and "E" in buffer.sizes}
+POOL = {name for name, buffer in BUFFERS.items() if buffer.saved and "pool" in buffer.sizes}
 """Buffers that have one element or row for each slot of the pool."""
-TAIL = {name for name, buffer in BUFFERS.items() if buffer.saved and "C" in buffer.sizes}
+TAIL = {name for name, buffer in BUFFERS.items() if buffer.saved and "tail" in buffer.sizes}
 """Buffers that have one number or row for each slot of the tail."""
 
 

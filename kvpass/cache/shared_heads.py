@@ -132,12 +132,12 @@ def _groups(layout: Layout) -> Iterator[tuple[str, LayerGroup]]:
 
 def _joined_heads(name: str, parts: Sequence[Tensor]) -> Tensor:
     sizes = BUFFERS[name].sizes
-    return torch.cat(list(parts), sizes.index("K")) if "K" in sizes else parts[0]
+    return torch.cat(list(parts), sizes.index("kv_heads")) if "kv_heads" in sizes else parts[0]
 
 
 def _own_heads(name: str, whole: Tensor, ranks: Ranks) -> Tensor:
     sizes = BUFFERS[name].sizes
-    return ranks.local_shard(whole, sizes.index("K")).contiguous() if "K" in sizes else whole
+    return ranks.local_shard(whole, sizes.index("kv_heads")).contiguous() if "kv_heads" in sizes else whole
 
 
 def _of_one_width(parts: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

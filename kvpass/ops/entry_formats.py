@@ -18,20 +18,15 @@ Legend: B rows, L layers, K KV heads, E pool slots, D head dim.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.config import EntryFormat
-from kvpass.operands import BITS, CODES, AppendBuffers, Attention, SlotCache, levels
+from kvpass.operands import BITS, CODES, AppendBuffers, Attention, Entries, levels
 from kvpass.rotation import rotated
 
-Side: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Keys ``[.., n, D]``, values ``[.., n, Dv]`` and scales ``[.., n]`` of some slots of pool or tail, as they are held.
-
-No scales: they are no codes. Values without columns: they are the first numbers of the keys.
-"""
 _LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}
 """Largest number that a code of 8 bits of each dtype stands for."""
 _BLOCK = 1 << 14
@@ -144,28 +139,20 @@ def centred(call: Attention, key_mean: Tensor, at: Any) -> Attention:
     return call._replace(k=(call.k - key_mean[at][:, :, None]).to(call.k.dtype))  # in fp32
 
 
-def side_at(held: AppendBuffers | SlotCache, side: Literal["pool", "tail"], at: Any) -> Side:
-    """Return the part of the pool or of the tail that an index selects, as views."""
-    buffers = (getattr(held, f"{side}_{name}") for name in ("k", "v", "k_scale", "v_scale"))
-    k, v, k_scale, v_scale = (None if x is None else x[at] for x in buffers)
-    assert k is not None and v is not None
-    return k, v, k_scale, v_scale
-
-
-def store(k: Tensor, v: Tensor, side: Side, slots: slice) -> None:
+def store(k: Tensor, v: Tensor, entries: Entries, slots: slice) -> None:
     """Write keys ``[.., T, D]`` and values ``[.., T, Dv]`` into some slots of a part of pool or tail."""
-    for x, entries, scale in ((k, side[0], side[2]), (v, side[1], side[3])):
-        if entries.shape[-1] == 0:  # values are stored in keys
+    for x, stored, scale in ((k, entries.k, entries.k_scale), (v, entries.v, entries.v_scale)):
+        if stored.shape[-1] == 0:  # values are stored in keys
             continue
         if scale is None:
-            entries[..., slots, :] = x
+            stored[..., slots, :] = x
         else:
-            quantise(x, entries[..., slots, :], scale[..., slots])
+            quantise(x, stored[..., slots, :], scale[..., slots])
 
 
-def entries_held(side: Side, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
+def entries_held(entries: Entries, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys ``[.., key_dim]`` and values ``[.., value_dim]`` as they are held; of codes :func:`dequantise`."""
-    keys, values, k_scale, v_scale = side
+    keys, values, k_scale, v_scale = entries
     k = keys if k_scale is None else dequantise(keys, k_scale, key_dim)
     if values.shape[-1] == 0:
         return k, k[..., :value_dim]
@@ -196,18 +183,19 @@ def entries_of_head(
     Args:
         kept: slots of the row's pool. tail: index of the slots of the tail.
     """
-    sides = side_at(held, "pool", (min(row, len(held.pool_k) - 1), kept)), side_at(held, "tail", tail)
+    sides = held.pool.at((min(row, len(held.pool.k) - 1), kept)), held.tail.at(tail)
     k, v = (torch.cat(pair) for pair in zip(*(entries_held(side, key_dim, value_dim) for side in sides), strict=True))
     return k, v
 
 
 def packed(held: AppendBuffers, entry_format: EntryFormat) -> AppendBuffers:
     """Return a cache whose entries, which are floats, are held in fewer bits."""
-    found: dict[str, Tensor] = {}
-    for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
-        floats = getattr(held, name)
-        if floats.shape[-1]:
-            found[name], found[f"{name}_scale"] = quantised(floats, entry_format)
-        else:  # values are stored in keys
-            found[name] = floats.to(CODES[entry_format])
-    return held._replace(**found)
+
+    def codes(entries: Entries) -> Entries:
+        k, k_scale = quantised(entries.k, entry_format)
+        if entries.v.shape[-1] == 0:  # values are stored in keys
+            return Entries(k, entries.v.to(CODES[entry_format]), k_scale)
+        v, v_scale = quantised(entries.v, entry_format)
+        return Entries(k, v, k_scale, v_scale)
+
+    return held._replace(pool=codes(held.pool), tail=codes(held.tail))

@@ -52,7 +52,7 @@ def attend_evict(
         scores = policy.token_scores(x, layer, len(held.slot_positions), position.shape[1], ranks)
     for step in range(tokens):
         now = held.next_position + step
-        lines = SlotCache(*held[:5], position, now, *held[10:])
+        lines = SlotCache(held.pool, held.offsets, held.tail, position, now)
         new = call if tokens == 1 else call.rows(slice(None), slice(step, step + 1))
         out, attention = implementation.attend_slots(new, lines, layer)
         assert attention is not None
@@ -91,13 +91,14 @@ def _keys_of(held: EvictBuffers, layer: int, key_dim: int) -> Tensor:
     """Return the keys in the slots of a layer, ``[B, K, S, D]``, anything in empty ones."""
     kv_heads, width = held.slot_positions.shape[2:]
     begins = held.offsets[:, layer * kv_heads :][:, :kv_heads]
-    rows = _pool_rows(begins, width - held.tail_k.shape[3], held.pool_k)
-    pool = held.pool_k.gather(1, rows[..., None].expand(-1, -1, held.pool_k.shape[2]))
-    keys = torch.cat([pool.unflatten(1, (kv_heads, -1)), held.tail_k[layer]], 2)
-    if held.pool_k_scale is None or held.tail_k_scale is None:
+    pool, tail = held.pool, held.tail.at(layer)
+    rows = _pool_rows(begins, width - tail.k.shape[2], pool.k)
+    in_pool = pool.k.gather(1, rows[..., None].expand(-1, -1, pool.k.shape[2]))
+    keys = torch.cat([in_pool.unflatten(1, (kv_heads, -1)), tail.k], 2)
+    if pool.k_scale is None or tail.k_scale is None:
         return keys
-    scale = held.pool_k_scale.gather(1, rows).unflatten(1, (kv_heads, -1))
-    keys = dequantise(keys, torch.cat([scale, held.tail_k_scale[layer]], 2), key_dim)
+    scale = pool.k_scale.gather(1, rows).unflatten(1, (kv_heads, -1))
+    keys = dequantise(keys, torch.cat([scale, tail.k_scale], 2), key_dim)
     return rotated_back(keys) if is_rotated(held, key_dim) else keys
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
+from kvpass.operands import AppendBuffers, RecompressBuffers
 from kvpass.ops.entry_formats import entries_of_head
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
@@ -42,11 +42,14 @@ class HeldObservation(Observation):
 
 
 def observe_held(
-    call: Attention,
+    q: Tensor,
+    value_dim: int,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
     held: AppendBuffers,
     found: RecompressBuffers,
     layer: int,
-    num_layers: int,
     policy: Policy,
     ranks: Ranks,
 ) -> None:
@@ -57,12 +60,11 @@ def observe_held(
     observing rows and the group) and the layer's weight.
 
     Args:
+        q: queries of the new tokens ``[B, H, T, D]``. softcap, sinks: as in :class:`kvpass.operands.Attention`.
         ranks: processes that share the heads of the layer; scores are of all heads, masses of those of this process.
     """
-    q, scale, softcap, sinks = call.q, *call[3:]
     scores, masses, layer_weights, window = found
-    t, kv_heads = q.shape[2], call.k.shape[1]
-    key_dim, value_dim = q.shape[3], call.v.shape[3]
+    (num_layers, _, kv_heads, _, _), (t, key_dim) = held.tail.k.shape, q.shape[2:]
     group, slots = q.shape[1] // kv_heads, scores.shape[3]
     end = int(held.tail_used) + t
     bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
@@ -81,7 +83,7 @@ def observe_held(
             k, v = entries_of_head(held, row, kept, tail, key_dim, value_dim)
             if is_rotated(held, key_dim):
                 k = rotated_back(k)
-                v = rotated_back(v) if held.tail_v.shape[4] else k[:, :value_dim]
+                v = rotated_back(v) if held.tail.v.shape[4] else k[:, :value_dim]
             if held.key_mean is not None:
                 k = k + held.key_mean[layer, row, head]
             keys.append(k.to(q.dtype))

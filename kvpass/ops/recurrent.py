@@ -147,17 +147,3 @@ def mamba(
             out[..., part] += (left * c.float()[:, None, :, part]).sum(2)
         made = made + torch.exp(a.float() * passed[..., -1:]) * state
     return (out * F.silu(z.float())).contiguous(), made.contiguous()
-
-
-def fake_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes of :func:`delta_rule`."""
-    return query.new_empty(value.shape), state.new_empty(state.shape, dtype=torch.float32)
-
-
-def fake_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, *_: object
-) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes of :func:`mamba2` and :func:`mamba`."""
-    return x.new_empty(x.shape, dtype=torch.float32), state.new_empty(state.shape, dtype=torch.float32)

@@ -22,7 +22,7 @@ from kvpass.operands import (
     PolicyInputs,
     PrefillBuffers,
 )
-from kvpass.ops.entry_formats import entries_of_head, side_at, store
+from kvpass.ops.entry_formats import entries_of_head, store
 from kvpass.ops.slots import EMPTY, attend_slots, evict_lowest
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
@@ -413,12 +413,12 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
     b, h, t, key_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[3]
     group = h // kv_heads
-    rows, slots = range(b) if held.row_index is None else held.row_index.tolist(), held.tail_k.shape[3]
-    used = held.tail_used.expand(held.tail_k.shape[1]).tolist()
+    rows, slots = range(b) if held.row_index is None else held.row_index.tolist(), held.tail.k.shape[3]
+    used = held.tail_used.expand(held.tail.k.shape[1]).tolist()
     if any(used[row] + t > slots for row in rows):
         raise ValueError(f"appending {t} tokens to a tail with {max(used)} of {slots} slots used")
     for i, row in enumerate(rows):
-        store(k[i], v[i], side_at(held, "tail", (layer, row)), slice(used[row], used[row] + t))
+        store(k[i], v[i], held.tail.at((layer, row)), slice(used[row], used[row] + t))
     out = q.new_empty(b, t, h, value_dim).transpose(1, 2)
     bounds, starts = held.offsets.tolist(), held.tail_start.tolist()
     future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)

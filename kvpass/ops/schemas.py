@@ -1,247 +1,231 @@
-"""Schemas, fake implementations and device dispatch of the ``kvpass::`` operators; imports no kernel.
+"""Schemas, implementations and fakes of the ``kvpass::`` operators, one block each; imports no kernel.
 
-Legend (as everywhere): B batch, T new tokens, N prompt, H query heads, K KV heads, D head dim, L layers,
-E pool entries, C tail capacity.
-
-=====================  ==============================================================================================
-operator               what it does
-=====================  ==============================================================================================
-``site``               the canonical attention op: causal attention over the tokens of this call only; ``refusal`` is
-                       the reason why a traced call is unsupported; graphs with such a call are not compiled
-``absorbed_query``     queries of latent rows for those of expanded heads; traced through by Inductor
-``expanded_output``    outputs of expanded heads for those of latent rows; traced through by Inductor
-``attend_cache``       append new tokens to the tail, attend pool + tail
-``attend_evict``       append and attend, for policies that evict while decoding: the evicted entry's slot is reused
-``observe_held``       scores, attention mass and layer weight of pool + tail, for recompression after an append
-``columns_held``       the column in each slot of a ring, once a step for all layers of the ring
-``attend_ring``        attend ring + new tokens inside the window or chunk, put the new tokens into the ring
-``read_state``         the state of a recurrent layer before the tokens of this call; zeros where no cache is bound
-``write_state``        its state after them; no cache is bound, so it is dropped
-``store_state``        its state after them, into a buffer of the cache
-``delta_rule``         a gated delta rule over the tokens of this call, from a state to the state after them
-``mamba2``             the same, of the selective state space of Mamba 2
-``mamba``              the same, of the selective scan of Mamba
-``real_tokens``        1 for tokens, 0 for padding, of which a call without a cache knows none
-=====================  ==============================================================================================
+An operand ``Tensor[] pool`` or ``tail`` is :class:`kvpass.operands.Entries`: keys, values and, where these are codes,
+their scales. ``Tensor(a!)[]``: a call writes all of them; Inductor takes each for a tensor of its own, and copies none.
+Policies and ranks are passed as their specs. ``layer`` is the index in the pool or ring, ``impl`` "cpp" or "eager", see
+:func:`implementation`.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import islice
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from kvpass.operands import AppendBuffers, Attention, EvictBuffers, Expansion, RingBuffers, written_in
-from kvpass.ops import evict, latents, recompress, recurrent, sliding
+from kvpass.operands import AppendBuffers, Attention, Entries, EvictBuffers, Expansion, RecompressBuffers, RingBuffers
+from kvpass.ops import evict, latents, recompress, sliding
 from kvpass.ops.entry_formats import centred
+from kvpass.ops.latents import absorbed_query, expanded_output
+from kvpass.ops.recurrent import delta_rule, mamba, mamba2
+from kvpass.ops.sliding import columns_held
 from kvpass.policies import from_spec
-from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
 
-_LIBRARY = torch.library.Library("kvpass", "DEF")
-
+LIB = torch.library.Library("kvpass", "DEF")
 
 _MOST_TOKENS_IN_CPP = 8
 """Above so many new tokens the work is matrix-matrix, and the per-head reference on BLAS is faster."""
 
-
-@cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"kvpass.{name}")
+_module = cache(importlib.import_module)
 
 
 def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
     """Return the module that computes operators on ``tensor``: ``ops.cuda``, ``kernels.cpu`` or ``ops.reference``.
 
-    Args:
-        impl: "cpp" or "eager", for tensors on a CPU; decided when a graph is compiled.
+    impl: "cpp" or "eager", for tensors on a CPU; decided when a graph is compiled.
     """
     if tensor.is_cuda:
-        return _module("ops.cuda")
-    return _module("kernels.cpu" if impl == "cpp" and tensor.is_cpu else "ops.reference")
+        return _module("kvpass.ops.cuda")
+    return _module("kvpass.kernels.cpu" if impl == "cpp" and tensor.is_cpu else "kvpass.ops.reference")
 
 
-# -- implementations --------------------------------------------------------------------------------------------------
+def _operator(schema: str, fake: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+    """Define an operator, which the function below it implements; fake: for tracing, if that is another function."""
+
+    def implement(run: Any) -> Any:
+        LIB.define(schema)
+        name = schema.partition("(")[0]
+        LIB.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"kvpass::{name}", fake or run)
+        return run
+
+    return implement
 
 
-def _site(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    refusal: str | None = None,
-    chunked: bool = False,
-    up: Tensor | None = None,
-    nope: int = 0,
-) -> Tensor:
+def _like_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    """Return an output of attention: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+
+
+def _like_site(  # type: ignore[no-untyped-def]
+    q, k, v, scale, sliding_window=None, softcap=None, sinks=None, refusal=None, chunked=False, up=None, nope=0
+):
+    return _like_output(q, k, v if up is None else up.new_empty(1, 1, 1, len(up) // q.shape[1] - nope))
+
+
+@_operator(
+    "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, Tensor? sinks=None,"
+    " str? refusal=None, bool chunked=False, Tensor? up=None, int nope=0) -> Tensor",
+    fake=_like_site,
+)
+def site(  # type: ignore[no-untyped-def]
+    q, k, v, scale, sliding_window=None, softcap=None, sinks=None, refusal=None, chunked=False, up=None, nope=0
+):
+    """Attend causally over the tokens of this call only: the canonical attention op.
+
+    refusal: why a traced call is unsupported; its graph is not compiled. up, nope: of Expansion, for latent rows.
+    """
     call, expansion = Attention(q, k, v, scale, softcap, sinks), None if up is None else Expansion(up, nope)
     start = torch.zeros(len(q), dtype=torch.int64, device="cpu")
     return latents.attend_prompt(call, expansion, start, implementation(q), sliding_window, chunked)[0]
 
 
-def _attend_cache(call: Attention, held: AppendBuffers, layer: int, impl: str) -> Tensor:
-    few = call.q.shape[2] <= _MOST_TOKENS_IN_CPP
-    if held.key_mean is not None:
-        call = centred(call, held.key_mean, layer if held.row_index is None else (layer, held.row_index))
-    return implementation(call.q, impl if few else "eager").attend_cache(call, held, layer)
+LIB.define("absorbed_query(Tensor q, Tensor up, int nope) -> Tensor")
+LIB.impl("absorbed_query", absorbed_query, "CompositeImplicitAutograd")  # traced through by Inductor
+LIB.define("expanded_output(Tensor out, Tensor up, int nope) -> Tensor")
+LIB.impl("expanded_output", expanded_output, "CompositeImplicitAutograd")
 
 
-def _attend_evict(
-    call: Attention, held: EvictBuffers, layer: int, policy: Policy, impl: str, ranks: Ranks, entering: Tensor | None
-) -> Tensor:
-    return evict.attend_evict(call, held, layer, policy, implementation(call.q, impl), ranks, entering)
+@_operator(
+    "attend_cache(Tensor q, Tensor k, Tensor v, float scale, float? softcap, Tensor? sinks,"
+    " Tensor[] pool, Tensor offsets, Tensor(a!)[] tail, Tensor tail_start, Tensor tail_used, Tensor? arrivals,"
+    " Tensor? key_mean, int layer, str impl) -> Tensor",
+    fake=_like_output,
+)
+def attend_cache(  # type: ignore[no-untyped-def]
+    q, k, v, scale, softcap, sinks, pool, offsets, tail, tail_start, tail_used, arrivals, key_mean, layer, impl
+):
+    """Append new tokens to the tail, attend pool and tail."""
+    call = Attention(q, k, v, scale, softcap, sinks)
+    held = AppendBuffers(Entries(*pool), offsets, Entries(*tail), tail_start, tail_used, arrivals)
+    if key_mean is not None:
+        call = centred(call, key_mean, layer)
+    few = q.shape[2] <= _MOST_TOKENS_IN_CPP
+    return implementation(q, impl if few else "eager").attend_cache(call, held, layer)
 
 
-def _attend_ring(
-    call: Attention, ring: RingBuffers, held: Tensor, seen: Tensor, layer: int, first: Tensor | None, impl: str
-) -> Tensor:
-    if call.q.shape[2] == 1 and (call.q.is_cuda or impl == "cpp"):
-        return sliding.attend_ring_once(call, ring, held, layer, implementation(call.q, impl))
-    return sliding.attend_ring(call, ring, held, seen, layer, first)
+@_operator(
+    "attend_evict(Tensor q, Tensor k, Tensor v, float scale, float? softcap, Tensor? sinks,"
+    " Tensor(a!)[] pool, Tensor offsets, Tensor(b!)[] tail, Tensor(c!)[] slots, Tensor[] limits,"
+    " int layer, str policy, str impl, str ranks, Tensor? entering) -> Tensor",
+    fake=_like_output,
+)
+def attend_evict(  # type: ignore[no-untyped-def]
+    q, k, v, scale, softcap, sinks, pool, offsets, tail, slots, limits, layer, policy, impl, ranks, entering
+):
+    """Append new tokens and attend, for policies that evict while decoding: the evicted entry's slot is reused.
+
+    slots: slot_positions, decode_state and, for rules that have them, rule_rows. limits: quota, next_position.
+    entering: what enters the attention layer, for rules that read it.
+    """
+    call, of_all = Attention(q, k, v, scale, softcap, sinks), Ranks.from_spec(ranks)
+    held = EvictBuffers(Entries(*pool), offsets, Entries(*tail), *slots[:2], *limits, *slots[2:])
+    return evict.attend_evict(call, held, layer, from_spec(policy), implementation(q, impl), of_all, entering)
 
 
-def _read_state(like: Tensor, layer: int, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+@_operator(
+    "observe_held(Tensor q, int value_dim, float scale, float? softcap, Tensor? sinks,"
+    " Tensor[] pool, Tensor offsets, Tensor[] tail, Tensor tail_start, Tensor tail_used, Tensor? key_mean,"
+    " Tensor(a!)[] observed, Tensor window, int layer, str policy, str ranks) -> ()",
+    fake=lambda *_: None,
+)
+def observe_held(  # type: ignore[no-untyped-def]
+    q,
+    value_dim,
+    scale,
+    softcap,
+    sinks,
+    pool,
+    offsets,
+    tail,
+    tail_start,
+    tail_used,
+    key_mean,
+    observed,
+    window,
+    layer,
+    policy,
+    ranks,
+):
+    """Observe pool and tail after an append, for recompression; observed: scores, masses, weights, which it writes."""
+    held = AppendBuffers(Entries(*pool), offsets, Entries(*tail), tail_start, tail_used, None, key_mean)
+    scores, masses, weights = observed
+    found, rules = RecompressBuffers(scores, masses, weights, window), (from_spec(policy), Ranks.from_spec(ranks))
+    recompress.observe_held(q, value_dim, scale, softcap, sinks, held, found, layer, *rules)
+
+
+_operator("columns_held(Tensor seen, Tensor first, int slots, bool chunked=False) -> Tensor")(columns_held)
+
+
+@_operator(
+    "attend_ring(Tensor q, Tensor k, Tensor v, float scale, float? softcap, Tensor? sinks,"
+    " Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor columns, Tensor seen, int layer, Tensor? first, str impl) -> Tensor",
+    fake=_like_output,
+)
+def attend_ring(  # type: ignore[no-untyped-def]
+    q, k, v, scale, softcap, sinks, ring_k, ring_v, columns, seen, layer, first, impl
+):
+    """Attend ring and new tokens inside the window or chunk, put the new tokens into the ring."""
+    call, ring = Attention(q, k, v, scale, softcap, sinks), RingBuffers(ring_k, ring_v)
+    if q.shape[2] == 1 and (q.is_cuda or impl == "cpp"):
+        return sliding.attend_ring_once(call, ring, columns, layer, implementation(q, impl))
+    return sliding.attend_ring(call, ring, columns, seen, layer, first)
+
+
+def _like_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor, *_: Any) -> Any:
+    return query.new_empty(value.shape), state.new_empty(state.shape, dtype=torch.float32)
+
+
+_operator(
+    "delta_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor state,"
+    " str module, str chunked, str step, bool normalize) -> (Tensor, Tensor)",
+    fake=_like_rule,
+)(delta_rule)
+
+
+def _like_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, *_: Any) -> Any:
+    return x.new_empty(x.shape, dtype=torch.float32), state.new_empty(state.shape, dtype=torch.float32)
+
+
+_operator(
+    "mamba2(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, Tensor d, Tensor dt_bias,"
+    " str module, int chunk, float low, float high) -> (Tensor, Tensor)",
+    fake=_like_scan,
+)(mamba2)
+_operator(
+    "mamba(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, Tensor d, Tensor z, Tensor dt_bias,"
+    " str module) -> (Tensor, Tensor)",
+    fake=_like_scan,
+)(mamba)
+
+
+@_operator("read_state(Tensor like, int layer, str name, int[] shape, ScalarType dtype) -> Tensor")
+def read_state(like: Tensor, layer: int, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Return the state of a recurrent layer before the tokens of this call; zeros where no cache is bound."""
     return like.new_zeros(like.shape[0], *shape, dtype=dtype)
 
 
-def _write_state(state: Tensor, layer: int, name: str) -> None:
-    return None
+@_operator("write_state(Tensor state, int layer, str name) -> ()")
+def write_state(state: Tensor, layer: int, name: str) -> None:
+    """Take the state after them; no cache is bound, so it is dropped."""
 
 
-def _store_state(state: Tensor, made: Tensor) -> None:
+has_side_effect(torch.ops.kvpass.write_state.default)  # its value reaches no output of a capture
+
+
+@_operator("store_state(Tensor state, Tensor(a!) made) -> ()", fake=lambda *_: None)
+def store_state(state: Tensor, made: Tensor) -> None:
+    """Copy the state after them into a buffer of the cache."""
     made.copy_(state)
 
 
-def _real_tokens(ids: Tensor) -> Tensor:
+@_operator("real_tokens(Tensor ids) -> Tensor")
+def real_tokens(ids: Tensor) -> Tensor:
+    """Return 1 for tokens, 0 for padding, of which a call without a cache knows none."""
     return torch.ones_like(ids)
-
-
-# -- fake implementations, for tracing --------------------------------------------------------------------------------
-
-
-def _fake_output(call: Attention, *rest: Any) -> Tensor:
-    """Return the output of an attention operator: ``[B, H, T, Dv]`` stored as ``[B, T, H, Dv]``."""
-    b, h, t, _ = call.q.shape
-    return call.q.new_empty(b, t, h, call.v.shape[3]).transpose(1, 2)
-
-
-def _fake_site(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    (b, h, t, _), (up, nope) = q.shape, rest[-2:]
-    return q.new_empty(b, t, h, v.shape[3] if up is None else len(up) // h - nope).transpose(1, 2)
-
-
-def _fake_columns(seen: Tensor, first: Tensor, slots: int, chunked: bool) -> Tensor:
-    return first.new_empty(first.shape[0], slots, dtype=torch.int32)
-
-
-def _fake_nothing(*args: Any) -> None:
-    return None
-
-
-# -- schemas ----------------------------------------------------------------------------------------------------------
-
-_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    float: "float",
-    float | None: "float?",
-    int: "int",
-    int | None: "int?",
-    Sequence[int]: "int[]",
-    str: "str",
-    str | None: "str?",
-    bool: "bool",
-    torch.dtype: "ScalarType",
-    Policy: "str",
-    Ranks: "str",
-}
-"""Schema text of operand types; policies and ranks are passed as their specs."""
-_REQUIRED = inspect.Parameter.empty
-
-
-def _operands(parameters: Iterable[inspect.Parameter]) -> Iterator[tuple[str, Any, str]]:
-    """Yield names, types and defaults (" = ..." or "") of operands; a tuple of operands stands for its fields."""
-    for parameter in parameters:
-        name, kind, default = parameter.name, parameter.annotation, parameter.default
-        if hasattr(kind, "_fields"):
-            yield from ((field, hint, "") for field, hint in get_type_hints(kind).items())
-        else:
-            yield name, kind, "" if default is _REQUIRED else f" = {default}"
-
-
-def _define(
-    run: Callable[..., Any], fake: Callable[..., Any], *, returns: str = "Tensor", written: Collection[str] = ()
-) -> None:
-    """Define the operator named after ``run``, with its parameters and ``fake`` as fake implementation.
-
-    Args:
-        written: names of the operands that it writes.
-    """
-    parameters = inspect.signature(run, eval_str=True).parameters.values()
-    texts: list[str] = []
-    for name, kind, default in _operands(parameters):
-        alias = f"Tensor({chr(ord('a') + len(texts))}!)"
-        text = _TYPES[kind].replace("Tensor", alias) if name in written else _TYPES[kind]
-        texts.append(f"{text} {name}{default}")
-    name = run.__name__.removeprefix("_")
-    _LIBRARY.define(f"{name}({', '.join(texts)}) -> {returns}")
-    _LIBRARY.impl(name, _packed(run, parameters), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"kvpass::{name}", _packed(fake, parameters))
-
-
-def _packed(run: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
-    """Return ``run`` as a function of single operands, as the dispatcher passes them: without defaults at the end."""
-    takers = [_taker(parameter.annotation, parameter.default) for parameter in parameters]
-
-    def flat(*operands: Any) -> Any:
-        left = iter(operands)
-        return run(*[take(left) for take in takers])
-
-    return flat
-
-
-def _taker(kind: Any, default: Any) -> Callable[[Iterator[Any]], Any]:
-    """Return what takes one parameter of ``kind`` from the operands; decided once, not in each call."""
-    if hasattr(kind, "_fields"):
-        count = len(kind._fields)
-        return lambda left: kind(*islice(left, count))
-    if kind is Ranks:
-        return lambda left: Ranks.from_spec(next(left))
-    if kind is Policy:
-        return lambda left: from_spec(next(left))
-    return next if default is _REQUIRED else lambda left: next(left, default)
-
-
-_define(_site, _fake_site)
-for _name, _operand in (("absorbed_query", "q"), ("expanded_output", "out")):
-    _LIBRARY.define(f"{_name}(Tensor {_operand}, Tensor up, int nope) -> Tensor")
-    _LIBRARY.impl(_name, getattr(latents, _name), "CompositeImplicitAutograd")
-_define(_attend_cache, _fake_output, written=written_in("append"))
-_define(_attend_evict, _fake_output, written=written_in("evict"))
-_define(
-    recompress.observe_held,
-    _fake_nothing,
-    returns="()",
-    written={"recompress_scores", "recompress_masses", "recompress_weights"},
-)
-_define(sliding.columns_held, _fake_columns)
-_define(_attend_ring, _fake_output, written=written_in("append"))
-_define(recurrent.delta_rule, recurrent.fake_delta_rule, returns="(Tensor, Tensor)")
-_define(recurrent.mamba2, recurrent.fake_scan, returns="(Tensor, Tensor)")
-_define(recurrent.mamba, recurrent.fake_scan, returns="(Tensor, Tensor)")
-_define(_read_state, _read_state)
-_define(_write_state, _fake_nothing, returns="()")
-_define(_store_state, _fake_nothing, returns="()", written={"made"})
-_define(_real_tokens, torch.empty_like)
-has_side_effect(torch.ops.kvpass.write_state.default)  # its value reaches no output of a capture

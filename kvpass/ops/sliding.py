@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, RingBuffers, SlotCache
+from kvpass.operands import Attention, Entries, RingBuffers, SlotCache
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.observation import attention_weights
 
@@ -82,7 +82,7 @@ def attend_ring_once(
         implementation: module whose ``attend_slots`` does the work.
     """
     position = held[:, None].expand(-1, call.k.shape[1], -1)
-    return implementation.attend_slots(call, SlotCache(None, None, None, *ring, position), layer)[0]
+    return implementation.attend_slots(call, SlotCache(None, None, Entries(*ring), position), layer)[0]
 
 
 def keep_newest(ring: RingBuffers, k: Tensor, v: Tensor, columns: Tensor, layer: int) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.operands import Attention, SlotCache
-from kvpass.ops.entry_formats import Side, entries_held, side_at, store
+from kvpass.operands import Attention, Entries, SlotCache
+from kvpass.ops.entry_formats import entries_held, store
 from kvpass.policies.decode_rules import keep_mask
 from kvpass.policies.observation import attention_weights
 from kvpass.rotation import rotated_output, rotated_queries
@@ -36,7 +36,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     rows, heads, _, key_dim = q.shape
     position, now, value_dim = lines.position, lines.now, v.shape[3]
     kv_heads, width = position.shape[1:]
-    group, behind = heads // kv_heads, width - lines.tail_k.shape[3]
+    group, behind = heads // kv_heads, width - lines.tail.k.shape[3]
     if not bool((position == EMPTY).any(2).all()):
         raise ValueError(f"layer {layer} has a line of {width} slots without an empty one")
     out = q.new_empty(rows, 1, heads, value_dim).transpose(1, 2)
@@ -50,7 +50,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
             in_tail = slot >= behind
             at = slice(slot - behind, slot - behind + 1) if in_tail else slice(slot, slot + 1)
             store(k[row, head], v[row, head], sides[in_tail], at)
-            of_pool = torch.arange(len(sides[0][0]), device=q.device)
+            of_pool = torch.arange(len(sides[0].k), device=q.device)
             index = torch.cat([of_pool, torch.arange(behind, width, device=q.device)])
             live = (position[row, head, index] >= 0) | (index == slot)
             held = [entries_held(side, key_dim, value_dim) for side in sides]
@@ -65,14 +65,14 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     return rotated_output(out, call, lines), None if now is None else attention
 
 
-def _line(lines: SlotCache, layer: int, row: int, head: int) -> tuple[Side, Side]:
+def _line(lines: SlotCache, layer: int, row: int, head: int) -> tuple[Entries, Entries]:
     """Return what the slots of a line hold: those of its pool segment, and of its tail."""
     tail = (layer, row, head)
-    if lines.offsets is None:
-        return side_at(lines, "tail", (*tail, slice(0, 0))), side_at(lines, "tail", tail)
+    if lines.pool is None or lines.offsets is None:
+        return lines.tail.at((*tail, slice(0, 0))), lines.tail.at(tail)
     segment = layer * lines.position.shape[1] + head
     kept = slice(*lines.offsets[row, segment : segment + 2].tolist())
-    return side_at(lines, "pool", (row, kept)), side_at(lines, "tail", tail)
+    return lines.pool.at((row, kept)), lines.tail.at(tail)
 
 
 def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvpass.config import Geometry
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, PrefillBuffers
+from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, Attention, PrefillBuffers, from_names
 from kvpass.ops import entry_formats, reference
 from kvpass.ops.compress import compress_layer
 from kvpass.vllm import devices, versions
@@ -37,7 +37,7 @@ from kvpass.vllm.spec import KVPassSpec
 from kvpass.vllm.steps import PromptRow, Step, read_step
 
 Buffers = dict[str, Tensor]
-"""Pools and tails of blocks, by their names in :class:`kvpass.operands.AppendBuffers`."""
+"""Pools and tails of blocks, by their names in :data:`kvpass.operands.BUFFERS`."""
 
 
 class KVPassBackend(AttentionBackend):
@@ -148,7 +148,7 @@ class KVPassBuilder(AttentionMetadataBuilder[KVPassMetadata]):
         """Made for the first step: layers have no cache before."""
         units = versions.cache_of(self.vllm_config, self.layer_names[0]).shape[0]
         rows, layers, kv_heads = len(self.block), self.layout.layers, self.layout.kv_heads
-        sizes = {"L": layers, "B": rows, "K": kv_heads, "D": self.layout.head_dim}
+        sizes = {"layers": layers, "batch": rows, "kv_heads": kv_heads, "key_dim": self.layout.head_dim}
         means = BUFFERS["key_mean"].new(sizes, self.device) if self.layout.coded else None
         return Tables(units, rows, layers, kv_heads, self.device, means)
 
@@ -276,14 +276,9 @@ class KVPassImpl(AttentionImpl):
         if of_documents:
             assert meta.documents is not None
             buffers = buffers | meta.documents.pools
-        held = AppendBuffers(
-            **buffers,
-            offsets=tables.offsets[:rows],
-            tail_start=tables.start[:rows],
-            tail_used=tables.used[:rows],
-            arrivals=tables.arrivals[: len(block) * self.num_kv_heads],
-            row_index=block,
-        )
+        in_use = {"offsets": tables.offsets[:rows], "tail_start": tables.start[:rows], "tail_used": tables.used[:rows]}
+        in_use |= {"arrivals": tables.arrivals[: len(block) * self.num_kv_heads], "row_index": block}
+        held = from_names(AppendBuffers, buffers | in_use)
         if tables.means is not None:
             call = entry_formats.centred(call, tables.means, (site, tables.number[block]))
         return meta.run.attend_blocks(call, held, site)
@@ -344,10 +339,10 @@ class KVPassImpl(AttentionImpl):
 
     def _buffers(self, block: Buffers, offsets: Tensor, dtype: torch.dtype) -> PrefillBuffers:
         """The buffers of a prompt: pool and tails in its block, if that holds no codes; the rest for this step only."""
-        sizes = {"B": 1, "E": block["pool_k"].shape[1], "L": self.layout.layers, "K": self.layout.kv_heads}
-        sizes["W"] = sizes["C"] = max(self.policy.window, 1)
-        sizes["F"] = self.policy.stat_planes
-        sizes["D"] = sizes["V"] = self.layout.head_dim
+        sizes = {"batch": 1, "layers": self.layout.layers, "kv_heads": self.layout.kv_heads}
+        sizes |= {"pool": block["pool_k"].shape[1], "stat_planes": self.policy.stat_planes}
+        sizes["window"] = sizes["tail"] = max(self.policy.window, 1)
+        sizes["key_dim"] = sizes["value_dim"] = self.layout.head_dim
         names = ("slots", "slot_stats", "layer_weights", "window_stats")
         made = {name: BUFFERS[name].new(sizes, offsets.device) for name in names}
         entries = torch.tensor([self.entries], device=offsets.device)

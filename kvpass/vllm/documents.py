@@ -57,7 +57,7 @@ class Documents(NamedTuple):
 
     Attributes:
         pools: keys and values, ``[1, E, D]``, and if they are codes their scales, ``[1, E]``; by their names in
-            :class:`kvpass.operands.AppendBuffers`. offsets: by name of the document, bounds of its segments, int32
+            :data:`kvpass.operands.BUFFERS`. offsets: by name of the document, bounds of its segments, int32
             ``[P]``. means: of codes, those of the keys of each document, fp32 ``[L, K, D]``.
     """
 

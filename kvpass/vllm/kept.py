@@ -40,7 +40,7 @@ class Tables:
     ) -> None:
         segments = layers * kv_heads
         self.rows, self.means = rows, means
-        self.arrivals = BUFFERS["arrivals"].new({"A": rows * kv_heads}, device)
+        self.arrivals = BUFFERS["arrivals"].new({"programs": rows * kv_heads}, device)
         self.offsets = torch.zeros(units, segments + 1, dtype=torch.int32, device=device)
         self.before, self.start, self.used, self.number = torch.zeros(4, units, dtype=torch.int64, device=device)
         self.kept = OrderedDict[bytes, Kept]()

@@ -148,7 +148,7 @@ class BlockLayout:
         return keys[rest].view(shape)[site], values[rest].view(shape)[site]
 
     def buffers(self, page: Tensor, site: int, tail: int) -> dict[str, Tensor]:
-        """Return pools and tails of all blocks by their names in :class:`kvpass.operands.AppendBuffers`.
+        """Return pools and tails of all blocks by their names in :data:`kvpass.operands.BUFFERS`.
 
         Row i is the block that begins at unit i, if its tails have ``tail`` slots. So rows overlap, and most of them
         mean nothing.

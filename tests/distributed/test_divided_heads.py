@@ -20,7 +20,7 @@ from kvpass.cache.recompression import Recompression
 from kvpass.cache.shared_heads import divided, joined, record_of_all
 from kvpass.cache.state import KVState
 from kvpass.config import Budget, Geometry, LayerGroup, Layout, PoolFacts
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs
+from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, from_names
 from kvpass.ops import evict, recompress, reference
 from kvpass.ops.compress import keep_entries
 from kvpass.policies import resolve
@@ -282,7 +282,7 @@ def decoded(policy: Any, start: Tensor, ranks: Ranks, steps: int = 15) -> FullAt
         store.ensure_room(1)
         for layer in range(LAYERS):
             q, k, v = (x[layer, :, :, step : step + 1] for x in new)
-            held = EvictBuffers(**store.cached_state)
+            held = from_names(EvictBuffers, store.cached_state)
             x = ENTERING[layer, :, TOKENS + step] if "token_scores" in policy.inputs else None
             evict.attend_evict(Attention(q, k, v, DIM**-0.5), held, layer, policy, ranks=ranks, entering=x)
         store.advance(1)
@@ -337,9 +337,9 @@ def compressed_again(policy: Any, ranks: Ranks) -> tuple[FullAttentionLayers, Te
     before = sum(ranks.meeting.sent) if isinstance(ranks, ThreadRanks) else 0
     again = Recompression(store, torch.full((ROWS,), policy.window))
     for layer in range(LAYERS):
-        call, held = Attention(*(x[layer] for x in new), DIM**-0.5), AppendBuffers(**store.cached_state)
+        call, held = Attention(*(x[layer] for x in new), DIM**-0.5), from_names(AppendBuffers, store.cached_state)
         reference.attend_cache(call, held, layer)
-        recompress.observe_held(call, held, again.buffers, layer, LAYERS, policy, ranks)
+        recompress.observe_held(call.q, DIM, *call[3:], held, again.buffers, layer, policy, ranks)
     store.advance(turn)
     left, record = again.finish(torch.full((ROWS,), BUDGET - policy.window), TOKENS + turn - start)
     sent = sum(ranks.meeting.sent) - before if isinstance(ranks, ThreadRanks) else 0

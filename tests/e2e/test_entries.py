@@ -58,7 +58,7 @@ def new_entries_rounded(entries: str, means: torch.Tensor | None = None) -> Iter
         def attends(call: Any, held: Any, layer: int) -> Any:
             mean = 0.0 if means is None else means[layer][:, :, None]
             k = rounded(call.k - mean, entries) + mean
-            v = rounded(call.v, entries) if held.tail_v.shape[-1] else k[..., : call.v.shape[3]]
+            v = rounded(call.v, entries) if held.tail.v.shape[-1] else k[..., : call.v.shape[3]]
             return attend(call._replace(k=k, v=v), held, layer)
 
         return attends

@@ -12,10 +12,19 @@ from transformers.models.llama import modeling_llama
 import kvpass
 from compiled_models import compiled_anew, greedy, padded, prompts_of
 from kvpass import operands
-from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers, SlotCache
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    Candidates,
+    Entries,
+    PolicyInputs,
+    PrefillBuffers,
+    RingBuffers,
+    SlotCache,
+)
 from kvpass.ops import reference, slots
 from kvpass.ops.compress import keep_entries
-from kvpass.ops.entry_formats import entries_held, packed, side_at
+from kvpass.ops.entry_formats import entries_held, packed
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies import POLICIES, resolve
 from kvpass.rotation import is_rotated, rotated_back
@@ -166,11 +175,11 @@ def ragged_cache(dtype: torch.dtype, dim: int, value_dim: int) -> AppendBuffers:
 
     lengths = torch.tensor([[0, 130, 1, 64, 65, 40], [3, 0, 0, 0, 300, 1], [9, 9, 9, 9, 9, 9]])
     offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int().to(PLACE)
-    pool = [random(rows, 400, dim), random(rows, 400, value_dim)]
-    tail = [random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)]
+    pool = Entries(random(rows, 400, dim), random(rows, 400, value_dim))
+    tail = Entries(*(random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)))
     start, used = torch.tensor([0, 5, 62], device=PLACE), torch.tensor(63, device=PLACE)
     arrivals = torch.zeros(rows * KV_HEADS, 64, dtype=torch.int32, device=PLACE)
-    return AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
+    return AppendBuffers(pool, offsets, tail, start, used, arrivals)
 
 
 @HALVES
@@ -178,12 +187,12 @@ def ragged_cache(dtype: torch.dtype, dim: int, value_dim: int) -> AppendBuffers:
 @pytest.mark.parametrize("tokens", [1, 8, 17])
 def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens):
     held = ragged_cache(dtype, dim, value_dim)
-    tail = held.tail_k.clone(), held.tail_v.clone()
+    tail = held.tail.k.clone(), held.tail.v.clone()
     call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, softcap, sinks_of(with_sinks))
     expected = reference.attend_cache(exact(call), exact(held), 1)
     found = device.attend_cache(call, held, 1)
     check("output", found, expected, ERROR[dtype])
-    for name, after, before, new in zip("kv", (held.tail_k, held.tail_v), tail, (call.k, call.v), strict=True):
+    for name, after, before, new in zip("kv", (held.tail.k, held.tail.v), tail, (call.k, call.v), strict=True):
         written = before.clone()
         written[1, :, :, 63 : 63 + tokens] = new
         assert torch.equal(after, written), f"tail of {name}"
@@ -198,26 +207,23 @@ def test_attending_latent_rows(dtype, tokens):
     call = Attention(q, k, k[..., :512], 0.05)
     expected = reference.attend_cache(exact(call), exact(held), 1)
     check("output", device.attend_cache(call, held, 1), expected, ERROR.get(dtype, 1e-5))
-    assert torch.equal(held.tail_k[1, :, :, 63 : 63 + tokens], k)
+    assert torch.equal(held.tail.k[1, :, :, 63 : 63 + tokens], k)
 
 
 def floats_of(held: AppendBuffers, dim: int, value_dim: int) -> AppendBuffers:
     """The same cache on the CPU in fp32: what its codes stand for."""
     on_cpu = exact(held)
-    found: dict[str, Tensor | None] = {}
-    for side in ("pool", "tail"):
-        entries = entries_held(side_at(on_cpu, side, ...), dim, value_dim)
-        for name, x in zip("kv", entries, strict=True):
-            found[f"{side}_{name}"] = rotated_back(x) if is_rotated(on_cpu, dim) else x
-            found[f"{side}_{name}_scale"] = None
-    return on_cpu._replace(**found)
+    sides = [entries_held(side, dim, value_dim) for side in (on_cpu.pool, on_cpu.tail)]
+    back = rotated_back if is_rotated(on_cpu, dim) else lambda x: x
+    pool, tail = (Entries(*map(back, side)) for side in sides)
+    return on_cpu._replace(pool=pool, tail=tail)
 
 
 def tail_levels(held: AppendBuffers, dim: int, value_dim: int) -> list[Tensor]:
     """The levels that codes of the tails, keys and values, stand for, on the CPU."""
-    on_cpu = exact(held)
-    entries = entries_held(side_at(on_cpu, "tail", ...), dim, value_dim)
-    return [x / scale[..., None] for x, scale in zip(entries, (on_cpu.tail_k_scale, on_cpu.tail_v_scale), strict=True)]
+    tail = exact(held).tail
+    entries = entries_held(tail, dim, value_dim)
+    return [x / scale[..., None] for x, scale in zip(entries, (tail.k_scale, tail.v_scale), strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
@@ -232,12 +238,12 @@ def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
     reference.attend_cache(exact(call), twin, 1)
     found = device.attend_cache(call, held, 1)
     floats = floats_of(held, dim, value_dim)
-    k, v = (tail[1, :, :, 63 : 63 + tokens] for tail in (floats.tail_k, floats.tail_v))
+    k, v = (tail[1, :, :, 63 : 63 + tokens] for tail in floats.tail[:2])
     expected = reference.attend_cache(exact(call)._replace(k=k, v=v), floats, 1)
     check("output", found, expected, ERROR.get(dtype, 1e-5))
     appended = floats_of(twin, dim, value_dim)
     if dtype == torch.float32 or not is_rotated(held, dim):
-        for name, found, expected in (("k", k, appended.tail_k), ("v", v, appended.tail_v)):
+        for name, found, expected in (("k", k, appended.tail.k), ("v", v, appended.tail.v)):
             check(f"new {name}", found, expected[1, :, :, 63 : 63 + tokens], 1e-6)
         return
     widest = torch.tensor(operands.LEVELS[operands.BITS[entry_format]]).diff().max()
@@ -259,7 +265,7 @@ def test_the_last_program_merges_what_all_others_stored() -> None:
     )
     start, used = torch.zeros(32, dtype=torch.int64, device=PLACE), torch.tensor(290, device=PLACE)
     arrivals = torch.zeros(32 * KV_HEADS, 64, dtype=torch.int32, device=PLACE)
-    call, held = Attention(q, k, v, 0.1), AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
+    call, held = Attention(q, k, v, 0.1), AppendBuffers(Entries(*pool), offsets, Entries(*tail), start, used, arrivals)
     expected = device.attend_cache(call, held, 1)
     check("output", expected, reference.attend_cache(exact(call), exact(held), 1), ERROR[torch.bfloat16])
     graph = torch.cuda.CUDAGraph()
@@ -305,8 +311,8 @@ def test_a_token_enters_a_cache_of_constant_size(dtype, dim, softcap, with_sinks
     offsets = torch.arange(LAYERS * KV_HEADS + 1, dtype=torch.int32).mul(300).expand(rows, -1).contiguous()
     generator = torch.Generator().manual_seed(1)
     shapes = [(rows, 300 * LAYERS * KV_HEADS, dim)] * 2 + [(LAYERS, rows, KV_HEADS, capacity, dim)] * 2
-    held = [torch.randn(shape, generator=generator).to(PLACE, dtype) for shape in shapes]
-    held.insert(2, offsets.to(PLACE))
+    entries = [torch.randn(shape, generator=generator).to(PLACE, dtype) for shape in shapes]
+    held = [Entries(*entries[:2]), offsets.to(PLACE), Entries(*entries[2:])]
     line = (rows, KV_HEADS, width)
     position = torch.rand(line, generator=generator).argsort(-1).int()
     position[:, :, ::7] = slots.EMPTY
@@ -318,7 +324,8 @@ def test_a_token_enters_a_cache_of_constant_size(dtype, dim, softcap, with_sinks
     found, got = device.attend_slots(call, SlotCache(*held, *place), 1)
     check("output", found, expected, ERROR[dtype])
     check("weights", got, weights, ERROR[dtype])
-    assert all(torch.equal(exact(x), twin) for x, twin in zip(held, twins, strict=True))
+    kept = [*twins[0][:2], *twins[2][:2]]
+    assert all(torch.equal(exact(x), twin) for x, twin in zip(entries, kept, strict=True))
     assert torch.equal(place[0].cpu(), position)
 
 

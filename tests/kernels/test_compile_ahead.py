@@ -93,7 +93,16 @@ def call_everything(
         slot_lines,
         window_statistics,
     )
-    from kvpass.operands import BITS, AppendBuffers, Attention, Candidates, PartialAttention, PrefillBuffers, SlotCache
+    from kvpass.operands import (
+        BITS,
+        AppendBuffers,
+        Attention,
+        Candidates,
+        Entries,
+        PartialAttention,
+        PrefillBuffers,
+        SlotCache,
+    )
     from kvpass.ops import entry_formats
 
     heads, layers, entries, capacity = kv_heads * group, 2, 96, 128
@@ -128,7 +137,7 @@ def call_everything(
 
     used = torch.zeros((), dtype=torch.int64)
     arrivals = torch.zeros(rows * kv_heads, 64, dtype=torch.int32)
-    held = AppendBuffers(*pool, offsets, *tail, start, used, arrivals)
+    held = AppendBuffers(Entries(*pool), offsets, Entries(*tail), start, used, arrivals)
     for count in (1, 8 if dims == LATENT else 16):
         ragged_decode.attend_ragged(site(count), held, 1)
     ragged_extend.attend_extend(site(17), held, 1)
@@ -140,8 +149,7 @@ def call_everything(
         packed = entry_formats.packed(held, entry_format)
         ragged_decode.attend_ragged(site(1), packed, 1)
         ragged_extend.attend_extend(site(17), packed, 1)
-        scales = [getattr(packed, f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
-        slot_decode.attend_slots(site(1), SlotCache(*packed[:5], position, start, *scales), 1)
+        slot_decode.attend_slots(site(1), SlotCache(*packed[:3], position, start), 1)
 
     if dims[0] == dims[1]:
         indexed = held._replace(tail_used=start, row_index=start)
@@ -149,9 +157,9 @@ def call_everything(
             ragged_decode.attend_ragged(site(count), indexed, 1)
         ragged_extend.attend_extend(site(17), indexed, 1)
 
-    slot_decode.attend_slots(site(1), SlotCache(*pool, offsets, *tail, position, start), 1)
+    slot_decode.attend_slots(site(1), SlotCache(*held[:3], position, start), 1)
     ring = torch.zeros(rows, 1, capacity, dtype=torch.int32).expand(-1, kv_heads, -1)
-    slot_decode.attend_slots(site(1), SlotCache(None, None, None, *tail, ring), 1)
+    slot_decode.attend_slots(site(1), SlotCache(None, None, held.tail, ring), 1)
     how = ("max", 7, "max") if options else ("avg", 5, "mean")
     slot_lines.pool_in_order(torch.zeros(rows, heads, line[2]), position, position, WINDOW, *how)
     slot_lines.evict_lowest(torch.zeros(line), position, torch.zeros(rows, kv_heads, dtype=torch.int64), WINDOW)

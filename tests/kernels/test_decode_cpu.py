@@ -14,7 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
 from kvpass.kernels import cpu
-from kvpass.operands import BITS, CODES
+from kvpass.operands import BITS, CODES, by_name
 from numeric_checks import DecodeCase, assert_rounded, decode_case
 from pairwise import each_value, pairwise
 
@@ -50,7 +50,7 @@ def threads() -> Iterator[None]:
 def test_values_stored_in_keys(dims, dtype):
     given = {"group": 8, "dim": dims[0], "value_dim": dims[1], "tokens": 3, "start": [0, 3]}
     case = decode_case([[37], [130]], **given, dtype=dtype, in_keys=True)
-    assert case.held.pool_v.shape[2] == 0
+    assert case.held.pool.v.shape[2] == 0
     check(case)
 
 
@@ -102,7 +102,7 @@ def test_codes_of_values_stored_in_keys(entry_format, tokens):
     """Of rotated keys the values are no part: whole keys are attended, and rotated back."""
     dims = {"group": 8, "dim": 72, "value_dim": 64, "tokens": tokens, "start": [0, 3]}
     case = decode_case([[37], [130]], **dims, in_keys=True).packed(entry_format)  # type: ignore[arg-type]
-    assert case.held.pool_v.shape[2] == 0 and case.held.pool_v_scale is None
+    assert case.held.pool.v.shape[2] == 0 and case.held.pool.v_scale is None
     check(case)
 
 
@@ -121,7 +121,7 @@ def test_scales_that_do_not_fit_are_refused():
         (case.changed(**scales), r"tail_k is torch\.float32 .* and has scales"),
         (rot4.changed(tail_k=few), "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
         (fp8.changed(pool_v_scale=torch.zeros(2, 9)), r"pool_v_scale is torch.float32 .*expected torch.float32"),
-        (fp8.changed(tail_k_scale=fp8.held.tail_k_scale.double()), "tail_k_scale is torch"),
+        (fp8.changed(tail_k_scale=fp8.held.tail.k_scale.double()), "tail_k_scale is torch"),
         (fp8.changed(**dict.fromkeys(scales)), "pool_k is torch"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -191,7 +191,7 @@ def test_every_value_survives_and_means_round_to_even(dtype):
     first, second = finite[:32000], finite[torch.randperm(len(finite), generator=torch.manual_seed(0))[:32000]]
     case = decode_case([[0]], group=1, value_dim=32000, used=1, slots=2, dtype=dtype)
     case.call.q.zero_()
-    case.held.tail_v[1, 0, 0, 0] = first
+    case.held.tail.v[1, 0, 0, 0] = first
     mean = ((first.float() + second.float()) / 2).to(dtype)
     torch.testing.assert_close(run(case.changed(v=second.view(1, 1, 1, -1))).flatten(), mean, rtol=0, atol=0)
 
@@ -242,7 +242,7 @@ def test_offsets_outside_the_pool_change_nothing(falling):
     if falling:
         held.offsets[0, 4] = held.offsets[0, 5] + 1
     else:
-        held.offsets[1, 6] = held.pool_k.shape[1] + 1
+        held.offsets[1, 6] = held.pool.k.shape[1] + 1
     refused(case, "offsets of row")
 
 
@@ -254,8 +254,8 @@ def test_unknown_dtype():
 def test_empty_batch():
     case = decode_case(RAGGED, group=2)
     none = {name: getattr(case.call, name)[:0] for name in "qkv"}
-    none |= {name: getattr(case.held, name)[:0] for name in ("pool_k", "pool_v", "offsets", "tail_start")}
-    none |= {name: getattr(case.held, name)[:, :0] for name in ("tail_k", "tail_v")}
+    none |= {name: by_name(case.held)[name][:0] for name in ("pool_k", "pool_v", "offsets", "tail_start")}
+    none |= {name: by_name(case.held)[name][:, :0] for name in ("tail_k", "tail_v")}
     assert run(case.changed(**none)).shape == (0, 6, 1, 32)
 
 

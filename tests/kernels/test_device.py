@@ -8,7 +8,7 @@ import torch
 import kvpass
 from kvpass.compiler import blocks, prompt
 from kvpass.kernels import window_statistics
-from kvpass.operands import AppendBuffers, Attention, Candidates, PolicyInputs
+from kvpass.operands import AppendBuffers, Attention, Candidates, Entries, PolicyInputs
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, schemas
 from kvpass.ops.compress import keep_entries
@@ -87,9 +87,9 @@ def prefill(backend, policy, entries):
 
 def appended(buffers):
     """A compressed prompt as a step finds it, its tail copied."""
-    pool, tail = (buffers.pool_k, buffers.pool_v, buffers.offsets), (buffers.tail_k.clone(), buffers.tail_v.clone())
+    pool, tail = Entries(buffers.pool_k, buffers.pool_v), Entries(buffers.tail_k.clone(), buffers.tail_v.clone())
     arrivals = torch.zeros(STARTS.numel() * KV_HEADS, 64, dtype=torch.int32)
-    return AppendBuffers(*pool, *tail, torch.tensor([0, 1, 2]), torch.tensor(WINDOW), arrivals)
+    return AppendBuffers(pool, buffers.offsets, tail, torch.tensor([0, 1, 2]), torch.tensor(WINDOW), arrivals)
 
 
 OWN_SCORES = {"cake", "h2o", "lava", "snapkv", "streaming_llm", "vatp"}

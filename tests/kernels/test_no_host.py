@@ -22,7 +22,7 @@ from kvpass.kernels import (
     window_statistics,
 )
 from kvpass.kernels.prompt_attention import Machine
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, PolicyInputs, RingBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, Entries, EvictBuffers, PolicyInputs, RingBuffers
 from kvpass.ops import cuda as device
 from kvpass.ops import evict, sliding
 from kvpass.ops.compress import keep_entries
@@ -105,11 +105,11 @@ def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monke
     assert "_gather_kernel" in launched
 
 
-def cached(dtype: torch.dtype) -> list[Tensor]:
+def cached(dtype: torch.dtype) -> tuple[Entries, Tensor, Entries]:
     """Pool, offsets and tails."""
-    pool = [on_device(ROWS, 50, DIM, dtype=dtype) for _ in range(2)]
-    tail = [on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)]
-    return [*pool, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), *tail]
+    pool = Entries(*(on_device(ROWS, 50, DIM, dtype=dtype) for _ in range(2)))
+    tail = Entries(*(on_device(LAYERS, ROWS, KV_HEADS, CAPACITY, DIM, dtype=dtype) for _ in range(2)))
+    return pool, on_device(ROWS, LAYERS * KV_HEADS + 1, dtype=torch.int32), tail
 
 
 OPTIONAL = pytest.mark.parametrize(

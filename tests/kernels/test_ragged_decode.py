@@ -169,11 +169,11 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format):
 
 def test_scales_that_do_not_fit_are_refused():
     case = decode_case([[37, 0, 5]]).packed("rot4")
-    assert case.held.pool_v_scale is not None
-    few = case.held.tail_k[..., :1].contiguous()
+    assert case.held.pool.v_scale is not None
+    few = case.held.tail.k[..., :1].contiguous()
     for wrong, message in (
         ({"pool_v_scale": None}, "must be given together"),
-        ({"pool_v_scale": case.held.pool_v_scale.half()}, "pool_v_scale is"),
+        ({"pool_v_scale": case.held.pool.v_scale.half()}, "pool_v_scale is"),
         ({"tail_k": few}, "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
     ):
         for way in BOTH:
@@ -316,11 +316,11 @@ def test_steps_one_after_another_are_one_long_step():
 )
 def test_bad_arguments_are_named(change, named):
     case = decode_case(THREE_HEADS)
-    before = case.held.tail_k.clone()
+    before = case.held.tail.k.clone()
     for way in BOTH:
         with pytest.raises(ValueError, match=named):
             way(case.changed(**change))
-    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(case.held.tail.k.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_tables_of_another_cache():

@@ -10,7 +10,7 @@ from kvpass.kernels import cpu
 from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.operands import CODES, AppendBuffers, Attention
+from kvpass.operands import CODES, AppendBuffers, Attention, Entries, by_name, from_names
 from kvpass.ops import cuda, reference
 from kvpass.ops.entry_formats import quantise
 from kvpass.vllm.layout import SLOTS, BlockLayout
@@ -21,7 +21,6 @@ SMALL = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 USED = (3, 64, 0)
 """Tail slots in use: in the first of two tiles, at the begin of the second, none."""
-BUFFERS, TAILS = (0, 1, 3, 4, 8, 9, 10, 11), (3, 4, 10, 11)
 """Fields of pool and tail, and those of the tail; nothing but new slots of these is written."""
 
 
@@ -64,8 +63,8 @@ class Case:
         extra = (20.0, torch.randn(heads)) if options else ()
         self.call = Attention(q, k, v, 0.25, *extra)
         arrivals = torch.zeros(len(USED) * KV_HEADS, 64, dtype=torch.int32)
-        buffers = (pool_k, pool_v, offsets, tail_k, tail_v, start, used, arrivals)
-        self.held = AppendBuffers(*buffers, row_index=torch.tensor(ROWS))
+        pool, tail = Entries(pool_k, pool_v), Entries(tail_k, tail_v)
+        self.held = AppendBuffers(pool, offsets, tail, start, used, arrivals, row_index=torch.tensor(ROWS))
         if entries != "model":
             self._quantise(replace(self.layout, entry_format=entries))
 
@@ -78,39 +77,43 @@ class Case:
         """Hold codes of what is held, in one memory."""
         size = (BLOCKS * self.units, LAYERS, KV_HEADS, SLOTS, layout.width)
         codes = self._blocks(layout, torch.zeros(size, dtype=CODES[layout.entry_format]))
+        floats = by_name(self.held)
         for name in ("pool_k", "pool_v", "tail_k", "tail_v"):
-            quantise(getattr(self.held, name), codes[name], codes[f"{name}_scale"])
-        self.held = self.held._replace(**codes)
+            quantise(floats[name], codes[name], codes[f"{name}_scale"])
+        self.held = from_names(AppendBuffers, floats | codes)
 
     def row(self, row: int) -> tuple[Attention, AppendBuffers]:
         """A row by itself, in memory of its own."""
         at = slice(ROWS[row], ROWS[row] + 1)
-        pool_k, pool_v, offsets = (x[at].clone() for x in self.held[:3])
-        tail_k, tail_v = (x[:, at].clone() for x in self.held[3:5])
-        alone = (pool_k, pool_v, offsets, tail_k, tail_v, self.held.tail_start[at], self.held.tail_used[at][0])
+        held, copied = self.held, lambda entries: Entries(*(x if x is None else x.clone() for x in entries))
+        pool, tail = copied(held.pool.at(at)), copied(held.tail.at((slice(None), at)))
         arrivals = torch.zeros(KV_HEADS, 64, dtype=torch.int32)
-        pools, tails = self.held[8:10], self.held[10:12]
-        scales = [x if x is None else x[at].clone() for x in pools]
-        scales += [x if x is None else x[:, at].clone() for x in tails]
-        return self.call.rows(slice(row, row + 1), slice(None)), AppendBuffers(*alone, arrivals, *scales)
+        alone = AppendBuffers(
+            pool, held.offsets[at].clone(), tail, held.tail_start[at], held.tail_used[at][0], arrivals
+        )
+        return self.call.rows(slice(row, row + 1), slice(None)), alone
+
+    def changed(self, **buffers: Tensor) -> AppendBuffers:
+        """The cache with other buffers."""
+        return from_names(AppendBuffers, by_name(self.held) | buffers)
 
     def check(self, layer, config=SMALL, way=attend_ragged) -> Tensor:
-        buffers = [i for i in BUFFERS if self.held[i] is not None]
-        before = [self.held[i].clone() for i in buffers]
+        held = {name: x for name, x in by_name(self.held).items() if name.startswith(("pool", "tail_k", "tail_v"))}
+        before = {name: x.clone() for name, x in held.items() if x is not None}
         expected = []
         for row, at in enumerate(ROWS):
             call, alone = self.row(row)
             expected.append(reference.attend_cache(call, alone, layer))
-            for wanted, i in zip(before, buffers, strict=True):
-                if i in TAILS:
-                    wanted[:, at] = alone[i][:, 0]
+            for name, wanted in before.items():
+                if name.startswith("tail"):
+                    wanted[:, at] = by_name(alone)[name][:, 0]
         found = way(self.call, self.held, layer, config)
         tolerance = 1e-5 if self.call.q.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found, torch.cat(expected), atol=tolerance, rtol=tolerance)
         assert found.transpose(1, 2).is_contiguous()
-        for i, wanted in zip(buffers, before, strict=True):
-            exactly = 0.0 if i in (0, 1, 3, 4) else 1e-6
-            torch.testing.assert_close(self.held[i], wanted, rtol=exactly, atol=0.0, equal_nan=True)
+        for name, wanted in before.items():
+            exactly = 1e-6 if name.endswith("scale") else 0.0
+            torch.testing.assert_close(held[name], wanted, rtol=exactly, atol=0.0, equal_nan=True)
         assert not self.held.arrivals.any()
         return found
 
@@ -151,17 +154,17 @@ def test_a_row_is_rounded_as_it_is_alone():
 @pytest.mark.parametrize("way", [cuda_of, cpu_of])
 def test_scales_that_do_not_lie_as_their_codes_are_refused(way):
     case = Case(entries="int8")
-    change = {"tail_v_scale": case.held.tail_v_scale.clone(memory_format=torch.contiguous_format)}
+    change = {"tail_v_scale": case.held.tail.v_scale.clone(memory_format=torch.contiguous_format)}
     with pytest.raises(ValueError, match="scales of tail_k and tail_v must lie as far apart as these"):
-        way(case.call, case.held._replace(**change), 0)
+        way(case.call, case.changed(**change), 0)
 
 
 def test_other_strides_of_a_known_shape_are_refused():
     case = Case()
     cpu_of(case.call, case.held, 0)
-    *sizes, dim = case.held.tail_v.shape
+    *sizes, dim = case.held.tail.v.shape
     with pytest.raises(ValueError, match="must be packed in each row, with the same strides"):
-        cpu_of(case.call, case.held._replace(tail_v=torch.zeros(*sizes, 2 * dim)[..., :dim]), 0)
+        cpu_of(case.call, case.changed(tail_v=torch.zeros(*sizes, 2 * dim)[..., :dim]), 0)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_other_strides_of_a_known_shape_are_refused():
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(way, change, layer, message):
     case = Case()
-    before = case.held.tail_k.clone()
+    before = case.held.tail.k.clone()
     with pytest.raises(ValueError, match=message):
-        way(case.call, case.held._replace(**change), layer)
-    assert torch.equal(case.held.tail_k.nan_to_num(), before.nan_to_num())
+        way(case.call, case.changed(**change), layer)
+    assert torch.equal(case.held.tail.k.nan_to_num(), before.nan_to_num())

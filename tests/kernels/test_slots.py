@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.kernels import cpu
-from kvpass.operands import Attention, SlotCache
+from kvpass.operands import Attention, Entries, SlotCache, by_name
 from kvpass.ops import cuda as device
 from kvpass.ops import reference, slots
 from kvpass.ops.slots import ABSENT, EMPTY
@@ -44,7 +44,7 @@ class SlotsCase(CacheCase):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Everything a call may write or must leave alone."""
-        given = self.call._asdict() | self.held._asdict()
+        given = self.call._asdict() | by_name(self.held)
         return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
     def copy(self) -> SlotsCase:
@@ -57,16 +57,17 @@ class SlotsCase(CacheCase):
             return self.unpacked().exact()
         (q, k, v, scale, softcap, sinks), held = self.call, self.held
         (rows, kv_heads, width), heads = held.position.shape, q.shape[1]
-        group, behind = heads // kv_heads, width - held.tail_k.shape[3]
+        group, behind = heads // kv_heads, width - held.tail.k.shape[3]
         lines = []
         for row, head in itertools.product(range(rows), range(kv_heads)):
             slot = int((held.position[row, head] == EMPTY).nonzero()[0])
             live = (held.position[row, head] >= 0) | (torch.arange(width) == slot)
             first = 0 if held.offsets is None else int(held.offsets[row, self.layer * kv_heads + head])
             sides = []
-            stored = (held.pool_k, held.tail_k) if held.tail_v.shape[4] == 0 else (held.pool_v, held.tail_v)
+            pool_k, pool_v = held.pool[:2] if held.pool else (None, None)
+            stored = (pool_k, held.tail.k) if held.tail.v.shape[4] == 0 else (pool_v, held.tail.v)
             values = [None if x is None else x[..., : v.shape[3]] for x in stored]
-            for pool, tail, new in ((held.pool_k, held.tail_k, k), (*values, v)):
+            for pool, tail, new in ((pool_k, held.tail.k, k), (*values, v)):
                 line = tail.new_zeros(width, tail.shape[4])
                 if pool is not None:
                     segment = pool[row, first : first + behind]
@@ -139,7 +140,8 @@ def slots_case(
     now = torch.randint(width + 3, width + 99, (rows,), generator=generator) if recorded else None
     q = random(rows, 1, group * kv_heads, dim).transpose(1, 2)
     call = Attention(q, k, v, dim**-0.5, softcap, random(group * kv_heads) * 3 if sinks else None)
-    held = SlotCache(*((*pools, offsets) if pool else (None,) * 3), *tails, position, now)
+    kept = (Entries(*pools), offsets) if pool else (None, None)
+    held = SlotCache(*kept, Entries(*tails), position, now)
     return SlotsCase(call, held, layer)
 
 
@@ -211,7 +213,7 @@ def test_lines_without_a_pool(way, capacity):
     case = slots_case([[0, 0]], capacity=capacity, pool=False, recorded=False, live=0.0)
     columns = torch.arange(capacity, dtype=torch.int32).roll(capacity // 3)
     columns[capacity // 2] = EMPTY
-    for tail in (case.held.tail_k, case.held.tail_v):
+    for tail in (case.held.tail.k, case.held.tail.v):
         tail.normal_()[:, :, :, capacity // 2] = torch.nan
     check(case.changed(position=columns.expand(1, 2, capacity)), way)
 
@@ -253,18 +255,18 @@ def test_bad_arguments_are_named(way, change, named):
 def test_a_line_without_an_empty_slot(way):
     case = slots_case(THREE_HEADS)
     case.held.position[1, 2] = ABSENT
-    before = case.held.tail_k.clone()
+    before = case.held.tail.k.clone()
     with pytest.raises(ValueError, match="empty"):
         way(*case.arguments)
-    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(case.held.tail.k.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_a_segment_longer_than_its_part_of_a_line():
     case = slots_case(THREE_HEADS)
-    before = case.held.tail_k.clone()
+    before = case.held.tail.k.clone()
     with pytest.raises(ValueError, match=r"rise within 0.*by at most 60"):
         cpu.attend_slots(*case.changed(position=case.held.position[..., 10:].contiguous(), now=None).arguments)
-    assert torch.equal(case.held.tail_k.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(case.held.tail.k.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.parametrize("way", LOSERS)

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import AppendBuffers, Attention, Candidates, EvictBuffers, RecompressBuffers, RingBuffers
+from kvpass.operands import AppendBuffers, Attention, Candidates, Entries, EvictBuffers, RingBuffers
 from kvpass.ops import reference, slots
 from kvpass.ops.compress import keep_entries
 from kvpass.ops.sliding import keep_newest
@@ -46,11 +46,11 @@ def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
             shape = (layers, k, used - int(start[row]), tensor.shape[-1])
             tensor[:, row, :, int(start[row]) : used] = torch.randn(shape, generator=g)
     pool = [torch.randn(b, slots, dim, generator=g) for dim in (d, dv)]
-    return AppendBuffers(*pool, offsets, *tail, start, torch.tensor(used))
+    return AppendBuffers(Entries(*pool), offsets, Entries(*tail), start, torch.tensor(used))
 
 
 def without_nan(buffers):
-    return [x.nan_to_num(0.0) if x is not None and x.is_floating_point() else x for x in buffers]
+    return buffers._replace(tail=Entries(*(x.nan_to_num(0.0) for x in buffers.tail.tensors)))
 
 
 def test_opcheck_site():
@@ -74,32 +74,33 @@ def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_opcheck_attend_cache(impl):
-    args = (*Attention(*qkv(n=1), SCALE), *without_nan(decode_state()), 1, impl)
+    args = (*Attention(*qkv(n=1), SCALE), *without_nan(decode_state()).operands, 1, impl)
     torch.library.opcheck(OPS.attend_cache.default, args)
 
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_opcheck_attend_evict(impl):
-    pool_k, pool_v, offsets, tail_k, tail_v = without_nan(decode_state()[:5])
+    pool, offsets, tail = without_nan(decode_state())[:3]
     lengths = offsets.diff(dim=1).view(2, 2, 2).transpose(0, 1)
     longest = int(lengths.max())
-    positions = torch.full((2, 2, 2, longest + tail_k.shape[3]), slots.EMPTY, dtype=torch.int32)
+    positions = torch.full((2, 2, 2, longest + tail.k.shape[3]), slots.EMPTY, dtype=torch.int32)
     positions[..., :longest][torch.arange(longest) >= lengths[..., None]] = slots.ABSENT
     positions[..., longest : longest + 5] = torch.arange(5)
     memory = torch.zeros(1, *positions.shape)
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
-    held = EvictBuffers(pool_k, pool_v, offsets, tail_k, tail_v, positions, memory, quota, position)
-    args = (*Attention(*qkv(n=2), SCALE), *held, 1, policy, impl, ONE_PROCESS.spec, None)
+    held = EvictBuffers(pool, offsets, tail, positions, memory, quota, position)
+    args = (*Attention(*qkv(n=2), SCALE), *held.operands, 1, policy, impl, ONE_PROCESS.spec, None)
     torch.library.opcheck(OPS.attend_evict.default, args)
 
 
 def test_opcheck_observe_held():
     held = without_nan(decode_state())
     scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
-    found = RecompressBuffers(scores, masses, torch.zeros(2, 2, dtype=torch.float64), torch.tensor([2, 2]))
-    policy = resolve("snapkv", window=2).spec
-    args = (*Attention(*qkv(n=2), SCALE), *held, *found, 1, 2, policy, ONE_PROCESS.spec)
+    found = [scores, masses, torch.zeros(2, 2, dtype=torch.float64)]
+    policy, (q, _, v) = resolve("snapkv", window=2).spec, qkv(n=2)
+    call = (q, v.shape[3], SCALE, None, None)
+    args = (*call, *held.operands[:5], None, found, torch.tensor([2, 2]), 1, policy, ONE_PROCESS.spec)
     torch.library.opcheck(OPS.observe_held.default, args)
 
 
@@ -177,10 +178,11 @@ def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_an_append_over_capacity_raises_and_writes_nothing(impl):
     state = decode_state()
-    before = [tensor.clone() for tensor in state[:7]]
+    tensors = [*state.pool.tensors, state.offsets, *state.tail.tensors, *state[3:5]]
+    before = [tensor.clone() for tensor in tensors]
     with pytest.raises(ValueError, match="9"):
-        OPS.attend_cache.default(*Attention(*qkv(n=5), SCALE), *state, 1, impl)
-    assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(state[:7], before, strict=True))
+        OPS.attend_cache.default(*Attention(*qkv(n=5), SCALE), *state.operands, 1, impl)
+    assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(tensors, before, strict=True))
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.operands import AppendBuffers, Attention, RecompressBuffers
+from kvpass.operands import AppendBuffers, Attention, Entries, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, fill_shares, observe_held, select_held
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
@@ -27,11 +27,16 @@ def ragged(seed=0, t=5, window=4, heads=4, kv_heads=2, dim=6):
         kept = slice(*offsets[0, 2 + head : 4 + head].tolist())
         keys.append(torch.cat([pool_k[0, kept], tail_k[1, 0, head, start : used + t]]))
         values.append(torch.cat([pool_v[0, kept], tail_v[1, 0, head, start : used + t]]))
-    held = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor([start]), torch.tensor(used))
+    pool, tail = Entries(pool_k, pool_v), Entries(tail_k, tail_v)
+    held = AppendBuffers(pool, offsets, tail, torch.tensor([start]), torch.tensor(used))
     scores, masses = torch.full((1, 2, kv_heads, 30), float("-inf")), torch.zeros(1, 2, kv_heads, 30)
     found = RecompressBuffers(scores, masses, torch.zeros(1, 2).double(), torch.tensor([window]))
     new = (slice(None), slice(None), slice(used, used + t))
     return Attention(q, tail_k[1][new], tail_v[1][new], 0.3), held, found, keys, values
+
+
+def observe(call, held, found, policy):
+    observe_held(call.q, call.v.shape[3], *call[3:], held, found, 1, policy, ONE_PROCESS)
 
 
 def attention_of(q, keys, rows, **options):
@@ -51,7 +56,7 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
     call, held, found, keys, values = ragged(t=t, window=window)
     scores, masses, layer_weights, _ = found
     policy = resolve("lava", window=window, pool=None)
-    observe_held(call, held, found, 1, 2, policy, ONE_PROCESS)
+    observe(call, held, found, policy)
     assert bool((scores[:, 0] == float("-inf")).all()) and not bool(masses[:, 0].any()), "another layer was written"
     every = []
     for head in range(2):
@@ -73,7 +78,7 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
 def test_the_weight_of_a_layer_takes_all_its_heads():
     call, held, found, keys, _ = ragged(t=5)
     policy = resolve("cake", window=4, tau1=1.5, tau2=0.5, evict_during_decode=False)
-    observe_held(call, held, found, 1, 2, policy, ONE_PROCESS)
+    observe(call, held, found, policy)
     h = v = 0.0
     for head in range(2):
         a, error = attention_of(call.q[0, 2 * head : 2 * head + 2], keys[head], 4)
@@ -87,7 +92,7 @@ def test_sinks_and_softcap_take_part():
     call, held, turn, keys, _ = ragged(t=5)
     policy = resolve("snapkv", window=4, pool=None)
     sinks = torch.randn(4)
-    observe_held(call._replace(softcap=2.0, sinks=sinks), held, turn, 1, 2, policy, ONE_PROCESS)
+    observe(call._replace(softcap=2.0, sinks=sinks), held, turn, policy)
     for head in range(2):
         heads = slice(2 * head, 2 * head + 2)
         a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads])
@@ -97,7 +102,7 @@ def test_sinks_and_softcap_take_part():
 
 def test_a_row_that_is_not_due_is_not_looked_at():
     call, held, found, _, _ = ragged(window=NOT_DUE)
-    observe_held(call, held, found, 1, 2, resolve("lava", window=4), ONE_PROCESS)
+    observe(call, held, found, resolve("lava", window=4))
     assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
 
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpass.config import EntryFormat
-from kvpass.operands import BITS, BUFFERS, LEVELS, AppendBuffers, Attention, PrefillBuffers
+from kvpass.operands import (
+    BITS,
+    BUFFERS,
+    LEVELS,
+    AppendBuffers,
+    Attention,
+    Entries,
+    PrefillBuffers,
+    by_name,
+    from_names,
+)
 from kvpass.ops.entry_formats import dequantise, packed
 from kvpass.rotation import rotated, rotated_back, rotation
 
@@ -83,8 +93,9 @@ def prefill_buffers(
     """
     limits = torch.as_tensor(entries).repeat(rows) if isinstance(entries, int) else entries
     slots = slots or policy.capacity(int(limits.max()), layers, kv_heads)
-    sizes = {"B": rows, "E": slots, "L": layers, "K": kv_heads, "P": layers * kv_heads + 1, "C": tail}
-    sizes |= {"D": dims[0], "V": dims[1], "F": policy.stat_planes, "W": max(policy.window, 1)}
+    sizes = {"batch": rows, "pool": slots, "layers": layers, "kv_heads": kv_heads, "tail": tail}
+    sizes |= {"key_dim": dims[0], "value_dim": dims[1], "bounds": layers * kv_heads + 1}
+    sizes |= {"stat_planes": policy.stat_planes, "window": max(policy.window, 1)}
     made = {}
     for name in PrefillBuffers._fields[: PrefillBuffers._fields.index("entries")]:
         buffer = BUFFERS[name]
@@ -250,9 +261,6 @@ class PromptCase:
         return Attention(q, k, v, self.d**-0.5, self.softcap, sinks), start
 
 
-OF_CODES = ("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale")
-
-
 def rounded(x: Tensor, entry_format: EntryFormat) -> Tensor:
     """Entries ``[.., D]`` after a round trip, by the formula."""
     bits = BITS[entry_format]
@@ -283,10 +291,11 @@ class CacheCase:
         return self.call, self.held, self.layer
 
     def changed(self, **given: Any) -> Self:
-        """The case with other fields of the call or the cache, or another layer."""
+        """The case with other fields of the call, other buffers of the cache, or another layer."""
         of_call = {name: given.pop(name) for name in Attention._fields if name in given}
         layer = given.pop("layer", self.layer)
-        return replace(self, call=self.call._replace(**of_call), held=self.held._replace(**given), layer=layer)
+        held = from_names(type(self.held), by_name(self.held) | given)
+        return replace(self, call=self.call._replace(**of_call), held=held, layer=layer)
 
     def packed(self, entry_format: EntryFormat) -> Self:
         """The case with a cache of codes."""
@@ -296,10 +305,11 @@ class CacheCase:
 
     def floats(self, name: str) -> Tensor:
         """A buffer in float64, with what codes stand for."""
-        held, scale = getattr(self.held, name), getattr(self.held, f"{name}_scale")
+        held = by_name(self.held)
+        x, scale = held[name], held[f"{name}_scale"]
         if scale is None:
-            return held.double()
-        found = dequantise(held, scale.double(), (self.call.k if name.endswith("k") else self.call.v).shape[3])
+            return x.double()
+        found = dequantise(x, scale.double(), (self.call.k if name.endswith("k") else self.call.v).shape[3])
         return rotated_back(found) if BITS[self.entry_format] < 8 else found
 
 
@@ -321,16 +331,15 @@ class DecodeCase(CacheCase):
 
     def copied(self) -> DecodeCase:
         """The case with tails of its own."""
-        names = [name for name in ("tail_k", "tail_v", *OF_CODES[2:]) if getattr(self.held, name) is not None]
-        return self.changed(**{name: getattr(self.held, name).clone() for name in names})
+        tail = Entries(*(x.clone() for x in self.held.tail.tensors))
+        return replace(self, held=self.held._replace(tail=tail))
 
     def with_pool_of_first_row(self, copies: int) -> DecodeCase:
         """The case with the pool of the first row for all rows, held so many times, and tails of its own."""
         tables: dict[str, Any] = {"offsets": self.held.offsets[:1].repeat(len(self.held.offsets), 1)}
-        for name in ("pool_k", "pool_v", *OF_CODES[:2]):
-            if (x := getattr(self.held, name)) is not None:
-                tables[name] = torch.cat([x[:1]] * copies)
-        return self.copied().changed(**tables)
+        pool = Entries(*(torch.cat([x[:1]] * copies) for x in self.held.pool.tensors))
+        copied = self.copied().changed(**tables)
+        return replace(copied, held=copied.held._replace(pool=pool))
 
     @property
     def _new(self) -> tuple[Any, ...]:
@@ -341,8 +350,7 @@ class DecodeCase(CacheCase):
     @property
     def buffers(self) -> list[Tensor]:
         """What a call may write, and what it must not."""
-        named = (getattr(self.held, name) for name in ("pool_k", "pool_v", "tail_k", "tail_v", *OF_CODES))
-        return [x for x in named if x is not None]
+        return [*self.held.pool.tensors, *self.held.tail.tensors]
 
     @property
     def kept(self) -> list[Tensor]:
@@ -356,7 +364,7 @@ class DecodeCase(CacheCase):
     def check_appended(self) -> None:
         """The new entries are in the tail: as they are, or as codes that stand for what the formula gives."""
         for name, new in (("tail_k", self.call.k), ("tail_v", self.call.v)):
-            if getattr(self.held, name).shape[-1] == 0:
+            if by_name(self.held)[name].shape[-1] == 0:
                 continue
             found = self.floats(name)[self._new]
             if self.entry_format == "model":
@@ -375,7 +383,7 @@ class DecodeCase(CacheCase):
         (q, k, v, scale, softcap, sinks), held = self.call, self.held
         (rows, heads, tokens, _), kv_heads = q.shape, k.shape[1]
         group, used = heads // kv_heads, int(held.tail_used)
-        in_keys, are_codes = held.pool_v.shape[2] == 0, self.entry_format != "model"
+        in_keys, are_codes = held.pool.v.shape[2] == 0, self.entry_format != "model"
         roundings = rounds_weights * (2 if are_codes else 1)  # values too, when they leave their codes
         rotates = BITS.get(self.entry_format, 8) < 8
         pool_k, tail_k = self.floats("pool_k"), self.floats("tail_k")
@@ -464,6 +472,5 @@ def decode_case(
         pools[1], tails[1] = pools[1][..., :0].contiguous(), tails[1][..., :0].contiguous()
     extra = random(group * kv_heads) * 3 if sinks else None
     call = Attention(q, k, v, dim**-0.5 if scale is None else scale, softcap, extra)
-    (pool_k, pool_v), (tail_k, tail_v) = pools, tails
-    tables = AppendBuffers(pool_k, pool_v, offsets, tail_k, tail_v, torch.tensor(first), torch.tensor(used))
+    tables = AppendBuffers(Entries(*pools), offsets, Entries(*tails), torch.tensor(first), torch.tensor(used))
     return DecodeCase(call, tables, layer)

@@ -1,0 +1,118 @@
+"""The text of each operator's schema against its implementation, the tuples of operands and the table of buffers."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    Entries,
+    EvictBuffers,
+    RecompressBuffers,
+    RingBuffers,
+    from_names,
+    names_of,
+    written_in,
+)
+from kvpass.ops import schemas
+from kvpass.policies import resolve
+from kvpass.ranks import ONE_PROCESS
+
+OPERATORS = [
+    name.removeprefix("kvpass::")
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("kvpass::") and not name.endswith("_ranks")  # torch makes the schemas of these
+]
+SEVERAL = {side: [f"{side}_{name}" for name in Entries._fields] for side in ("pool", "tail")} | {
+    "slots": ["slot_positions", "decode_state", "rule_rows"],
+    "limits": ["quota", "next_position"],
+    "observed": ["recompress_scores", "recompress_masses", "recompress_weights"],
+    "window": ["recompress_window"],
+}
+"""Buffers of an operand that is not named as one."""
+OF_CACHE = {  # what stands before and behind the buffers; what is written while policies of that sort decode
+    "attend_cache": (Attention._fields, AppendBuffers, ("layer", "impl"), "append"),
+    "attend_evict": (Attention._fields, EvictBuffers, ("layer", "policy", "impl", "ranks", "entering"), "evict"),
+    "attend_ring": (Attention._fields, RingBuffers, ("columns", "seen", "layer", "first", "impl"), "append"),
+    "observe_held": (("q", "value_dim", *Attention._fields[3:]), None, ("layer", "policy", "ranks"), "append"),
+}
+
+
+def arguments_of(operator):
+    return getattr(torch.ops.kvpass, operator).default._schema.arguments
+
+
+def test_the_operators_are_these():
+    assert len(OPERATORS) == 15 and OF_CACHE.keys() <= set(OPERATORS)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_implementation_takes_the_operands_of_its_schema(operator):
+    parameters = inspect.signature(getattr(schemas, operator)).parameters
+    arguments = arguments_of(operator)
+    assert [a.name for a in arguments] == list(parameters)
+    no_default = inspect.Parameter.empty
+    defaults = [a.default_value if a.has_default_value() else no_default for a in arguments]
+    assert defaults == [p.default for p in parameters.values()]
+    assert len(arguments) <= 16
+
+
+@pytest.mark.parametrize("operator", OF_CACHE)
+def test_the_buffers_of_a_schema_are_those_of_the_table_and_it_writes_what_the_table_says(operator):
+    before, buffers, behind, phase = OF_CACHE[operator]
+    arguments = arguments_of(operator)
+    names = [a.name for a in arguments]
+    assert names[: len(before)] == list(before) and names[-len(behind) :] == list(behind)
+    of_buffers = arguments[len(before) : -len(behind)]
+    written = {b for a in of_buffers if a.alias_info and a.alias_info.is_write for b in SEVERAL.get(a.name, [a.name])}
+    found = [b for a in of_buffers for b in SEVERAL.get(a.name, [a.name])]
+    expected = set(names_of(buffers)) - {"row_index"} if buffers else {*found, *RecompressBuffers._fields}
+    assert set(found) == expected and len(found) == len(expected)
+    if buffers:
+        assert written == written_in(phase) & expected
+    else:
+        assert written == written_in(phase) & set(RecompressBuffers._fields)
+    aliases = [s for a in arguments if a.alias_info for s in a.alias_info.before_set]
+    assert len(set(aliases)) == len(aliases)
+
+
+def buffers_of(kind, *absent):
+    """A tuple of small tensors, each of its own."""
+    return from_names(kind, {name: torch.zeros(1, 1, 1, 1) for name in names_of(kind) if name not in absent})
+
+
+def same(one, other):
+    """Whether two tuples hold the same tensors and values."""
+    if isinstance(one, tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return one is other if isinstance(one, torch.Tensor) else one == other
+
+
+CODES = [(), ("pool_v_scale", "tail_v_scale"), tuple(f"{s}_{x}_scale" for s in ("pool", "tail") for x in "kv")]
+formats = pytest.mark.parametrize("absent", CODES, ids=["codes", "codes with values in keys", "floats"])
+CALL = Attention(*(torch.zeros(1, 1, 1, 1) for _ in range(3)), 0.5, 2.0, torch.zeros(1))
+
+
+@formats
+def test_what_attend_cache_is_given_reaches_the_kernel(absent, monkeypatch):
+    seen = []
+    kernels = SimpleNamespace(attend_cache=lambda *given: seen.append(given))
+    monkeypatch.setattr(schemas, "implementation", lambda *_: kernels)
+    held = buffers_of(AppendBuffers, "key_mean", "row_index", *absent)
+    schemas.attend_cache(*CALL, *held.operands, 7, "cpp")
+    assert same(seen[0], (CALL, held, 7))
+
+
+@formats
+@pytest.mark.parametrize("rows", [(), ("rule_rows",)], ids=["rows", "no rows"])
+def test_what_attend_evict_is_given_reaches_the_rule(absent, rows, monkeypatch):
+    seen = []
+    monkeypatch.setattr(schemas.evict, "attend_evict", lambda *given: seen.append(given))
+    held, policy, entering = buffers_of(EvictBuffers, *absent, *rows), resolve("h2o", window=2), torch.zeros(1)
+    schemas.attend_evict(*CALL, *held.operands, 7, policy.spec, "eager", ONE_PROCESS.spec, entering)
+    call, cache, layer, chosen, _, ranks, last = seen[0]
+    assert same((call, cache, layer, last), (CALL, held, 7, entering))
+    assert (chosen, ranks) == (policy, ONE_PROCESS)
