@@ -184,10 +184,8 @@ class Prompt:
             return edges, 0
         if self.compacts:
             return edges, self.tokens
-        if split.not_in_blocks:
-            return edges, 0
-        (logits,) = split.results
-        if logits in split.axes:  # of all tokens
+        logits = split.results[0]
+        if split.not_in_blocks or logits in split.axes:  # logits of all tokens
             return edges, 0
         edges = self.decoder.last_edges(edges, self.block, int(recorded(logits).shape[1]))
         writes = not set(split.states.values()).isdisjoint(layer.after.outputs)
