@@ -183,7 +183,7 @@ class LayerRun:
             block. start: first real column of each row, on the CPU. seen: columns before these tokens. states: of
             recurrent layers, before these tokens.
     Attributes:
-        values: of inputs and constants, by node: all that parts read but what they compute.
+        node_values: inputs and constants, by node: all that parts read but what they compute.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class LayerRun:
         self.decoder, self.tokens, self.start, self.seen = decoder, real.shape[1], start, seen
         self.edges = decoder.edges(self.tokens, block)
         inputs = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
-        self.values: Hidden = {**decoder.constants, **dict(zip(decoder.inputs, inputs, strict=True))}
-        self.values |= dict.fromkeys(decoder.split.real, real) | dict(states)
+        self.node_values: Hidden = {**decoder.constants, **dict(zip(decoder.inputs, inputs, strict=True))}
+        self.node_values |= dict.fromkeys(decoder.split.real, real) | dict(states)
 
     def begin(self) -> Hidden:
         """Run what comes before all layers."""
@@ -278,7 +278,8 @@ class _BlockRun:
     """
 
     def __init__(self, run: LayerRun, hidden: Hidden) -> None:
-        self.decoder, self.tokens, self.values, self.hidden = run.decoder, run.tokens, run.values, dict(hidden)
+        self.decoder, self.tokens, self.hidden = run.decoder, run.tokens, dict(hidden)
+        self.node_values = run.node_values
 
     def run_part(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
         """Run a part for some tokens, which follow those of its last call; ``made``: their values so far."""
@@ -301,7 +302,7 @@ class _BlockRun:
         if node in self.decoder.lengths:
             return end - first
         axis = self.decoder.split.axes.get(node)
-        value = self.hidden[node] if node in self.hidden else self.values[node]
+        value = self.hidden[node] if node in self.hidden else self.node_values[node]
         if axis is None or end - first == self.tokens:
             return value
         return value.narrow(axis, first, end - first).contiguous()
@@ -326,7 +327,7 @@ class _BlockRun:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
         results = [node for node in layer.results if node in self.decoder.split.axes]
         # weights may be tensors that wrap others, whose own storage has no address
-        values = [*self.values.values(), *self.hidden.values()]
+        values = [*self.node_values.values(), *self.hidden.values()]
         storages = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)]
         for node in layer.read_last if len(results) == 1 else ():
             old = self.hidden[node]

@@ -198,7 +198,7 @@ class Prompt:
 
     def results(self, hidden: Hidden) -> list[Any]:
         """Return what the decoder returns."""
-        known = {**self.run.values, **hidden}
+        known = {**self.run.node_values, **hidden}
         results: list[Any] = map_arg(list(self.decoder.split.results), known.__getitem__)
         return results
 
@@ -249,12 +249,12 @@ class Prompt:
     def projection(self, place: int) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
         projection = self.decoder.split.layers[place].site.output_projection
-        weight: Tensor = self.run.values[projection.weight]
+        weight: Tensor = self.run.node_values[projection.weight]
         return weight.T if projection.inputs_first else weight
 
     def frequencies(self, place: int) -> Tensor:
         """Inverse frequencies of the layer's rotary embedding, ``[D / 2]``."""
-        frequencies: Tensor = self.run.values[rotary_frequencies(self.decoder.split.layers[place].site)]
+        frequencies: Tensor = self.run.node_values[rotary_frequencies(self.decoder.split.layers[place].site)]
         return frequencies
 
     # -- replays ------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class Prompt:
     ) -> LayerResult:
         """Run replays through a layer, behind the prompt; of a layer with a sliding window without their queries."""
         is_last = layer is self.decoder.split.layers[-1]
-        states = {node: hidden[node] if node in hidden else self.run.values[node] for node in self.states}
+        states = {node: hidden[node] if node in hidden else self.run.node_values[node] for node in self.states}
         return run.run_layer(
             layer,
             {**hidden_before, **states},
@@ -394,7 +394,7 @@ class Prompt:
                 decoder.check(inputs)
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
-            states = {node: self.run.values[node] for node in self.states}
+            states = {node: self.run.node_values[node] for node in self.states}
             real = torch.ones_like(ids)
             yield LayerRun(decoder, inputs, real, self.block, self.start, self.tokens, states), row_replays
 
