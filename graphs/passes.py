@@ -187,8 +187,8 @@ def _disabled() -> set[str]:
         ValueError: there is no such pass.
     """
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    passes: list[Callable[..., int]] = [*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES]
-    known = {pass_name(each) for each in passes}
+    every: list[Callable[..., int]] = [*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES]
+    known = set(map(pass_name, every))
     if names - known:
         raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
     if names:

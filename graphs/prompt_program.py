@@ -66,63 +66,78 @@ def prompt_program(
     results = program.call("results", hidden)
     if split.states:
         program.call("store_states", hidden)
-    for place in range(len(policies)):
+    for fill in range(len(policies)):
         for prefix in program.pools:
-            program.operate("pack", program.suffixed("pack", place), program.caches[place, prefix])
+            program.operate("pack", fill, None, program.caches[fill, prefix])
     if any(policy.compact for policy in policies):
         program.compact()
     program.graph.output(results)
     return PromptProgram(nn.Module(), program.graph)
 
 
-def rows_read(policy: Policy) -> int | None:
+def queries_read(policy: Policy) -> int | None:
     """Return by how many of the last queries a policy scores; None: by all of them."""
     return None if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
 
 
-_RUN = ("hidden", "attention")
-"""What a layer gives always."""
+_RESULTS = {"hidden": "queries", "attention": "queries", "summed": "column_sums", "entered": "token_scores"}
+"""What ``run_layer`` returns, in its order, and the option with which it is there."""
 
 
 class _Program:
-    """A program that is being written."""
+    """A program that is being written.
+
+    Numbers of a layer: ``place`` among the layers of the decoder; ``layer.site.layer`` of its entries, which several
+    layers may attend to; ``location.layer`` of these entries in their pool. ``fill`` is the number of a policy and its
+    cache.
+    """
 
     def __init__(
         self, layers: Sequence[Layer], locations: Mapping[int, SiteLocation], policies: Sequence[Policy], ranks: str
     ) -> None:
         self.graph, self.layers, self.locations, self.policies = Graph(), layers, locations, policies
         self.ranks = {"ranks": ranks} if ranks else {}
-        rows = [rows_read(policy) for policy in policies]
-        self.rows = None if None in rows else max(number or 0 for number in rows)
-        self.scoring_tokens = [place for place, policy in enumerate(policies) if "token_scores" in policy.inputs]
+        queries = [queries_read(policy) for policy in policies]
+        self.queries = None if None in queries else max(number or 0 for number in queries)
+        self.scoring_tokens = [fill for fill, policy in enumerate(policies) if "token_scores" in policy.inputs]
         self.readers = Counter(layer.site.layer for layer in layers)  # ops that attend to one layer's entries
         self.prompt, self.start, self.first = map(self.graph.placeholder, ("prompt", "start", "first"))
         prefixes = dict.fromkeys(location.prefix for location in locations.values())
+        names = {prefix: f"cache_{prefix}" if len(prefixes) > 1 else "cache" for prefix in prefixes}
         self.pools = dict.fromkeys(location.prefix for location in locations.values() if not location.ring)
         self.caches = {
-            (place, prefix): self.graph.placeholder(
-                self.suffixed(f"cache_{prefix}" if len(prefixes) > 1 else "cache", place)
-            )
-            for place in range(len(policies))
-            for prefix in prefixes
+            (fill, prefix): self.graph.placeholder(self.named(name, fill))
+            for fill in range(len(policies))
+            for prefix, name in names.items()
         }
 
-    def suffixed(self, name: str, place: int) -> str:
-        """Return the name of a node of one of several policies."""
-        return name if len(self.policies) == 1 else f"{name}_for_{place}"
+    def named(self, name: str, fill: int, place: int | None = None) -> str:
+        """Return the name of a node for a policy, and of a layer if given."""
+        name = name if place is None else f"{name}_{place}"
+        return name if len(self.policies) == 1 else f"{name}_for_{fill}"
 
     def call(self, method: str, *operands: Any, name: str = "", **options: Any) -> Node:
         """Add a call of a method of the prompt."""
         return self.graph.create_node("call_method", method, (self.prompt, *operands), options, name or method)
 
-    def operate(self, operator_name: str, name: str, *operands: Any, **options: Any) -> Node:
-        """Add a call of an operator."""
-        target = getattr(torch.ops.kvpass, operator_name).default
-        return self.graph.create_node("call_function", target, operands, options, name)
+    def operate(self, name: str, fill: int, place: int | None, *operands: Any, **options: Any) -> Node:
+        """Add a call of an operator for a policy, and of a layer if given."""
+        target = getattr(torch.ops.kvpass, name).default
+        return self.graph.create_node("call_function", target, operands, options, self.named(name, fill, place))
 
-    def pick(self, node: Node, place: int, name: str) -> Node:
+    def pick(self, node: Node, index: int, name: str) -> Node:
         """Add what reads one of several results."""
-        return self.graph.create_node("call_function", operator.getitem, (node, place), name=name)
+        return self.graph.create_node("call_function", operator.getitem, (node, index), name=name)
+
+    def run_layer(self, place: int, hidden: Node, again: str = "", **options: Any) -> tuple[Node, dict[str, Node]]:
+        """Add a layer; return its hidden values, and by name what policies read of it."""
+        run = self.call("run_layer", place, hidden, name=f"run_layer_{place}{again}", **options)
+        read = {
+            name: self.pick(run, index, f"{name}_{place}{again}")
+            for index, (name, option) in enumerate(_RESULTS.items())
+            if option in options
+        }
+        return read.pop("hidden"), read
 
     def read_prompt(self) -> Node:
         """Add the layers, and what is kept of each; return the hidden values behind the last one."""
@@ -132,36 +147,29 @@ class _Program:
         waiting = list[dict[str, Node]]()  # earlier layers that attend to the same entries
         for place, layer in enumerate(self.layers):
             location = self.locations[layer.site.layer]
-            last_reader = location.ring or len(waiting) + 1 == self.readers[layer.site.layer]
-            options: dict[str, Any] = {"queries": 0 if location.ring else self.rows}
+            last_reader = len(waiting) + 1 == self.readers[layer.site.layer]
+            options: dict[str, Any] = {"queries": 0 if location.ring else self.queries}
             if not location.ring and any("column_sum" in policy.inputs for policy in self.policies):
                 options["column_sums"] = True
             if not location.ring and last_reader and self.scoring_tokens:
                 options["token_scores"] = tuple(self.scoring_tokens)
-            run = self.call("run_layer", place, hidden, name=f"run_layer_{place}", **options)
-            hidden, attention = (self.pick(run, i, f"{name}_{place}") for i, name in enumerate(_RUN))
-            read = {"attention": attention}
+            hidden, read = self.run_layer(place, hidden, **options)
             if replays is not None:
-                operands = place, replays, hidden, attention
+                operands = place, replays, hidden, read["attention"]
                 replay = self.call("replay_layer", *operands, name=f"replay_layer_{place}")
                 replays = self.pick(replay, 0, f"replays_{place}")
                 read["replayed"] = self.pick(replay, 1, f"most_{place}")
-            if "column_sums" in options:
-                read["summed"] = self.pick(run, 2, f"summed_{place}")
             if location.ring:
                 for fill in range(len(self.policies)):
-                    name, cache = self.suffixed(f"keep_newest_{place}", fill), self.caches[fill, location.prefix]
-                    self.operate("keep_newest", name, cache, read["attention"], location.layer)
-                continue
-            if not last_reader:
+                    cache = self.caches[fill, location.prefix]
+                    self.operate("keep_newest", fill, place, cache, read["attention"], location.layer)
+            elif not last_reader:
                 waiting.append(read | {"attention": self.call("only_queries", read["attention"])})
-                continue
-            if waiting:
-                read, waiting = self._joined(place, [*waiting, read]), []
-            if "token_scores" in options:
-                read["entered"] = self.pick(run, 3, f"entered_{place}")
-            for fill in range(len(self.policies)):
-                self._keep(place, layer, location, fill, read)
+            else:
+                if waiting:
+                    read, waiting = read | self._joined(place, [*waiting, read]), []
+                for fill in range(len(self.policies)):
+                    self._keep(place, layer, location, fill, read)
         return hidden
 
     def _joined(self, place: int, readers: Sequence[Mapping[str, Node]]) -> dict[str, Node]:
@@ -178,27 +186,23 @@ class _Program:
     def _keep(self, place: int, layer: Layer, location: SiteLocation, fill: int, read: Mapping[str, Node]) -> None:
         """Add what scores a layer for one cache, and keeps entries of it."""
         policy, cache, attention = self.policies[fill], self.caches[fill, location.prefix], read["attention"]
-        rows, text = rows_read(policy), policy.text
-
-        def named(name: str) -> str:
-            return self.suffixed(f"{name}_{place}", fill)
-
-        if rows != self.rows:
-            attention = self.call("last_queries", attention, rows, name=named("queries"))
+        queries, text = queries_read(policy), policy.text
+        if queries != self.queries:
+            attention = self.call("last_queries", attention, queries, name=self.named("queries", fill, place))
         options: dict[str, Any] = {"scale": layer.site.scale}
         if layer.site.softcap is not None:
             options["softcap"] = layer.site.softcap
         options |= self._policy_inputs(place, layer.site, fill, read) | self.ranks
         of_layer, keep = (self.first, location.layer, text), dict[str, Node]()
         operands = (attention, self.start, self.first, cache, location.layer, text)
-        scored = self.operate("score_layer", named("score_layer"), *operands, **options)
+        scored = self.operate("score_layer", fill, place, *operands, **options)
         if policy.cascades:
-            keep["shares"] = self.operate("cascade_step", named("cascade_step"), cache, scored, *of_layer, **self.ranks)
+            keep["shares"] = self.operate("cascade_step", fill, place, cache, scored, *of_layer, **self.ranks)
         elif not isinstance(policy.layers(), UniformLayers):
-            keep["shares"] = self.operate("fixed_shares", named("fixed_shares"), cache, scored, *of_layer)
+            keep["shares"] = self.operate("fixed_shares", fill, place, cache, scored, *of_layer)
         if not isinstance(policy.heads(), UniformHeads):
-            keep["ranking"] = self.operate("rank_heads", named("rank_heads"), cache, scored, text)
-        self.operate("gather_layer", named("gather_layer"), cache, attention, scored, *of_layer, **keep, **self.ranks)
+            keep["ranking"] = self.operate("rank_heads", fill, place, cache, scored, text)
+        self.operate("gather_layer", fill, place, cache, attention, scored, *of_layer, **keep, **self.ranks)
 
     def _policy_inputs(self, place: int, site: Site, fill: int, read: Mapping[str, Node]) -> dict[str, Node]:
         """Add what a policy reads of a layer besides attention.
@@ -218,17 +222,17 @@ class _Program:
         if "projection" in policy.inputs:
             what = "one output projection behind the keys and values of a layer, and several layers attend to these"
             site.needed(None if shared else site.output_projection, what)
-            found["projection"] = self.call("projection", place, name=self.suffixed(f"projection_{place}", fill))
+            found["projection"] = self.call("projection", place, name=self.named("projection", fill, place))
         if "rotation" in policy.inputs:
             rotary_frequencies(site)
-            found["frequencies"] = self.call("frequencies", place, name=self.suffixed(f"frequencies_{place}", fill))
+            found["frequencies"] = self.call("frequencies", place, name=self.named("frequencies", fill, place))
         if "column_sum" in policy.inputs:
             found["summed"] = read["summed"]
         if "replays" in policy.inputs:
-            found["replayed"] = self.pick(read["replayed"], fill, self.suffixed(f"replayed_{place}", fill))
+            found["replayed"] = self.pick(read["replayed"], fill, self.named("replayed", fill, place))
         if "token_scores" in policy.inputs:
             index = self.scoring_tokens.index(fill)
-            found["entered"] = self.pick(read["entered"], index, self.suffixed(f"token_scores_{place}", fill))
+            found["entered"] = self.pick(read["entered"], index, self.named("token_scores", fill, place))
         return found
 
     def compact(self) -> None:
@@ -236,7 +240,6 @@ class _Program:
         self.prompt = self.call("repetition")
         hidden, replays = self.call("begin"), self.call("begin_replays")
         for place in range(len(self.layers)):
-            run = self.call("run_layer", place, hidden, name=f"run_layer_{place}_again", queries=0)
-            hidden, attention = (self.pick(run, i, f"{name}_{place}_again") for i, name in enumerate(_RUN))
-            operands = place, replays, hidden, attention
+            hidden, read = self.run_layer(place, hidden, "_again", queries=0)
+            operands = place, replays, hidden, read["attention"]
             replays = self.call("compact_layer", *operands, name=f"compact_layer_{place}")

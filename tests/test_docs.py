@@ -215,7 +215,7 @@ def test_the_code_of_a_page_runs_with_inductor(page, shared, policies, tmp_path,
 @pytest.mark.exhaustive
 def test_a_decode_step_enters_the_files_that_design_names():
     text = (ROOT / "DESIGN.md").read_text()
-    text = text[text.index("One\ndecode step, top to bottom") : text.index("Two other paths")]
+    text = text[text.index("One\ndecode step, top to bottom") : text.index("Three other paths")]
     named = {"kvpass." + name.replace("/", ".") for name in re.findall(r"`([\w/]+)\.py`", text)}
     model = kvpass.compile(tiny_model("llama"), policy="snapkv", budget=40)
     ids, entered = random_ids(1, 80), set()

@@ -2,7 +2,7 @@
 
 For each layer: for each block, the part before attention, attention to everything up to the block, the part after it,
 written into the residual stream. Besides the residual stream only one layer's keys and values and the activations of
-one block are held. No policy is known here: :mod:`kvpass.compiler.prompt` judges what a layer has made.
+one block are held. No policy is known here: operators of the program score what a layer returns.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class SplitDecoder:
         self.split, self.functions, self.lookups = split, functions, lookups
         self.allowed = _lengths_allowed(gm, split)
         self.inputs = [node for node in placeholders(gm) if node not in split.added]
-        self.given = ids_and_positions(gm)
+        self.ids_at, self.positions_at = ids_and_positions(gm)
         attributes = gm.graph.find_nodes(op="get_attr")
         self.constants = {node: operator.attrgetter(str(node.target))(gm) for node in attributes}
         tokens = batch_and_tokens(gm)[1]
@@ -131,8 +131,8 @@ class SplitDecoder:
         self.layout, (_, self.dtype, self.device) = layout, layout_of(gm)
         self.locations, self.pools = site_locations(self.layout), pool_facts(gm, self.layout)
         self.holds_latents = any(group.geometry.values_in_keys for group in layout.pools)
-        kinds = {True: RingBuffers._fields, False: POOL_OPERANDS}
-        self.cache_operands = {location.prefix: kinds[location.ring] for location in self.locations.values()}
+        operands = {True: RingBuffers._fields, False: POOL_OPERANDS}
+        self.cache_operands = {location.prefix: operands[location.ring] for location in self.locations.values()}
 
     def edges(self, tokens: int, block: int) -> list[int]:
         """Return where blocks begin, and the end; no block is a single token, unless the prompt is one.
@@ -160,12 +160,12 @@ Hidden = dict[Node, Any]
 """Values that pass between layers, by node: the residual stream, what all layers read, states of recurrent layers."""
 
 
-class LayerCall(NamedTuple):
-    """What is known after a layer has run over some tokens.
+class LayerResult(NamedTuple):
+    """What a layer gives that has run over some tokens.
 
     Attributes:
         hidden: for the next layer. attention: keys and values of all tokens, queries of the last ones. lse: log-sum-exp
-            of these queries, where it was computed. entered: what each of the given functions of what enters attention
+            of these queries, where it was computed. entered: what each function of what enters attention
             gave.
     """
 
@@ -180,8 +180,10 @@ class LayerRun:
 
     Args:
         inputs: of the captured graph. real: 1 for tokens, 0 for padding, int64 ``[B, tokens]``. block: tokens of a
-        block. start: first real column of each row, on the CPU. seen: columns before these tokens. states: of recurrent
-        layers, before these tokens.
+            block. start: first real column of each row, on the CPU. seen: columns before these tokens. states: of
+            recurrent layers, before these tokens.
+    Attributes:
+        node_values: inputs and constants, by node: all that parts read but what they compute.
     """
 
     def __init__(
@@ -196,18 +198,17 @@ class LayerRun:
     ) -> None:
         self.decoder, self.tokens, self.start, self.seen = decoder, real.shape[1], start, seen
         self.edges = decoder.edges(self.tokens, block)
-        given = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
-        self.given: Hidden = {**decoder.constants, **dict(zip(decoder.inputs, given, strict=True))}
-        self.given.update(dict.fromkeys(decoder.split.real, real))
-        self.given.update(states)
+        inputs = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
+        self.node_values: Hidden = {**decoder.constants, **dict(zip(decoder.inputs, inputs, strict=True))}
+        self.node_values |= dict.fromkeys(decoder.split.real, real) | dict(states)
 
     def begin(self) -> Hidden:
         """Run what comes before all layers."""
         run = _BlockRun(self, {})
-        made = run.call(self.decoder.split.begin, 0, self.tokens, {})
+        made = run.run_part(self.decoder.split.begin, 0, self.tokens, {})
         return {**run.hidden, **{node: value.contiguous() for node, value in made.items()}}  # as they are recorded
 
-    def attend(
+    def run_layer(
         self,
         layer: Layer,
         hidden: Hidden,
@@ -218,16 +219,15 @@ class LayerRun:
         behind: Attention | None = None,
         of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
         on_block: Callable[[Attention, Tensor | None], None] | None = None,
-    ) -> LayerCall:
+    ) -> LayerResult:
         """Run a layer, block by block.
 
         Args:
             hidden: what the layers before it gave. edges: where blocks begin, and the end. num_queries: how many of
                 the last queries are returned. results_from: the first token of which the results of the layer are
                 needed; earlier ones only give keys and values. behind: keys and values that these tokens follow.
-                of_entering: functions of what enters attention, ``[B, T, hidden]``; their results, with tokens along
-                the last axis, are returned.
-            on_block: called with the attention of each block and its log-sum-exp.
+            of_entering: functions of what enters attention, ``[B, T, hidden]``; their results, with tokens along the
+                last axis, are returned. on_block: called with the attention of each block and its log-sum-exp.
         Raises:
             UnsupportedAttentionError: what enters attention is not found.
         """
@@ -240,20 +240,20 @@ class LayerRun:
             keys.put(0, behind.k)
             values.put(0, behind.v)
         for first, end in pairwise(edges):
-            made = run.call(layer.before, first, end, {})
-            q, k, v = (run.part(node, first, end, made) for node in (site.q, site.k, site.v))
+            made = run.run_part(layer.before, first, end, {})
+            q, k, v = (run.value(node, first, end, made) for node in (site.q, site.k, site.v))
             keys.put(seen + first, k)
             values.put(seen + first, v)
             queries.put(first, q)
             if entering is not None:
-                x = run.part(entering, first, end, made)
+                x = run.value(entering, first, end, made)
                 for function, numbers in zip(of_entering, entered, strict=True):
                     numbers.append(function(x.view(len(q), -1, x.shape[-1])))
-            sinks = None if site.sinks is None else run.part(site.sinks, first, end, made)
-            expansion = None if site.up is None else Expansion(run.part(site.up, first, end, made), site.nope)
+            sinks = None if site.sinks is None else run.value(site.sinks, first, end, made)
+            expansion = None if site.up is None else Expansion(run.value(site.up, first, end, made), site.nope)
             call = Attention(q, keys.before(seen + end), values.before(seen + end), site.scale, site.softcap, sinks)
-            judged = behind is None and end > n - num_queries
-            if first < results_from and not judged and on_block is None:
+            needs_lse = behind is None and end > n - num_queries
+            if first < results_from and not needs_lse and on_block is None:
                 continue
             made[site.node], lse = attend_prompt(
                 call, expansion, self.start, implementation(q), site.sliding_window, site.chunked
@@ -263,28 +263,29 @@ class LayerRun:
             if on_block is not None:
                 on_block(absorbed(call, expansion), lse)
             if first >= results_from:
-                made |= run.call(layer.after, first, end, made)
+                made |= run.run_part(layer.after, first, end, made)
                 run.store(layer, first, end, made)
         whole, lse = absorbed(call._replace(q=queries.before(n)), expansion), lses.before(n) if lses.began else None
-        left = {node: value for node, value in run.hidden.items() if node not in layer.read_last}
-        return LayerCall(left, whole, lse, [torch.cat(numbers, -1) for numbers in entered])
+        hidden = {node: value for node, value in run.hidden.items() if node not in layer.read_last}
+        return LayerResult(hidden, whole, lse, [torch.cat(numbers, -1) for numbers in entered])
 
 
 class _BlockRun:
     """A layer that runs over blocks of tokens, or what comes before all layers.
 
     Attributes:
-        hidden: what it was given, and what it has made for later layers.
+        hidden: what the layers before it gave, and what it has made for later ones.
     """
 
     def __init__(self, run: LayerRun, hidden: Hidden) -> None:
-        self.decoder, self.tokens, self.given, self.hidden = run.decoder, run.tokens, run.given, dict(hidden)
+        self.decoder, self.tokens, self.hidden = run.decoder, run.tokens, dict(hidden)
+        self.node_values = run.node_values
 
-    def call(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Run a part for some tokens, of which ``made`` are values, and which follow those of its last call."""
+    def run_part(self, part: Part, first: int, end: int, made: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
+        """Run a part for some tokens, which follow those of its last call; ``made``: their values so far."""
         if not part.runs:
             return {}
-        operands = [self.part(node, first, end, made) for node in part.inputs]
+        operands = [self.value(node, first, end, made) for node in part.inputs]
         # compiled for two tokens or more; the graph itself holds for one too
         function = part.gm.forward if self.tokens == 1 else self.decoder.functions[part.key]
         results = dict(zip(part.outputs, function(*operands), strict=True))
@@ -294,14 +295,14 @@ class _BlockRun:
                 self.hidden[before] = results[after] = results[after].contiguous()
         return results
 
-    def part(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
-        """A value for some tokens."""
+    def value(self, node: Node, first: int, end: int, made: Mapping[Node, Tensor]) -> Any:
+        """Return the value of a node for some tokens."""
         if node in made:
             return made[node]
         if node in self.decoder.lengths:
             return end - first
         axis = self.decoder.split.axes.get(node)
-        value = self.hidden[node] if node in self.hidden else self.given[node]
+        value = self.hidden[node] if node in self.hidden else self.node_values[node]
         if axis is None or end - first == self.tokens:
             return value
         return value.narrow(axis, first, end - first).contiguous()
@@ -326,7 +327,7 @@ class _BlockRun:
         """A tensor for a result of a layer: where it is the only one, a value that is read for the last time."""
         results = [node for node in layer.results if node in self.decoder.split.axes]
         # weights may be tensors that wrap others, whose own storage has no address
-        values = [*self.given.values(), *self.hidden.values()]
+        values = [*self.node_values.values(), *self.hidden.values()]
         storages = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)]
         for node in layer.read_last if len(results) == 1 else ():
             old = self.hidden[node]

@@ -1,6 +1,6 @@
-"""What the program of a prompt calls: a prompt that runs through a decoder, and what is replayed behind it.
+"""Read a prompt by its program: the methods of :class:`Prompt` are what nodes of the program call.
 
-The program, :mod:`kvpass.graphs.prompt_program`, has one node for each method here that is called, in that order.
+:mod:`kvpass.graphs.prompt_program` writes the program, :mod:`kvpass.compiler.blocks` runs a layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.node import map_arg
 from torch.profiler import record_function
 
-from kvpass.compiler.blocks import Hidden, LayerCall, LayerRun, SplitDecoder
+from kvpass.compiler.blocks import Hidden, LayerResult, LayerRun, SplitDecoder
 from kvpass.graphs.canonical import SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
@@ -32,7 +32,7 @@ from kvpass.policies.replay import Replay, Replayed, most_attended
 from kvpass.ranks import Ranks
 
 Attended = tuple[Tensor | None, ...]
-"""Queries of the last tokens, keys and values of all; log-sum-exp of the queries and sinks, or None."""
+"""Operand ``attention`` of operators: queries of the last tokens, keys, values; log-sum-exp and sinks, or None."""
 
 RowReplay = tuple[slice, int, Replay]
 """Rows, their first real column, and what they replay."""
@@ -91,15 +91,15 @@ class PromptReader:
         return results
 
 
-class Behind(NamedTuple):
-    """Replays behind a prompt, of caches that ask for the same.
+class ReplayGroup(NamedTuple):
+    """Replays behind a prompt, for all caches whose policies ask for the same.
 
     Attributes:
-        turns: what runs, and what of it each row observes. readers: places of the caches.
+        turns: what runs together, and the replays of which it is made. fills: numbers of the caches.
     """
 
     turns: list[tuple[LayerRun, list[RowReplay]]]
-    readers: list[int]
+    fills: list[int]
 
 
 class Prompt:
@@ -129,7 +129,7 @@ class Prompt:
         states = {node: state[f"{name}_held"] for node, name in self.states.items()}
         self.run = LayerRun(decoder, inputs, real, block, self.start, states=states)
         self.tokens, self.compacts = self.run.tokens, compacts
-        self.behind = list(self._behind())
+        self.replay_groups = list(self._replay_groups())
 
     # -- the decoder --------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Prompt:
 
         Args:
             queries: how many of the last queries are returned; None: all. column_sums: attention is summed over all
-                queries. token_scores: places of policies that score what enters attention.
+                queries. token_scores: numbers of policies that score what enters attention.
         Returns:
             what later layers need; attention; the sums, fp32 ``[B, H, N]``; and the policies' scores.
         """
@@ -164,17 +164,17 @@ class Prompt:
                 summed[0][..., : sums.shape[2]] += sums
 
         edges, results_from = self._edges(layer)
-        call = self.run.attend(
+        result = self.run.run_layer(
             layer,
             hidden,
             edges,
             num_queries=self.tokens if queries is None else min(queries, self.tokens),
             results_from=results_from,
-            of_entering=[self._token_scores(self.fills[place].policy, layer) for place in token_scores],
+            of_entering=[self._token_scores(self.fills[number].policy, layer) for number in token_scores],
             on_block=add_sums if column_sums else None,
         )
-        q, k, v, _, _, sinks = call.attention
-        return call.hidden, (q, k, v, call.lse, sinks), summed[0] if summed else None, call.entered
+        q, k, v, _, _, sinks = result.attention
+        return result.hidden, (q, k, v, result.lse, sinks), summed[0] if summed else None, result.entered
 
     def _edges(self, layer: Layer) -> tuple[Sequence[int], int]:
         """Return where blocks of a layer begin, and the first token of which its results are needed."""
@@ -183,10 +183,8 @@ class Prompt:
             return edges, 0
         if self.compacts:
             return edges, self.tokens
-        if split.not_in_blocks:
-            return edges, 0
-        (logits,) = split.results
-        if logits in split.axes:  # of all tokens
+        logits = split.results[0]
+        if split.not_in_blocks or logits in split.axes:  # logits of all tokens
             return edges, 0
         edges = self.decoder.last_edges(edges, self.block, int(recorded(logits).shape[1]))
         writes = not set(split.states.values()).isdisjoint(layer.after.outputs)
@@ -199,7 +197,7 @@ class Prompt:
 
     def results(self, hidden: Hidden) -> list[Any]:
         """Return what the decoder returns."""
-        known = {**self.run.given, **hidden}
+        known = {**self.run.node_values, **hidden}
         results: list[Any] = map_arg(list(self.decoder.split.results), known.__getitem__)
         return results
 
@@ -242,19 +240,19 @@ class Prompt:
     def projection(self, place: int) -> Tensor:
         """Weight of the layer's output projection, ``[hidden, H * Dv]``."""
         projection = self.decoder.split.layers[place].site.output_projection
-        weight: Tensor = self.run.given[projection.weight]
+        weight: Tensor = self.run.node_values[projection.weight]
         return weight.T if projection.inputs_first else weight
 
     def frequencies(self, place: int) -> Tensor:
         """Inverse frequencies of the layer's rotary embedding, ``[D / 2]``."""
-        frequencies: Tensor = self.run.given[rotary_frequencies(self.decoder.split.layers[place].site)]
+        frequencies: Tensor = self.run.node_values[rotary_frequencies(self.decoder.split.layers[place].site)]
         return frequencies
 
     # -- replays ------------------------------------------------------------------------------------------------------
 
     def begin_replays(self) -> list[list[Hidden]]:
         """Run what comes before all layers, of what is replayed."""
-        return [[replay.begin() for replay, _ in behind.turns] for behind in self.behind]
+        return [[run.begin() for run, _ in group.turns] for group in self.replay_groups]
 
     def replay_layer(
         self, place: int, replays: Sequence[Sequence[Hidden]], hidden: Hidden, attention: Attended
@@ -262,20 +260,19 @@ class Prompt:
         """Run replays through a layer, behind the prompt.
 
         Args:
-            replays: their hidden values, of each turn. hidden: of the prompt, behind the layer.
+            replays: their hidden values, of each group and turn. hidden: of the prompt, behind the layer.
         Returns:
-            their hidden values behind the layer; and by place of a policy the most that its replays attend to each
+            their hidden values behind the layer; and by number of a policy the most that its replays attend to each
             entry, fp32 ``[B, K, N]``.
         """
-        layer, prompt = self.decoder.split.layers[place], self._attention(place, attention)
-        left, most = list[list[Hidden]](), dict[int, Tensor]()
+        prompt = self._attention(place, attention)
+        after, most = list[list[Hidden]](), dict[int, Tensor]()
         with record_function("kvpass::replay"):
-            for behind, before in zip(self.behind, replays, strict=True):
-                after, attended = self._replay(place, layer, prompt, behind, before, hidden)
-                left.append(after)
-                for reader in behind.readers:
-                    most[reader] = attended["norms" in self.fills[reader].policy.inputs]
-        return left, most
+            for group, before in zip(self.replay_groups, replays, strict=True):
+                after_group, most_of = self._replay(place, prompt, group, before, hidden)
+                after.append(after_group)
+                most |= {number: most_of["norms" in self.fills[number].policy.inputs] for number in group.fills}
+        return after, most
 
     def _attention(self, place: int, attention: Attended) -> Attention:
         (q, k, v, _, sinks), site = attention, self.decoder.split.layers[place].site
@@ -283,96 +280,90 @@ class Prompt:
         return Attention(q, k, v, site.scale, site.softcap, sinks)
 
     def _replay(
-        self,
-        place: int,
-        layer: Layer,
-        prompt: Attention,
-        behind: Behind,
-        before: Sequence[Hidden],
-        hidden: Hidden,
+        self, place: int, prompt: Attention, group: ReplayGroup, before: Sequence[Hidden], hidden: Hidden
     ) -> tuple[list[Hidden], dict[bool, Tensor]]:
         """As :meth:`replay_layer`, by whether attention is weighed by norms, for those of the two that are read."""
+        layer = self.decoder.split.layers[place]
         ring = self.decoder.locations[layer.site.layer].ring
-        kinds = {"norms" in self.fills[reader].policy.inputs for reader in behind.readers}
-        most_of = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in kinds}
-        weighed = True in kinds and not ring
-        value_norms = projected_norms(prompt.v, self.projection(place), 2) if weighed else None
-        left: list[Hidden] = []
-        for (replay, parts), hidden_before in zip(behind.turns, before, strict=True):
-            norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
-            call = self._behind_prompt(layer, prompt, replay, hidden_before, hidden, norms_of)
-            left.append(call.hidden)
-            for rows, column, part in () if ring else parts:
-                own = slice(0, part.ids.shape[1])
-                queries, keys = call.attention.q[rows, :, own], call.attention.k[rows, :, self.tokens :][:, :, own]
+        weighings = {"norms" in self.fills[number].policy.inputs for number in group.fills}
+        most_of = {weighs: prompt.k.new_zeros(prompt.k.shape[:3], dtype=torch.float32) for weighs in weighings}
+        weighed = True in weighings and not ring
+        prompt_norms = projected_norms(prompt.v, self.projection(place), 2) if weighed else None
+        norms_of = [lambda x: torch.linalg.vector_norm(x.float(), dim=-1)] if weighed else []
+        after: list[Hidden] = []
+        for (run, row_replays), hidden_before in zip(group.turns, before, strict=True):
+            result = self._behind_prompt(layer, prompt, run, hidden_before, hidden, norms_of)
+            after.append(result.hidden)
+            for rows, column, replay in () if ring else row_replays:
+                tokens = slice(0, replay.ids.shape[1])  # without what fills them up
+                queries = result.attention.q[rows, :, tokens]
+                keys = result.attention.k[rows, :, self.tokens :][:, :, tokens]
+                entries = prompt.k[rows, :, column:]
                 for weighs, most in most_of.items():
-                    norms = call.entered[0][rows, own] if weighs else None
-                    seen = Replayed(part.first, part.last, part.sinks, queries, keys, norms)
-                    worth = value_norms[rows, :, column:] if weighs and value_norms is not None else None
-                    paid = most_attended(prompt.k[rows, :, column:], [seen], *call.attention[3:], value_norms=worth)
-                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], paid)
-        return left, most_of
+                    norms = result.entered[0][rows, tokens] if weighs else None
+                    seen = Replayed(replay.first, replay.last, replay.sinks, queries, keys, norms)
+                    value_norms = prompt_norms[rows, :, column:] if weighs and prompt_norms is not None else None
+                    attended = most_attended(entries, [seen], *result.attention[3:], value_norms=value_norms)
+                    most[rows, :, column:] = torch.maximum(most[rows, :, column:], attended)
+        return after, most_of
 
     def _behind_prompt(
         self,
         layer: Layer,
         prompt: Attention,
-        replay: LayerRun,
-        replay_hidden: Hidden,
+        run: LayerRun,
+        hidden_before: Hidden,
         hidden: Hidden,
         of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
-    ) -> LayerCall:
-        """Run a replay through a layer, behind the prompt; of a layer with a sliding window without its queries."""
+    ) -> LayerResult:
+        """Run replays through a layer, behind the prompt; of a layer with a sliding window without their queries."""
         is_last = layer is self.decoder.split.layers[-1]
-        states = {node: hidden[node] if node in hidden else self.run.given[node] for node in self.states}
-        return replay.attend(
+        states = {node: hidden[node] if node in hidden else self.run.node_values[node] for node in self.states}
+        return run.run_layer(
             layer,
-            {**replay_hidden, **states},
-            replay.edges,
-            num_queries=0 if self.decoder.locations[layer.site.layer].ring else replay.tokens,
-            results_from=replay.tokens if is_last else 0,
+            {**hidden_before, **states},
+            run.edges,
+            num_queries=0 if self.decoder.locations[layer.site.layer].ring else run.tokens,
+            results_from=run.tokens if is_last else 0,
             behind=prompt,
             of_entering=of_entering,
         )
 
-    def _behind(self) -> Iterator[Behind]:
-        """Yield what runs behind the prompt: what policies of the same replays ask for."""
-        groups_of: dict[Hashable, tuple[Policy, list[tuple[slice, int, Sequence[Replay]]], list[int]]] = {}
-        for place, fill in enumerate(self.fills):
+    def _replay_groups(self) -> Iterator[ReplayGroup]:
+        """Yield what runs behind the prompt, once for all policies that ask for the same."""
+        asked_for: dict[Hashable, tuple[Policy, list[tuple[slice, int, Sequence[Replay]]], list[int]]] = {}
+        for number, fill in enumerate(self.fills):
             if not (self.compacts or "replays" in fill.policy.inputs):
                 continue
-            ids_at = self.decoder.given[0]
-            assert ids_at is not None, "frontends without token ids refuse policies that replay"
-            ids = self.inputs[ids_at]
+            assert self.decoder.ids_at is not None, "frontends without token ids refuse policies that replay"
+            ids = self.inputs[self.decoder.ids_at]
             replays_of = fill.policy.reference_replays if self.compacts else fill.policy.replays
-            groups = [
+            by_rows = [
                 (rows, column, replays_of(ids[rows, column:]))
                 for rows, column in row_groups(self.start)
                 if column < self.tokens
             ]
             key = tuple(
                 (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
-                for _, column, of_rows in groups
-                for replay in of_rows
+                for _, column, replays in by_rows
+                for replay in replays
             )
-            groups_of.setdefault(key, (fill.policy, groups, []))[2].append(place)
-        for policy, groups, readers in groups_of.values():
-            yield Behind(list(self._turns(policy, groups)), readers)
+            asked_for.setdefault(key, (fill.policy, by_rows, []))[2].append(number)
+        for policy, by_rows, numbers in asked_for.values():
+            yield ReplayGroup(list(self._turns(policy, by_rows)), numbers)
 
     def _turns(
-        self, policy: Policy, groups: Sequence[tuple[slice, int, Sequence[Replay]]]
+        self, policy: Policy, by_rows: Sequence[tuple[slice, int, Sequence[Replay]]]
     ) -> Iterator[tuple[LayerRun, list[RowReplay]]]:
         """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
 
         Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
         """
-        decoder, n = self.decoder, self.tokens
-        ids_at, positions_at = decoder.given
+        decoder, ids_at, positions_at = self.decoder, self.decoder.ids_at, self.decoder.positions_at
         assert ids_at is not None
-        ids = self.inputs[ids_at]
-        for turn in range(max((len(replays) for _, _, replays in groups), default=0)):
-            parts = [(rows, column, replays[turn]) for rows, column, replays in groups if turn < len(replays)]
-            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in parts))
+        for turn in range(max((len(replays) for _, _, replays in by_rows), default=0)):
+            row_replays = [(rows, column, replays[turn]) for rows, column, replays in by_rows if turn < len(replays)]
+            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in row_replays))
             if decoder.split.not_in_blocks:
                 raise ValueError(
                     f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
@@ -383,19 +374,20 @@ class Prompt:
                     f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
                     "another one for so few; take another policy"
                 )
-            own, given = ids.new_zeros(len(ids), tokens), list(self.inputs)
-            for rows, _, replay in parts:
-                own[rows, : replay.ids.shape[1]] = replay.ids
-            given[ids_at] = own
+            inputs = list(self.inputs)
+            ids = inputs[ids_at] = inputs[ids_at].new_zeros(len(self.start), tokens)
+            for rows, _, replay in row_replays:
+                ids[rows, : replay.ids.shape[1]] = replay.ids
             if positions_at is not None:
-                last = self.inputs[positions_at][:, -1:]
-                given[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
+                last = inputs[positions_at][:, -1:]
+                inputs[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
             try:
-                decoder.check(given)
+                decoder.check(inputs)
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
-            states = {node: self.run.given[node] for node in self.states}
-            yield LayerRun(decoder, given, torch.ones_like(own), self.block, self.start, n, states), parts
+            states = {node: self.run.node_values[node] for node in self.states}
+            real = torch.ones_like(ids)
+            yield LayerRun(decoder, inputs, real, self.block, self.start, self.tokens, states), row_replays
 
     # -- compaction ---------------------------------------------------------------------------------------------------
 
@@ -416,44 +408,43 @@ class Prompt:
         """
         layer, prompt = self.decoder.split.layers[place], self._attention(place, attention)
         location = self.decoder.locations[layer.site.layer]
-        left = list[list[Hidden]]()
-        for behind, before in zip(self.behind, replays, strict=True):
-            calls = [
-                self._behind_prompt(layer, prompt, replay, hidden_before, hidden)
-                for (replay, _), hidden_before in zip(behind.turns, before, strict=True)
-            ]
-            left.append([call.hidden for call in calls])
-            for reader in () if location.ring else behind.readers:
+        after = list[list[Hidden]]()
+        for group, before in zip(self.replay_groups, replays, strict=True):
+            after_group, turns = list[Hidden](), list[tuple[Attention, list[RowReplay]]]()
+            for (run, row_replays), hidden_before in zip(group.turns, before, strict=True):
+                result = self._behind_prompt(layer, prompt, run, hidden_before, hidden)
+                after_group.append(result.hidden)
+                turns.append((result.attention, row_replays))
+            after.append(after_group)
+            for number in () if location.ring else group.fills:
                 with record_function("kvpass::compact"):
-                    attended = [call.attention for call in calls]
-                    self._compact(self.fills[reader], prompt, location, attended, [parts for _, parts in behind.turns])
-        return left
+                    self._compact(self.fills[number], prompt, location, turns)
+        return after
 
     def _compact(
         self,
         fill: Fill,
         prompt: Attention,
         location: SiteLocation,
-        replayed: Sequence[Attention],
-        turns: Sequence[list[RowReplay]],
+        turns: Sequence[tuple[Attention, list[RowReplay]]],
     ) -> None:
         """Compact what one cache holds of a layer.
 
         Args:
-            replayed: of each turn, queries of the replays, keys and values of prompt and replays. turns: what they are.
+            turns: queries of replays, keys and values of prompt and replays; and the replays.
         """
         buffers = location.buffers(PrefillBuffers, fill.state)
         errors = buffers.output_errors[:, location.layer]
         bounds, heads = buffers.offsets.tolist(), errors.shape[2]
         for row, column in enumerate(self.start.tolist()):
             window = max(self.tokens - fill.policy.window, column)
-            own = [
-                (call.rows(slice(row, row + 1), slice(None)), part.ids.shape[1])
-                for call, parts in zip(replayed, turns, strict=True)
-                for rows, _, part in parts
+            of_row = [
+                (attention.rows(slice(row, row + 1), slice(None)), replay.ids.shape[1])
+                for attention, row_replays in turns
+                for rows, _, replay in row_replays
                 if rows.start <= row < rows.stop
             ]
-            for kv_head, reference in enumerate(references(own, window) if own else ()):
+            for kv_head, reference in enumerate(references(of_row, window) if of_row else ()):
                 first, end = bounds[row][location.layer * heads + kv_head :][:2]
                 if end - first == window - column:
                     continue  # nothing was dropped

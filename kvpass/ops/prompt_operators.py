@@ -8,9 +8,14 @@ Operands that several have in common:
   of the queries and the attention sinks, each of them or None;
 * ``cache``: the tensors of :class:`kvpass.operands.PrefillBuffers` of a pool, in their order and without output_errors;
 * ``scored``: scores, statistics and weight of a layer, as ``score_layer`` returns them;
+* ``shares``: evictable entries that each layer may hold over all KV heads, int64 ``[B, L]``; ``ranking``: the order in
+  which entries of a layer enter, int32 ``[B, K, N]``;
 * ``start``, ``first``: the first real column of each row, int64 ``[B]``, on the CPU and on the device;
 * ``layer``: index among the layers of the pool; ``policy``: its :attr:`~kvpass.Policy.text`; ``ranks``: the
   :attr:`~kvpass.ranks.Ranks.spec` of processes that share the heads, "" for one process.
+
+The other inputs of ``score_layer`` are those of :class:`kvpass.operands.PolicyInputs`; of the cache it writes
+``rule_rows``. :mod:`kvpass.ops.reference` has what an operator does, by its name (``fixed_shares``: ``layer_shares``).
 """
 
 from __future__ import annotations

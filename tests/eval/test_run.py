@@ -7,7 +7,7 @@ import pytest
 
 import kvpass
 from command_line import invoke
-from kvpass.compiler.prompt import Prefill
+from kvpass.compiler.prompt import PromptReader
 from kvpass.eval import run
 from kvpass.eval.options import EvalOptions
 from kvpass.eval.records import RecordFile
@@ -76,8 +76,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
 
 def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_path, monkeypatch):
     changes = {"policies": "full,snapkv:window=8,tova:window=8", "scopes": "prompt,context", "samples": 2}
-    read, prefill = [], Prefill.__call__
-    monkeypatch.setattr(Prefill, "__call__", lambda *args: read.append(len(args[1])) or prefill(*args))
+    read, read_prompt = [], PromptReader.__call__
+    monkeypatch.setattr(PromptReader, "__call__", lambda *args: read.append(len(args[1])) or read_prompt(*args))
     with monkeypatch.context() as patch:
         patch.setattr(run, "MOST_TOGETHER", 1)
         alone = Evaluation(options(tmp_path / "alone", **changes)).run()
