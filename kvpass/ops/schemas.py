@@ -45,7 +45,7 @@ def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
     return _module("kvpass.kernels.cpu" if impl == "cpp" and tensor.is_cpu else "kvpass.ops.reference")
 
 
-def _operator(schema: str, fake: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+def define_operator(schema: str, fake: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
     """Define an operator, which the function below it implements; fake: for tracing, if that is another function."""
 
     def implement(run: Any) -> Any:
@@ -69,7 +69,7 @@ def _like_site(  # type: ignore[no-untyped-def]
     return _like_output(q, k, v if up is None else up.new_empty(1, 1, 1, len(up) // q.shape[1] - nope))
 
 
-@_operator(
+@define_operator(
     "site(Tensor q, Tensor k, Tensor v, float scale, int? sliding_window=None, float? softcap=None, Tensor? sinks=None,"
     " str? refusal=None, bool chunked=False, Tensor? up=None, int nope=0) -> Tensor",
     fake=_like_site,
@@ -92,7 +92,7 @@ LIB.define("expanded_output(Tensor out, Tensor up, int nope) -> Tensor")
 LIB.impl("expanded_output", expanded_output, "CompositeImplicitAutograd")
 
 
-@_operator(
+@define_operator(
     "attend_cache(Tensor q, Tensor k, Tensor v, float scale, float? softcap, Tensor? sinks,"
     " Tensor[] pool, Tensor offsets, Tensor(a!)[] tail, Tensor tail_start, Tensor tail_used, Tensor? arrivals,"
     " Tensor? key_mean, int layer, str impl) -> Tensor",
@@ -110,7 +110,7 @@ def attend_cache(  # type: ignore[no-untyped-def]
     return implementation(q, impl if few else "eager").attend_cache(call, held, layer)
 
 
-@_operator(
+@define_operator(
     "attend_evict(Tensor q, Tensor k, Tensor v, float scale, float? softcap, Tensor? sinks,"
     " Tensor(a!)[] pool, Tensor offsets, Tensor(b!)[] tail, Tensor(c!)[] slots, Tensor[] limits,"
     " int layer, str policy, str impl, str ranks, Tensor? entering) -> Tensor",
@@ -129,7 +129,7 @@ def attend_evict(  # type: ignore[no-untyped-def]
     return evict.attend_evict(call, held, layer, from_spec(policy), implementation(q, impl), of_all, entering)
 
 
-@_operator(
+@define_operator(
     "observe_held(Tensor q, int value_dim, float scale, float? softcap, Tensor? sinks,"
     " Tensor[] pool, Tensor offsets, Tensor[] tail, Tensor tail_start, Tensor tail_used, Tensor? key_mean,"
     " Tensor(a!)[] observed, Tensor window, int layer, str policy, str ranks) -> ()",
@@ -160,10 +160,10 @@ def observe_held(  # type: ignore[no-untyped-def]
     recompress.observe_held(q, value_dim, scale, softcap, sinks, held, found, layer, *rules)
 
 
-_operator("columns_held(Tensor seen, Tensor first, int slots, bool chunked=False) -> Tensor")(columns_held)
+define_operator("columns_held(Tensor seen, Tensor first, int slots, bool chunked=False) -> Tensor")(columns_held)
 
 
-@_operator(
+@define_operator(
     "attend_ring(Tensor q, Tensor k, Tensor v, float scale, float? softcap, Tensor? sinks,"
     " Tensor(a!) ring_k, Tensor(b!) ring_v, Tensor columns, Tensor seen, int layer, Tensor? first, str impl) -> Tensor",
     fake=_like_output,
@@ -182,7 +182,7 @@ def _like_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tenso
     return query.new_empty(value.shape), state.new_empty(state.shape, dtype=torch.float32)
 
 
-_operator(
+define_operator(
     "delta_rule(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor state,"
     " str module, str chunked, str step, bool normalize) -> (Tensor, Tensor)",
     fake=_like_rule,
@@ -193,25 +193,25 @@ def _like_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Te
     return x.new_empty(x.shape, dtype=torch.float32), state.new_empty(state.shape, dtype=torch.float32)
 
 
-_operator(
+define_operator(
     "mamba2(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, Tensor d, Tensor dt_bias,"
     " str module, int chunk, float low, float high) -> (Tensor, Tensor)",
     fake=_like_scan,
 )(mamba2)
-_operator(
+define_operator(
     "mamba(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, Tensor d, Tensor z, Tensor dt_bias,"
     " str module) -> (Tensor, Tensor)",
     fake=_like_scan,
 )(mamba)
 
 
-@_operator("read_state(Tensor like, int layer, str name, int[] shape, ScalarType dtype) -> Tensor")
+@define_operator("read_state(Tensor like, int layer, str name, int[] shape, ScalarType dtype) -> Tensor")
 def read_state(like: Tensor, layer: int, name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Return the state of a recurrent layer before the tokens of this call; zeros where no cache is bound."""
     return like.new_zeros(like.shape[0], *shape, dtype=dtype)
 
 
-@_operator("write_state(Tensor state, int layer, str name) -> ()")
+@define_operator("write_state(Tensor state, int layer, str name) -> ()")
 def write_state(state: Tensor, layer: int, name: str) -> None:
     """Take the state after them; no cache is bound, so it is dropped."""
 
@@ -219,13 +219,13 @@ def write_state(state: Tensor, layer: int, name: str) -> None:
 has_side_effect(torch.ops.kvpass.write_state.default)  # its value reaches no output of a capture
 
 
-@_operator("store_state(Tensor state, Tensor(a!) made) -> ()", fake=lambda *_: None)
+@define_operator("store_state(Tensor state, Tensor(a!) made) -> ()", fake=lambda *_: None)
 def store_state(state: Tensor, made: Tensor) -> None:
     """Copy the state after them into a buffer of the cache."""
     made.copy_(state)
 
 
-@_operator("real_tokens(Tensor ids) -> Tensor")
+@define_operator("real_tokens(Tensor ids) -> Tensor")
 def real_tokens(ids: Tensor) -> Tensor:
     """Return 1 for tokens, 0 for padding, of which a call without a cache knows none."""
     return torch.ones_like(ids)

@@ -17,7 +17,7 @@ from kvpass.operands import (
     names_of,
     written_in,
 )
-from kvpass.ops import schemas
+from kvpass.ops import prompt_operators, schemas
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
 
@@ -46,12 +46,13 @@ def arguments_of(operator):
 
 
 def test_the_operators_are_these():
-    assert len(OPERATORS) == 15 and OF_CACHE.keys() <= set(OPERATORS)
+    assert len(OPERATORS) == 22 and OF_CACHE.keys() <= set(OPERATORS)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_an_implementation_takes_the_operands_of_its_schema(operator):
-    parameters = inspect.signature(getattr(schemas, operator)).parameters
+    module = schemas if hasattr(schemas, operator) else prompt_operators
+    parameters = inspect.signature(getattr(module, operator)).parameters
     arguments = arguments_of(operator)
     assert [a.name for a in arguments] == list(parameters)
     no_default = inspect.Parameter.empty
