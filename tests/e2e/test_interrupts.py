@@ -44,7 +44,7 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, whe
 
 
 def test_an_interrupt_while_compiling_leaves_the_model_usable():
-    (model, other), ids = two_layers(), random_ids(1, 50)
+    (model, other), ids = two_layers(layers=1), random_ids(1, 50)
     fast = compiled_anew(model)
     with failing(PhaseCompiler, "compile"):
         fast(ids)
