@@ -192,8 +192,6 @@ def test_contract_7_a_model_that_branches_on_the_length_is_exact_up_to_the_branc
             return super().forward(hidden_states * factor, *args, **kwargs)
 
     attention.__class__ = Branching
-    with pytest.raises(ValueError, match="branches on the length"):
-        kvpass.compile(model, policy="full", backend="eager")(random_ids(1, 40))
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids = random_ids(1, 25)
     logits, cache = in_pieces(fast, ids[:, :24], [23, 1])
