@@ -120,7 +120,7 @@ def test_a_model_of_another_class_that_is_loaded_later_has_nothing_captured_agai
 
 
 def test_steps_that_only_append_are_rewritten_once_for_all_policies():
-    _, fast = compiled_once("llama", layers=1, budget=16, window=8, backend="eager")
+    fast = kvpass.compile(tiny_model("llama", layers=1), budget=16, window=8, backend="eager")
     rewritten = []
     for policy in ("lava", "snapkv", "h2o"):
         fast.set_policy(policy, 16, window=8)

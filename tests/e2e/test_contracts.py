@@ -34,9 +34,10 @@ PROMPT, NEW = 61, 12
 LIKE_LLAMA = {"llama_mha", "mistral", "qwen2", "olmo2", "granite", "starcoder2", "qwen3_moe", "mistral_sliding", "opt"}
 LIKE_LLAMA |= {"phi", "phi3", "gptj", "mpt", "cohere2", "bloom", "gpt2", "qwen3", "xglm", "mixtral"}
 """Families whose attention others have too: under ``exhaustive`` alone."""
-COMPARED_ELSEWHERE = {"gpt_neox", "gpt_oss", "llama4", "falcon_alibi", "diffllama"}
+COMPARED_ELSEWHERE = {"gpt_neox", "gpt_oss", "llama4", "falcon_alibi", "diffllama", "gpt_neo"}
 """And these: in every run, padded rows of them are compared with the model below, in test_chunked_attention.py or in
-test_cache_file.py, and bloom's ALiBi in test_padded_questions.py; test_parts.py has diffllama."""
+test_cache_file.py, and bloom's ALiBi in test_padded_questions.py; test_parts.py has diffllama, test_attention.py
+gpt_neo."""
 OFTEN = [family for family in FAMILIES if family not in LATENT.keys() | LIKE_LLAMA | COMPARED_ELSEWHERE]
 EVERY_POLICY = [family for family in ("llama", "gemma2", "gemma3", "falcon") if family in FAMILIES]
 SOME = {family: ["lava"] for family in OFTEN}

@@ -16,9 +16,10 @@ from kvpass.compiler import backend
 from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from pairwise import each_value, quick
-from tiny_models import FAMILIES, POLICY_OPTIONS, compiled_once, in_blocks, kvzap_file, random_ids, tiny_model
+from tiny_models import FAMILIES, HEAD_MAP, POLICY_OPTIONS, compiled_once, in_blocks, kvzap_file, random_ids, tiny_model
 
-OPTIONS = POLICY_OPTIONS | {"full": {"budget": None}, "kvzap": {"weights": kvzap_file()}}
+OPTIONS = POLICY_OPTIONS | {"full": {"budget": None}, "kvzap": {"weights": kvzap_file(2)}}
+OPTIONS["duo_attention"] = {"head_map": HEAD_MAP[:2]}
 UNUSUAL = ["gpt_oss", "bloom", "deepseek_v3"]
 """Sinks, experts and rings, ALiBi, latents; test_chunked_attention.py has chunks."""
 
@@ -53,7 +54,7 @@ def test_blocks_give_the_logits_of_the_uncompiled_model(family):
 
 @each_value(policy=sorted(POLICIES), block=(2, 13, 50))
 def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
-    _, fast = two_layers(layers=3, policy=policy, **{"budget": 24, **OPTIONS.get(policy, {})})
+    _, fast = two_layers(policy=policy, **{"budget": 24, **OPTIONS.get(policy, {})})
     assert_same(fast, block, *padded(75, 41, 75))
 
 
