@@ -24,7 +24,7 @@ import torch
 
 import kvpass
 from kvpass import builtin
-from tiny_models import random_ids, tiny_model
+from tiny_models import random_ids, sharing_captures, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = [*(ROOT / f"{name}.md" for name in ("README", "DESIGN", "CONTRIBUTING")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,9 +96,8 @@ class Shared:
         of_cache = {name: given.pop(name, usual) for name, usual in (("recompress", "never"), ("entries", "model"))}
         key = tuple(of_cache.values())
         if key not in self.compiled:
-            self.compiled[key] = _compile(
-                self.model, backend="eager", policy=policy, budget=budget, **of_cache, **given
-            )
+            made = _compile(self.model, backend="eager", policy=policy, budget=budget, **of_cache, **given)
+            self.compiled[key] = sharing_captures(made, "docs")
         self.compiled[key].set_policy(policy, budget, **given)
         return self.compiled[key]
 

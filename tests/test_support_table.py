@@ -9,12 +9,12 @@ import pytest
 import transformers
 
 from support_table import REFUSED, listed, others, others_listed, refused_row, tables
-from tiny_models import FAMILIES, HYBRIDS, LLAMA_LIKE
+from tiny_models import FAMILIES, HYBRIDS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS_PAGE = ROOT / "docs" / "models.md"
-SLOW = {"zamba", "rwkv", "xlnet"}
-"""Refused after two to four seconds."""
+SLOW = {"zamba", "rwkv", "xlnet", "inkling2_text", "xlm", "dbrx"}
+"""Refused after seconds, for reasons that smaller tests have too, or longcat_flash."""
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,6 @@ def test_nothing_else_is_listed():
 def test_decoders_of_which_the_same_is_said_share_a_row():
     made = tables([["a", "x", ""], ["b", "y", "z"], ["c", "x", ""]], [["d", "no"]])
     assert "| a, c | x |  |" in made and "| b | y | z |" in made and "| d | no |" in made
-
-
-def test_a_model_that_is_not_refused_cannot_be_listed_as_such(monkeypatch):
-    monkeypatch.setitem(REFUSED, "llama", LLAMA_LIKE | {"num_hidden_layers": 1})
-    with pytest.raises(AssertionError, match="llama was not refused"):
-        refused_row("llama")
 
 
 def test_types_that_the_tests_do_not_have_are_listed_with_what_the_script_recorded():

@@ -34,7 +34,7 @@ def fast():
 
 
 @pytest.mark.parametrize(
-    "family", quick(["llama", "gemma3", "deepseek_v3", "llama4", "lfm2", "qwen3_next"], ["gemma3", "lfm2"])
+    "family", quick(["llama", "gemma3", "deepseek_v3", "llama4", "lfm2", "qwen3_next"], ["gemma3"])
 )
 def test_body_called_alone_reads_its_mask(family):
     model, fast = two_layers(family, **FULL)

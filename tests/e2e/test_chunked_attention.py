@@ -8,7 +8,7 @@ from compiled_models import UNLIMITED, greedy, padded, prompts_of, reloaded, two
 from masked_oracle import assert_decodes_like_the_masked_model
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import random_ids, tiny_model
+from tiny_models import in_blocks, random_ids, tiny_model
 
 CHUNK, NEW = 24, 40  # the answer crosses the end of a chunk, or two
 
@@ -18,7 +18,10 @@ def test_contracts_1_and_4_over_the_ends_of_chunks(backend):
     model, fast = two_layers("llama4", budget=UNLIMITED, backend=backend)
     lengths = (CHUNK, 5, 2 * CHUNK + 1)
     ids, mask = padded(*lengths)
+    with in_blocks(fast, 13):
+        in_parts = greedy(fast, ids, NEW, attention_mask=mask)[:, -NEW:]
     together = greedy(fast, ids, NEW, attention_mask=mask)[:, -NEW:]
+    assert torch.equal(in_parts, together)
     for row, prompt in enumerate(prompts_of(*lengths)):
         assert torch.equal(together[row], greedy(model, prompt[None], NEW)[0, -NEW:])
 

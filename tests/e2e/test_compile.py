@@ -69,11 +69,23 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, 
     assert not guards
 
 
-def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch):
+def test_passes_are_dumped_before_and_after_with_op_counts_and_in_the_structured_trace(tmp_path, monkeypatch):
+    """What tlparse reads: artifacts named kvpass.* in the trace log."""
     monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
-    fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8, backend="eager")
-    out = fast(random_ids(1, 50))
-    fast(random_ids(1, 1), past_key_values=out.past_key_values)
+    traced = tmp_path / "trace"
+    handler = LazyTraceHandler(str(traced))
+    handler.setFormatter(TorchLogsFormatter(trace=True))
+    trace_log.addHandler(handler)
+    try:
+        fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8, backend="eager")
+        out = fast(random_ids(1, 50))
+        fast(random_ids(1, 1), past_key_values=out.past_key_values)
+    finally:
+        trace_log.removeHandler(handler)
+        handler.close()
+    text = "".join(path.read_text() for path in traced.iterdir())
+    for name in ("00.offset_positions.after", "00.offset_positions.ops", "part_0"):
+        assert f'"kvpass.prefill.00.{name}"' in text
     names = {path.name for path in tmp_path.iterdir()}
     parts = [f"prefill.00.part_{part}.txt" for part in range(3)]  # before, around and after the attention of one layer
     assert {*parts, "prefill.00.00.offset_positions.before.txt", "decode.01.02.rewrite_cached.after.txt"} <= names
@@ -83,21 +95,6 @@ def test_passes_are_dumped_before_and_after_with_op_counts(tmp_path, monkeypatch
     assert "torch.ops.kvpass.attend_cache.default(" in after and "kvpass_store0_pool_k" in after
     ops = (tmp_path / "decode.01.02.rewrite_cached.ops.txt").read_text()
     assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in ops and "kvpass.site.default: 1 -> 0 (-1)" in ops
-
-
-def test_the_structured_trace_carries_the_graphs(tmp_path):
-    """What tlparse reads: artifacts named kvpass.* in the trace log."""
-    handler = LazyTraceHandler(str(tmp_path))
-    handler.setFormatter(TorchLogsFormatter(trace=True))
-    trace_log.addHandler(handler)
-    try:
-        kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8, backend="eager")(random_ids(1, 50))
-    finally:
-        trace_log.removeHandler(handler)
-        handler.close()
-    text = "".join(path.read_text() for path in tmp_path.iterdir())
-    for name in ("00.offset_positions.after", "00.offset_positions.ops", "part_0"):
-        assert f'"kvpass.prefill.00.{name}"' in text
 
 
 def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt_is_compiled_in_parts():

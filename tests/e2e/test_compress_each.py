@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvpass
-from compiled_models import padded, two_layers
+from compiled_models import compiled_apart, padded, two_layers
 from kvpass.compiler.blocks import LayerRun
 from kvpass.policies import POLICIES, resolve
 from pairwise import quick_rows
@@ -17,7 +17,6 @@ from tiny_models import (
     in_blocks,
     kvzap_file,
     random_ids,
-    sharing_captures,
     tiny_model,
 )
 
@@ -58,8 +57,7 @@ def test_each_cache_is_that_of_its_condition_alone(family, backend):
 
 
 def test_it_runs_the_decoder_once_and_leaves_the_model_as_it_was(monkeypatch):
-    fast = kvpass.compile(tiny_model("llama", layers=1), policy="lava", budget=48, backend="eager")
-    sharing_captures(fast, "llama", 1, "eager", ())
+    fast = compiled_apart(budget=48, window=None)
     with pytest.raises(ValueError, match="name at least one"):
         fast.compress_each(random_ids(1, 60), conditions=[])
     with pytest.raises(ValueError, match="did you mean 'lava'"):
@@ -74,7 +72,7 @@ def test_it_runs_the_decoder_once_and_leaves_the_model_as_it_was(monkeypatch):
 
 
 def test_a_decoder_that_does_not_run_in_blocks_fills_all_caches_too():
-    fast = kvpass.compile(added_in_place(tiny_model("llama", layers=2)), policy="full", backend="eager")
+    fast = kvpass.compile(added_in_place(tiny_model("llama", layers=1)), policy="full", backend="eager")
     assert_each_is_as_alone(fast, [(resolve("lava"), 40), (resolve("snapkv"), 0.9)], random_ids(2, 60))
 
 

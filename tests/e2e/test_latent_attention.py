@@ -10,6 +10,7 @@ from compiled_models import compiled_anew, padded, prompts_of, reloaded, two_lay
 from kvpass.ops import latents, reference
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import in_blocks, random_ids, tiny_model
 from versions import needs_transformers
 
@@ -19,7 +20,7 @@ ROW = 16 + 8
 """kv_lora_rank and qk_rope_head_dim of the tiny models."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], [torch.float32]), ids=str)
 def test_a_kept_entry_is_one_row_for_all_heads(dtype):
     model, fast = two_layers(FAMILY, policy="snapkv", changes={} if dtype == torch.float32 else {"dtype": dtype})
     ids, row_bytes = random_ids(2, PROMPT), ROW * dtype.itemsize
@@ -117,7 +118,7 @@ def of_an_older_transformers(attention, monkeypatch):
     return "its layers have no expand_kv, as those of transformers before 5.16"
 
 
-@pytest.mark.parametrize("change", [of_another_class, of_an_older_transformers])
+@pytest.mark.parametrize("change", quick([of_another_class, of_an_older_transformers], [of_another_class]))
 def test_expanded_heads_are_cached_where_latents_cannot_be_and_the_report_says_why(change, monkeypatch):
     model = tiny_model(FAMILY, layers=1)
     why = change(model.model.layers[0].self_attn, monkeypatch)

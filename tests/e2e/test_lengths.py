@@ -1,5 +1,6 @@
 """What a raw module makes of its length goes on as in one text, or is refused, on both sides of every number."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from torch.nn.functional import one_hot
 
 import kvpass
 from numeric_checks import assert_close
-from pairwise import each_value, quick
+from pairwise import quick, quick_rows
 from small_decoders import WIDTH, SmallDecoder
 from tiny_models import in_session, random_ids, raw
 
@@ -118,7 +119,10 @@ def test_contract_1_what_a_module_counts_goes_on_behind_every_number(names, prom
     assert_as_whole(*compiled(change), random_ids(rows, TEXT), pieces)
 
 
-@each_value(name=[*REFUSED], prompt=PROMPTS)
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    quick_rows([*itertools.product(REFUSED, PROMPTS)], [*zip([*REFUSED][::2], itertools.cycle(PROMPTS), strict=False)]),
+)
 def test_contract_7_what_depends_on_the_length_behind_a_number_is_refused(name, prompt):
     with pytest.raises(Exception, match=r"from the length of the input|relates tokens"):
         in_pieces(capturing(REFUSED[name]), random_ids(1, TEXT), [prompt, *[1] * (TEXT - prompt)])

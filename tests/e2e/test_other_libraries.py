@@ -1,4 +1,4 @@
-"""Modules that other libraries changed: adapters, quantised weights, dropout; skipped where one is not installed."""
+"""Modules that other libraries changed: adapters and quantised weights; skipped where one is not installed."""
 
 import pytest
 import torch
@@ -69,15 +69,8 @@ def test_adapter_merged_in_the_original_counts_once(model):
     settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     tuned = peft.get_peft_model(model, settings).eval()
     fast = kvpass.compile(tuned.get_base_model(), policy="full", backend="eager")
-    before, document = fast(IDS).logits, fast.compress(IDS)
+    before, document = fast(IDS, logits_to_keep=1).logits, fast.compress(IDS)
     tuned.merge_adapter()
-    torch.testing.assert_close(fast(IDS).logits, before, atol=1e-4, rtol=0)
+    torch.testing.assert_close(fast(IDS, logits_to_keep=1).logits, before, atol=1e-4, rtol=0)
     with pytest.raises(kvpass.CacheMismatchError, match="adapters"):
         greedy(fast, IDS[:, :3], past_key_values=document)
-
-
-def test_dropout_in_training_mode_is_named(model):
-    mlp = model.model.layers[0].mlp
-    mlp.down_proj = nn.Sequential(mlp.down_proj, nn.Dropout(0.5))
-    with pytest.raises(kvpass.UnsupportedAttentionError, match="dropout in training mode"):
-        kvpass.compile(model, policy="full", backend="eager")(IDS)

@@ -194,7 +194,7 @@ def test_contract_4_rows_of_a_padded_batch_are_as_alone_where_only_distances_cou
     (ids, mask), new = padded(PROMPT, 25), random_ids(2, 3, seed=5)
     together, _ = in_session(fast, [PROMPT, 1, 1, 1], torch.cat([ids, new], 1), attention_mask=mask)
     for row, prompt in enumerate(prompts_of(PROMPT, 25)):
-        text = torch.cat([prompt, new[row]])[None]
+        text = torch.cat([prompt, new[row]]).repeat(2, 1)
         alone, _ = in_session(fast, [len(prompt), 1, 1, 1], text)
         assert_close(f"row {row}", together[row, -4:], alone[0, -4:], atol=1e-5)
 
@@ -323,13 +323,6 @@ class WritesCache(SmallDecoder):
         return F.scaled_dot_product_attention(q, self.k_cache[layer], self.k_cache[layer], attn_mask=mask)
 
 
-class CopiesIntoCache(WritesCache):
-    def attend(self, q, k, v, layer):
-        t = q.shape[2]
-        keys = self.k_cache[layer].index_copy_(2, torch.arange(t), k)
-        return F.scaled_dot_product_attention(q, keys[:, :, :t], v, is_causal=True)
-
-
 class CountsInBuffer(WritesCache):
     def positions(self, ids):
         found = self.places(self.seen + torch.arange(ids.shape[1]))
@@ -360,21 +353,6 @@ class TableOfThisLength(BiasOfLongestCall):
         self.bias = None
 
 
-class ScaledByLength(SmallDecoder):
-    def attend(self, q, k, v, layer):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[2])
-
-
-class LoopsOverTokens(SmallDecoder):
-    """litgpt with a sliding window: a Python loop makes a constant of the length."""
-
-    def attend(self, q, k, v, layer):
-        mask = torch.zeros(q.shape[2], q.shape[2], dtype=torch.bool)
-        for i in range(q.shape[2]):
-            mask[i, max(0, i - 7) : i + 1] = True
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
 class BranchesOnLength(SmallDecoder):
     def embedded(self, ids, positions=None):
         x = super().embedded(ids, positions)
@@ -384,18 +362,12 @@ class BranchesOnLength(SmallDecoder):
 OWN_CACHE = r"cache or counter of the decoder's own.*kvpass keeps the cache"
 BY_THE_LINE = {
     WritesCache: (rf"setitem.*changes k_cache, a {OWN_CACHE}", "self.k_cache[layer][:, :, at] = k"),
-    CopiesIntoCache: (rf"changes k_cache, a {OWN_CACHE}", "keys = self.k_cache[layer].index_copy_"),
     CountsInBuffer: (rf"changes seen, a {OWN_CACHE}", "self.seen.add_(ids.shape[1])"),
     CountsInAttribute: (rf"changes current, a {OWN_CACHE}", "self.current += ids.shape[1]"),
     TableOfThisLength: (
         "a table for the length of this call.*once on the longest text",
         "bias = -slopes[:, None, None] *",
     ),
-    ScaledByLength: (
-        r"its scale \(node truediv\) depends on a size.*make it of numbers that the module holds",
-        "scale=1 / q.shape[2])",
-    ),
-    LoopsOverTokens: (rf"captured for {BEGIN} tokens and no other length: `for i in range\(q.shape\[2\]\):", None),
     BranchesOnLength: ("branches on the length of its input, in `return 2 \\* x if x.shape\\[1\\] > 8 else x", None),
 }
 

@@ -127,7 +127,7 @@ def test_a_request_of_ids_that_the_model_does_not_know_is_refused():
 
 
 def test_a_decoder_that_is_not_split_into_layers_is_refused():
-    model = added_in_place(tiny_model("llama", layers=2))
+    model = added_in_place(tiny_model("llama", layers=1))
     fast = kvpass.compile(model, policy="kvzip", budget=BUDGET, backend="eager")
     with pytest.raises(ValueError, match=r"not split into layers: .* writes into a tensor of another part"):
         fast(random_ids(1, 30))

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from compiled_models import compiled_anew, greedy, two_layers
+from compiled_models import UNLIMITED, compiled_anew, compiled_apart, greedy, two_layers
 from pairwise import each_value, quick
 from tiny_models import random_ids, tiny_model
 
@@ -33,8 +33,8 @@ def test_the_append_buffer_grows_rarely_and_by_a_bounded_number_of_slots():
 @pytest.mark.parametrize("policy", quick(["lava", "h2o"], ["h2o"]))
 def test_the_default_dtype_of_the_process_changes_nothing(policy):
     found = []
-    for default in (torch.float32, torch.bfloat16):
-        fast = compiled_anew(policy=policy)
+    for default, compiled in ((torch.float32, compiled_apart), (torch.bfloat16, compiled_anew)):
+        fast = compiled(policy=policy, model=tiny_model("llama", layers=2))
         torch.set_default_dtype(default)
         try:
             cache = fast(random_ids(1, 50)).past_key_values
@@ -68,14 +68,14 @@ def test_any_grad_mode_and_changes_between_them(mode, policy):
 
 def test_a_state_dict_can_be_loaded_and_taken_back():
     model, other = (tiny_model("llama", seed=seed, layers=1) for seed in range(2))
-    fast = compiled_anew(model)
+    fast = compiled_anew(model, budget=UNLIMITED)
     ids = random_ids(1, 40)
     before = greedy(fast, ids)
     assert fast.state_dict().keys() == model.state_dict().keys()
     saved = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
     fast.load_state_dict(other.state_dict())
     changed = greedy(fast, ids)
-    assert torch.equal(changed, greedy(compiled_anew(other), ids)) and not torch.equal(changed, before)
+    assert torch.equal(changed, greedy(other, ids)) and not torch.equal(changed, before)
     fast.load_state_dict(saved)
     assert torch.equal(greedy(fast, ids), before)
 

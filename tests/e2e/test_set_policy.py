@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvpass
-from compiled_models import compiled_anew, reloaded, two_layers
+from compiled_models import compiled_apart, reloaded, two_layers
 from kvpass.policies import resolve
-from tiny_models import random_ids, sharing_captures, tiny_model
+from tiny_models import random_ids
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def token():
 @pytest.fixture
 def fast():
     """A model with a report of its own."""
-    return sharing_captures(compiled_anew(tiny_model("llama", layers=2), budget=16), "llama", 2, "eager", ())
+    return compiled_apart(budget=16)
 
 
 def test_another_budget_holds_for_the_prompts_to_come_and_compiles_nothing(fast, ids, token):

@@ -1,7 +1,6 @@
 """What tests of the evaluation share."""
 
 import functools
-import inspect
 import json
 import random
 
@@ -13,7 +12,7 @@ import kvpass
 from kvpass import builtin
 from kvpass.eval.environment import model_digest
 from kvpass.eval.tasks import registry
-from tiny_models import sharing_captures
+from tiny_models import CAPTURES, sharing_captures
 
 
 @pytest.fixture
@@ -47,9 +46,9 @@ def compile_once():
 
 
 @pytest.fixture
-def compile_anew(monkeypatch):
-    """Undo :func:`compile_once` for a test that counts what is captured and compiled."""
-    monkeypatch.setattr(kvpass, "compile", inspect.unwrap(kvpass.compile))
+def captured_anew():
+    """Forget what :func:`compile_once` shares, for a test that sees a capture being made; later ones share that."""
+    CAPTURES.clear()
 
 
 @pytest.fixture(scope="session")

@@ -74,12 +74,10 @@ def test_a_harness_that_cannot_be_imported_does_not_break_torch(
     assert str(record.exc_info[1]) == "half installed"
 
 
-def test_a_model_of_the_same_name_stays(tmp_path: Path) -> None:
-    code = """
-import lm_eval.models
-from lm_eval.api.registry import model_registry
-model_registry.register("kvpass", target="lm_eval.models.dummy:DummyLM")
-import torch
-print(model_registry.get("kvpass").__name__)
-"""
-    assert run_python(code, tmp_path) == "DummyLM"
+def test_a_model_of_the_same_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.api.registry import model_registry
+    from lm_eval.models.dummy import DummyLM
+
+    monkeypatch.setitem(model_registry._objs, "kvpass", DummyLM)
+    kvpass_autoload.hook()
+    assert model_registry.get("kvpass") is DummyLM

@@ -1,5 +1,6 @@
 """The ``kvpass`` command: help, version, clear errors, and a whole bench on a micro model."""
 
+import gc
 import io
 import json
 import math
@@ -62,12 +63,17 @@ def test_every_option_that_the_help_names_is_taken(command, monkeypatch):
     assert result.exit_code == 7, result.output
 
 
-def test_what_is_imported_is_freed_at_the_end_of_a_command():
+def test_what_is_imported_is_freed_at_the_end_of_a_command(monkeypatch):
     """Else nanobind, which newer versions of triton use, reports what is left as leaks."""
-    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); from kvpass.cli.main import app; "
-    asked = [sys.executable, "-c", code + "app(['bench', '--budget', 'nan'])"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "0\n"), done.stderr
+    at_exit = []
+    monkeypatch.setattr(main.atexit, "register", at_exit.append)
+    assert invoke("bench", "--budget", "nan").exit_code == 2
+    assert gc.get_freeze_count() > 0
+    for call in at_exit:
+        call()
+    freed = gc.get_freeze_count() == 0
+    gc.freeze()  # as it was
+    assert freed
 
 
 BAD_PATHS = {
@@ -125,7 +131,7 @@ def test_ctrl_c_says_how_to_go_on(words, where, part, when, tmp_path, monkeypatc
     assert result.stderr.startswith(f"interrupted: {part}") and result.stderr.count("\n") == 1
 
 
-@pytest.mark.usefixtures("compile_anew")
+@pytest.mark.usefixtures("captured_anew")
 def test_bars_are_drawn_on_standard_error(tmp_path, monkeypatch):
     """Spinners of a compilation stand below a bar only if both are on one console."""
     console = Console(file=io.StringIO(), force_terminal=True, width=80)

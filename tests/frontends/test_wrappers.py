@@ -11,6 +11,7 @@ from transformers import AutoConfig
 import kvpass
 from compiled_models import UNLIMITED, greedy, padded
 from numeric_checks import assert_close
+from pairwise import quick
 from tiny_models import LLAMA_LIKE, random_ids
 
 TEXT = {**LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 16, "initializer_range": 0.1}
@@ -39,7 +40,7 @@ def pair(model_type):
     return model, kvpass.compile(model, policy="full", backend="eager")
 
 
-@pytest.mark.parametrize("model_type", WRAPPERS)
+@pytest.mark.parametrize("model_type", quick([*WRAPPERS], ["qwen2_vl"]))
 def test_text_alone_is_answered_as_by_the_uncompiled_class(model_type):
     model, fast = pair(model_type)
     given = {"attention_mask": MASK, **dict.fromkeys(("mm_token_type_ids", "token_type_ids"), torch.zeros_like(IDS))}

@@ -17,7 +17,8 @@ from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.torch_compat import FakeTensorMode
 from numeric_checks import assert_close
-from tiny_models import random_ids, tiny_model
+from small_decoders import SmallDecoder
+from tiny_models import compiled_once, random_ids, raw, tiny_model
 
 
 def compiled():
@@ -26,7 +27,7 @@ def compiled():
 
 def test_a_disabled_pass_does_not_run_and_is_not_in_the_report(monkeypatch):
     ids, token = random_ids(1, 40), random_ids(1, 1, seed=3)
-    model, other = compiled(), compiled()
+    (_, model), other = compiled_once(layers=1, policy="lava", budget=16, window=8, backend="eager"), compiled()
     expected = model(token, past_key_values=model(ids).past_key_values).logits
     monkeypatch.setenv("KVPASS_DISABLE_PASSES", "fold_alibi,strip_repeat_kv")
     with pytest.warns(UserWarning, match="results may be wrong"):
@@ -38,8 +39,10 @@ def test_a_disabled_pass_does_not_run_and_is_not_in_the_report(monkeypatch):
 
 def test_a_pass_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("KVPASS_DISABLE_PASSES", "find_atention")
-    with pytest.raises(ValueError, match=r"KVPASS_DISABLE_PASSES: \['find_atention'\] are no passes"):
-        compiled()(random_ids(1, 40))
+    fast = raw(SmallDecoder(), {"policy": "full", "compiler": "eager"})
+    said = r"KVPASS_DISABLE_PASSES: \['find_atention'\] are no passes"
+    with pytest.raises(Exception, match=said), torch.no_grad(), kvpass.session():
+        fast(random_ids(1, 40))
 
 
 def test_recording_one_token_leaves_the_number_of_rows_open():

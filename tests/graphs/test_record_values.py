@@ -23,7 +23,7 @@ def forms(gm):
     return [[recording._form(x) for x in (value if isinstance(value, tuple) else [value])] for value in values]
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, ["llama", "gpt2", "gemma3"]))
+@pytest.mark.parametrize("family", quick(FAMILIES, ["gpt2", "gemma3"]))
 def test_values_are_those_of_calls_that_all_run(monkeypatch, family):
     known = []
 
@@ -37,7 +37,7 @@ def test_values_are_those_of_calls_that_all_run(monkeypatch, family):
         assert forms(gm) == known and len(mode.shape_env.guards) == guards
 
     monkeypatch.setattr(one_token, "record_values", both)
-    fast = kvpass.compile(tiny_model(family, layers=3), budget=1.0, window=8, backend="eager")
+    fast = kvpass.compile(tiny_model(family, layers=2), budget=1.0, window=8, backend="eager")
     fast(random_ids(2, 1), past_key_values=fast(random_ids(2, 30)).past_key_values)
     assert known
 

@@ -11,7 +11,7 @@ import kvpass
 from kvpass.policies.observation import Observation
 from masked_oracle import kept_columns
 from pairwise import quick
-from tiny_models import ROTATED, compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import ROTATED, compiled_once, left_pad, random_ids
 
 
 def queries_before_rope(model, ids, monkeypatch):
@@ -29,7 +29,7 @@ def queries_before_rope(model, ids, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("family", quick(ROTATED, ["qwen3", "gemma3"]))
+@pytest.mark.parametrize("family", quick(ROTATED, ["gemma3"]))
 def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, monkeypatch):
     model, fast = compiled_once(family, layers=2, policy="expected_attention", budget=24, backend="eager")
     ids = random_ids(1, 40)
@@ -72,9 +72,10 @@ class OtherLinear(nn.Module):
 
 
 def test_a_projection_of_another_kind_changes_nothing():
-    model, options = tiny_model("llama", layers=2), {"policy": "expected_attention", "budget": 24, "backend": "eager"}
+    options = {"policy": "expected_attention", "budget": 24, "backend": "eager"}
+    model, fast = compiled_once("llama", layers=1, **options)
     other = copy.deepcopy(model)
-    for layer in other.model.layers:
-        layer.self_attn.q_proj = OtherLinear(layer.self_attn.q_proj)
-    caches = [kvpass.compile(each, **options)(random_ids(1, 40)).past_key_values for each in (model, other)]
+    attention = other.model.layers[0].self_attn
+    attention.q_proj = OtherLinear(attention.q_proj)
+    caches = [each(random_ids(1, 40)).past_key_values for each in (fast, kvpass.compile(other, **options))]
     assert torch.equal(caches[0].positions, caches[1].positions)

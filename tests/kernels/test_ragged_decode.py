@@ -140,7 +140,8 @@ def test_codes(entry_format, dtype):
 )
 def test_codes_of_few_bits(entry_format, dtype, dim, value_dim):
     given = {"group": 3, "dim": dim, "value_dim": value_dim, "tokens": 2, "dtype": dtype, "start": [2, 0]}
-    check(decode_case(LENGTHS, **given).packed(entry_format), [*BOTH, *PINNED])
+    case = decode_case([[0, 33], [40, 1]], **given).packed(entry_format)
+    check(case, [*BOTH, *PINNED])
 
 
 @pytest.mark.parametrize("bits", LEVELS)
@@ -161,7 +162,7 @@ def test_levels_are_polynomials(bits):
 
 @pytest.mark.parametrize("entry_format", quick(["model", "int8", "rot4"], ["model", "rot4"]))
 def test_a_pool_of_one_row_serves_all_rows(entry_format):
-    case = decode_case(LENGTHS, tokens=2, start=[2, 0]).packed(entry_format)
+    case = decode_case([[0, 17], [20, 1]], tokens=2, start=[2, 0]).packed(entry_format)
     apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
     for way in (eager, *BOTH):
         assert torch.equal(way(shared.copied()), way(apart.copied())), way.__name__
@@ -208,7 +209,7 @@ def test_other_layers(layer):
     check(decode_case(LENGTHS, layer=layer, tokens=2))
 
 
-CAPPED = [(4.0, False, 6), (None, True, 1)]
+CAPPED = [(4.0, False, 3), (None, True, 1)]
 
 
 @pytest.mark.parametrize(("softcap", "sinks", "tokens"), quick_rows([*CAPPED, (30.0, True, 6)], CAPPED))
@@ -217,7 +218,7 @@ def test_softcap_and_sinks(softcap, sinks, tokens):
 
 
 def test_large_scores_do_not_overflow():
-    case = decode_case(LENGTHS, tokens=3, sinks=True, dim=16)
+    case = decode_case(LENGTHS, tokens=2, sinks=True, dim=16)
     check(case.changed(scale=60.0))
     check(case.changed(scale=60.0, softcap=80.0))
 
@@ -273,7 +274,7 @@ def test_more_query_rows_than_a_block(group, tokens):
 
 
 def test_many_tokens():
-    check(decode_case([[20, 0], [3, 40]], group=3, tokens=70, slots=80, used=9, start=[0, 4], dim=16), [extend])
+    check(decode_case([[20, 0], [3, 40]], group=1, tokens=70, slots=80, used=9, start=[0, 4], dim=16), [extend])
 
 
 def test_strided_queries_keys_and_values():

@@ -1,5 +1,6 @@
 """Kernels for rows anywhere in one array, C++ and Triton interpreted, against each alone; what is not theirs is NaN."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from kvpass.operands import CODES, AppendBuffers, Attention, Entries, by_name, f
 from kvpass.ops import cuda, reference
 from kvpass.ops.entry_formats import quantise
 from kvpass.vllm.layout import SLOTS, BlockLayout
+from pairwise import quick_rows
 
 LAYERS, KV_HEADS, BLOCKS, TAIL = 3, 2, 5, 70
 ROWS = (4, 0, 2)
@@ -138,9 +140,13 @@ def test_rows_anywhere_attend_and_append_as_each_alone(made, checked):
     Case(**made).check(**checked)
 
 
-@pytest.mark.parametrize("entries", CODES)
-@pytest.mark.parametrize(("way", "split"), [(cpu_of, 0), (cuda_of, 8), (cuda_of, 0)], ids=["C++", "ragged", "extend"])
-def test_rows_of_codes_anywhere_attend_and_append_as_each_alone(way, split, entries, monkeypatch):
+OF_CODES = {"C++": (cpu_of, 0), "ragged": (cuda_of, 8), "extend": (cuda_of, 0)}
+OFTEN = [*(("C++", entries) for entries in CODES), ("ragged", "int8"), ("ragged", "rot4"), ("extend", "rot3")]
+
+
+@pytest.mark.parametrize(("name", "entries"), quick_rows([*itertools.product(OF_CODES, CODES)], OFTEN))
+def test_rows_of_codes_anywhere_attend_and_append_as_each_alone(name, entries, monkeypatch):
+    way, split = OF_CODES[name]
     monkeypatch.setattr(cuda, "SPLIT_TOKENS", split)
     Case(tokens=3, entries=entries).check(1, way=way)
 

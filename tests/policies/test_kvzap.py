@@ -235,7 +235,7 @@ def test_answers_of_a_padded_batch_keep_what_scores_by_hand_keep(split):
     assert len(sizes) <= 2, "the tail grows once, up to its bound"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_a_step_whose_products_are_reductions_finds_what_enters_attention(dtype, monkeypatch):
     """As steps of one row on a CPU are compiled."""
     model, found, run = tiny_model("llama", layers=1, dtype=dtype), [], backend.run_passes

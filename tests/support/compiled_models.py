@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import kvpass
 from recorded_calls import interrupt
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import compiled_once, left_pad, random_ids, sharing_captures, tiny_model
 
 GIVEN: dict[str, Any] = {"budget": 20, "window": 8, "backend": "eager"}
 UNLIMITED = 10**6
@@ -31,6 +31,18 @@ def compiled_anew(model: PreTrainedModel | None = None, **options: Any) -> Any:
         model: by default a llama of one layer.
     """
     return kvpass.compile(model or tiny_model("llama", layers=1), **GIVEN | options)
+
+
+def compiled_apart(layers: int = 2, model: PreTrainedModel | None = None, **options: Any) -> Any:
+    """A llama's compiled copy that a test has for itself, with the captures of :func:`two_layers`.
+
+    For tests that count no captures and change no weights.
+
+    Args:
+        model: by default the tiny llama of so many layers, whose weights it must have.
+    """
+    fast = compiled_anew(model or tiny_model("llama", layers=layers), **options)
+    return sharing_captures(fast, "llama", layers, "eager", ())
 
 
 def prompts_of(*lengths: int) -> list[Tensor]:

@@ -313,7 +313,7 @@ def _tiny_once(family: str, layers: int | None, changes: tuple[tuple[str, Any], 
     return tiny_model(family, layers=layers, **dict(changes))
 
 
-_CAPTURES: dict[Hashable, Any] = {}
+CAPTURES: dict[Hashable, Any] = {}
 
 
 def sharing_captures(fast: Any, *key: Hashable) -> Any:
@@ -323,7 +323,7 @@ def sharing_captures(fast: Any, *key: Hashable) -> Any:
         key: equal for models with the same weights, backend and regions: the decoder is then one and the same graph,
             whatever policies, budgets and formats of entries are.
     """
-    fast._kvpass.captures = _CAPTURES.setdefault(key, fast._kvpass.captures)
+    fast._kvpass.captures = CAPTURES.setdefault(key, fast._kvpass.captures)
     return fast
 
 

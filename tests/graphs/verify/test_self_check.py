@@ -14,7 +14,7 @@ from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.passes import CANONICAL_PASSES
 from kvpass.graphs.verify.examples import EvaluationError, evaluate
 from kvpass.graphs.verify.self_check import PIECES, self_check_pass
-from pairwise import each_value, quick, quick_rows
+from pairwise import quick, quick_rows
 
 PASSES = [find_attention_pass, self_check_pass]
 WIDTH = 32
@@ -59,8 +59,8 @@ TOKEN_WISE = {
 
 MIXED = [*((name, "before") for name in MIXING), ("cut and joined", "after"), ("mean", "after")]
 IN_EVERY_RUN = [
-    *("padded by one", "padded by forty", "cut and joined far away", "running sum", "last token", "norm over tokens"),
-    *("sorted", "previous ids", "written in place", "scaled by tokens", "previous by index"),
+    *("padded by one", "padded by forty", "cut and joined far away", "running sum", "last token"),
+    *("sorted", "written in place", "scaled by tokens"),
 ]
 MIXED_IN_EVERY_RUN = [*((name, "before") for name in IN_EVERY_RUN), ("mean", "after")]
 
@@ -120,7 +120,12 @@ def test_a_capture_of_fixed_length_is_refused(tokens, decoder, capture, inputs):
         capture(Mixed(decoder(), TOKEN_WISE["gated"], "before"), inputs(tokens=tokens), PASSES, dynamic=False)
 
 
-@each_value(name=[*TOKEN_WISE], place=["before", "after"])
+TOKEN_WISE_IN_EVERY_RUN = [("gated", "before"), ("flattened", "after"), ("routed", "before"), ("by id", "after")]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), quick_rows([*itertools.product(TOKEN_WISE, ["before", "after"])], TOKEN_WISE_IN_EVERY_RUN)
+)
 def test_what_is_done_to_each_token_is_let_alone(name, place, decoder, capture, inputs):
     _, counts = capture(Mixed(decoder(), TOKEN_WISE[name], place), inputs(), PASSES)
     assert counts == [1, 0]
@@ -129,7 +134,7 @@ def test_what_is_done_to_each_token_is_let_alone(name, place, decoder, capture, 
 KEEP = [slice(-1, None), slice(-2, -1), slice(None, 1), slice(-5, None), slice(2, 4)]
 
 
-@pytest.mark.parametrize("keep", quick(KEEP, KEEP[1:4]))
+@pytest.mark.parametrize("keep", quick(KEEP, KEEP[1:2]))
 def test_an_output_of_some_tokens_is_let_alone(keep, decoder, capture, inputs):
     model = decoder()
     capture(lambda ids, positions: model(ids, positions)[:, keep], inputs(), CANONICAL_PASSES)
@@ -159,7 +164,7 @@ def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(decoder, cap
         capture(last, (*inputs(), wanted), PASSES)
 
 
-@pytest.mark.parametrize("number", quick([2.0, 2, [2], True], [[2], True]), ids=str)
+@pytest.mark.parametrize("number", quick([2.0, 2, [2], True], [[2]]), ids=str)
 def test_a_number_given_as_a_tensor_is_let_alone(number, decoder, capture, inputs):
     model, number = decoder(), torch.tensor(number)
     capture(lambda ids, positions, number: model(ids, positions) * number, (*inputs(), number), PASSES)
@@ -180,7 +185,7 @@ TRIED = [*itertools.product(LOOKUPS, [1, 2, 3, 10], ["mean", "last token", "sort
 
 @pytest.mark.parametrize(
     ("lookup", "rows", "mixing"),
-    quick_rows(TRIED, [("embedding", 2, "mean"), ("index_select", 2, "last token"), ("index", 2, "sorted")]),
+    quick_rows(TRIED, [("embedding", 2, "mean"), ("index", 1, "sorted")]),
 )
 def test_what_relates_tokens_is_seen_beside_a_small_table(lookup, rows, mixing, decoder, capture, inputs):
     model, table = Mixed(decoder(), MIXING[mixing], "before"), torch.randn(rows, 1)
@@ -288,7 +293,13 @@ BY_POSITION = {
 }
 
 
-@each_value(name=[*BY_PLACE], place=["before", "after"])
+PLACES_IN_EVERY_RUN = [("first", "before"), ("last few", "after"), ("one feature", "before"), ("flat", "after")]
+PLACES_IN_EVERY_RUN += [("select_scatter", "before")]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), quick_rows([*itertools.product(BY_PLACE, ["before", "after"])], PLACES_IN_EVERY_RUN)
+)
 def test_contract_7_a_place_in_the_call_is_refused(name, place, decoder, capture, inputs):
     with pytest.raises(UnsupportedAttentionError, match="depends on a token's place in the input") as refusal:
         capture(Mixed(decoder(), BY_PLACE[name], place, True), inputs())
@@ -301,8 +312,7 @@ def test_contract_7_ids_that_are_replaced_are_refused(decoder, capture, inputs):
         capture(lambda ids, positions: model(first_ids(ids), positions), inputs())
 
 
-POSITIONS_IN_EVERY_RUN = [("nothing", "before"), ("the first that is given", "after"), ("first feature", "before")]
-POSITIONS_IN_EVERY_RUN += [("not a number", "after")]
+POSITIONS_IN_EVERY_RUN = [("the first that is given", "after"), ("first feature", "before"), ("not a number", "after")]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +324,7 @@ def test_what_a_position_gives_is_let_alone(name, place, decoder, capture, input
 
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
 def test_rounding_of_a_deep_model_is_not_taken_for_a_place_in_the_call(dtype, decoder, capture, inputs):
-    model = Mixed(decoder(layers=6).to(dtype), lambda x, p: x, "before")
+    model = Mixed(decoder(layers=4).to(dtype), lambda x, p: x, "before")
     capture(model, inputs(), tolerance=0.1)
 
 
