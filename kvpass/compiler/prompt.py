@@ -87,7 +87,7 @@ class PromptReader:
             for fill in fills
             for prefix, names in self.decoder.cache_operands.items()
         ]
-        results: list[Any] = program(prompt, prompt.start, prompt.first, *caches)
+        results: list[Any] = program.forward(prompt, prompt.start, prompt.first, *caches)
         return results
 
 
