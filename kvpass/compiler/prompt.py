@@ -183,9 +183,9 @@ class Prompt:
             return edges, 0
         if self.compacts:
             return edges, self.tokens
-        logits = split.results[0]
-        if split.not_in_blocks or logits in split.axes:  # logits of all tokens
+        if split.not_in_blocks or split.results[0] in split.axes:  # logits of all tokens
             return edges, 0
+        (logits,) = split.results
         edges = self.decoder.last_edges(edges, self.block, int(recorded(logits).shape[1]))
         writes = not set(split.states.values()).isdisjoint(layer.after.outputs)
         return edges, 0 if writes else edges[-2]
