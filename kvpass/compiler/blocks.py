@@ -165,8 +165,7 @@ class LayerResult(NamedTuple):
 
     Attributes:
         hidden: for the next layer. attention: keys and values of all tokens, queries of the last ones. lse: log-sum-exp
-            of these queries, where it was computed. entered: what each function of what enters attention
-            gave.
+            of these queries, where it was computed. entered: what each function of what enters attention gave.
     """
 
     hidden: Hidden

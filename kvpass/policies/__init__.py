@@ -185,7 +185,7 @@ def _known(name: object) -> type[Policy]:
 
 
 def check_registered(policy: Policy) -> Policy:
-    """Return the policy if its class is registered; operators only receive its :attr:`Policy.spec`.
+    """Return the policy if its class is registered; operators only receive its spec or its text.
 
     Raises:
         ValueError: another class, or none, is registered under its name.

@@ -22,8 +22,16 @@ class LayerSplit(ABC):
 
     @property
     def cascades(self) -> bool:
-        """Whether a layer's share may become smaller when later layers are known; say so where it never does."""
+        """Whether a layer's share may become smaller when later layers are known.
+
+        A class that defines ``weight`` or ``budgets`` says anew where it never does, ``cascades = False``.
+        """
         return True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not {"weight", "budgets"}.isdisjoint(vars(cls)) and "cascades" not in vars(cls):
+            cls.cascades = LayerSplit.cascades  # type: ignore[method-assign]
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         return None
@@ -41,10 +49,7 @@ class UniformLayers(LayerSplit):
     """The same number for every layer; with ``parity="code"`` even if a layer has fewer entries."""
 
     parity: Parity = "paper"
-
-    @property
-    def cascades(self) -> bool:
-        return False
+    cascades = False
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         if self.parity == "code":
@@ -56,9 +61,7 @@ class UniformLayers(LayerSplit):
 class AllLayers(LayerSplit):
     """All evictable entries of every layer, whatever the budget is."""
 
-    @property
-    def cascades(self) -> bool:
-        return False
+    cascades = False
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         return zero_unseen_layers(seen, (available * kv_heads)[:, None].expand(weights.shape))
@@ -73,10 +76,7 @@ class RandomLayers(LayerSplit):
     """
 
     seed: int
-
-    @property
-    def cascades(self) -> bool:
-        return False
+    cascades = False
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layer = torch.arange(weights.shape[1], device=weights.device)

@@ -8,6 +8,7 @@ from compiled_models import compiled_anew
 from kvpass import POLICIES
 from kvpass.graphs import passes
 from kvpass.policies import resolve
+from kvpass.policies.layer_splits import EntropyLayers, UniformLayers
 from numeric_checks import prefill_buffers
 from tiny_models import POLICY_OPTIONS, random_ids
 
@@ -51,6 +52,16 @@ def test_a_policy_without_a_cascade_gives_no_layer_less_when_more_are_known(name
     stages = [policy.layer_budgets(weights, entries, available, 2, seen) for seen in range(1, LAYERS + 1)]
     kept = all(torch.equal(stage[:, :seen], stages[-1][:, :seen]) for seen, stage in enumerate(stages, 1))
     assert kept or policy.cascades
+
+
+def test_a_split_derived_from_one_without_a_cascade_has_one_unless_it_says_otherwise():
+    class ByEntropy(UniformLayers):
+        weight, budgets = EntropyLayers.weight, EntropyLayers.budgets
+
+    class Renamed(UniformLayers):
+        pass
+
+    assert ByEntropy().cascades and not Renamed().cascades and not UniformLayers().cascades
 
 
 def test_a_node_of_ones_own_behind_the_scores_decides_what_is_kept(monkeypatch):
