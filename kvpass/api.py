@@ -23,8 +23,8 @@ from kvpass.compiler.capture import CaptureCache
 from kvpass.compiler.parts import Regions, check_regions
 from kvpass.config import COMPILERS, Block, BudgetLike, Compiler, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
-from kvpass.frontends.arguments import check_model
 from kvpass.frontends.attention import attend_in_captures
+from kvpass.frontends.check_model import check_model
 from kvpass.frontends.runtime import Runtime
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.policies import Policy, PolicyName

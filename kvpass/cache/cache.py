@@ -28,7 +28,7 @@ from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.version import __version__
 
-_ELSEWHERE = (
+_ELSEWHERE = (  # only an uncompiled model appends layer by layer, or builds a mask for its cache
     "a CompressedCache was given to an uncompiled model: only the kvpass model that filled it can go on with it; give "
     "the whole text and no cache to the uncompiled one"
 )
@@ -44,6 +44,15 @@ class _NoLayers(list[Any]):
 
     def __getitem__(self, layer: Any) -> Any:
         raise CacheMismatchError(_NO_LAYERS)
+
+
+def _raising(reason: str) -> Callable[..., Any]:
+    """Return a method of a cache that raises CacheMismatchError."""
+
+    def raise_reason(self: CompressedCache, *args: Any, **kwargs: Any) -> Any:
+        raise CacheMismatchError(reason)
+
+    return raise_reason
 
 
 class _Filler:
@@ -233,6 +242,10 @@ class CompressedCache(Cache):
         twin.reusable, twin.state = False, self.state.clone()
         return twin
 
+    def take_over(self, other: CompressedCache) -> None:
+        """Hold what another cache of the same text holds."""
+        self.state, self.record, self.longest = other.state, other.record, other.longest
+
     def to(self, device: torch.device | str) -> CompressedCache:
         """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""
         target, here = torch.device(device), self._filled.device
@@ -254,10 +267,7 @@ class CompressedCache(Cache):
         return -1
 
     get_max_cache_shape = get_max_length
-
-    @property
-    def is_initialized(self) -> bool:
-        return not self.is_empty
+    is_initialized = property(lambda self: not self.is_empty)
 
     @property
     def is_linear(self) -> list[bool]:
@@ -270,30 +280,19 @@ class CompressedCache(Cache):
         layout = self.state.layout
         return sum(group.geometry.layers for group in (*layout.pools, *layout.rings))
 
-    def _of_other_models(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: only an uncompiled model appends layer by layer, or builds a mask for its cache."""
-        raise CacheMismatchError(_ELSEWHERE)
-
-    update = get_mask_sizes = _of_other_models
-
-    def _no_layers(self, *_: Any) -> Any:
-        """Raise: entries are not held layer by layer."""
-        raise CacheMismatchError(_NO_LAYERS)
-
-    __getitem__ = __iter__ = _no_layers
-    max_cache_len = max_batch_size = property(_no_layers)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i by row ``beam_idx[i]`` (beam search)."""
-        self.state = self.state.with_rows(beam_idx)
+    update = get_mask_sizes = _raising(_ELSEWHERE)
+    __getitem__ = __iter__ = _raising(_NO_LAYERS)
+    max_cache_len = max_batch_size = property(_raising(_NO_LAYERS))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``.
+        """Replace row i by row ``indices[i]``, or keep the rows of a mask.
 
         Raises:
             ValueError: these are none.
         """
         self.state = self.state.with_rows(torch.arange(self.batch_size, device=indices.device)[indices])
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, copies next to each other."""

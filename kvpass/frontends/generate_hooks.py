@@ -10,7 +10,8 @@ from transformers import GenerationMixin
 
 from kvpass.adapt.positions import check_rows_stay
 from kvpass.cache.cache import CompressedCache
-from kvpass.frontends.forward import CompressedForward, unsupported_argument
+from kvpass.frontends.arguments import unsupported_argument
+from kvpass.frontends.forward import CompressedForward
 from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
 
 
@@ -97,6 +98,6 @@ class GenerateHooks(CompressedForward):
         read: Any = outputs.get(CACHE)
         has_moved = isinstance(given, CompressedCache) and not given.reusable and given is not read
         if self._kvpass.adapted.longrope_limit is not None and has_moved and given.batch_size == read.batch_size:
-            vars(given).update(vars(read))
+            given.take_over(read)
             outputs[CACHE] = given
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.frontends.forward import check_ids
+from kvpass.frontends.arguments import check_ids
 from kvpass.frontends.raw import session
 from kvpass.frontends.transformers import CompressedModel
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,18 +16,9 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import forbid_pickling
 from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike
-from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import check_drafts, check_generate, check_generate_mask, not_padding, said
-from kvpass.frontends.forward import check_embeds, check_ids, says_text, take_cache
 from kvpass.frontends.generate_hooks import GenerateHooks
-from kvpass.frontends.whole_text import (
-    by_name,
-    check_whole_text,
-    has_new_ids,
-    new_ids_only,
-    with_mask_of_cache,
-    with_text_of_cache,
-)
+from kvpass.frontends.request import Request
+from kvpass.frontends.whole_text import by_name
 from kvpass.graphs.prompt_program import PromptProgram
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
 from kvpass.policies.options import check_int
@@ -79,80 +69,10 @@ class CompressedModel(GenerateHooks):
             CacheMismatchError: the cache is not of this model and its policy, or has another budget; or ids that are
                 taken for the whole sequence do not begin with the text of the cache.
         """
-        rules = self._kvpass.rules_now.with_budget(budget)
         given = by_name(super().generate, args, kwargs)  # type: ignore[misc]
-        return self._generate(rules, {"inputs": inputs, "generation_config": generation_config, **given})
-
-    def _generate(self, rules: Rules, kwargs: dict[str, Any]) -> Any:
-        """Call ``generate`` of transformers with these arguments, by name, under the rules of the call."""
-        inputs, given = kwargs.pop("inputs"), kwargs.pop("generation_config")
-        kwargs = {name: value for name, value in kwargs.items() if not says_text(name, value)}
-        cache: CompressedCache | None = take_cache(kwargs)
-        kwargs[CACHE] = cache
-        if kwargs.get("use_cache") is None:
-            kwargs.pop("use_cache", None)  # transformers takes None for False, but makes a cache
-        assists = bool(said("is_assistant", kwargs, given, self.generation_config))
-        if assists and getattr(given, "cache_implementation", None) == "dynamic_full":  # before transformers 5.17
-            given = copy.deepcopy(given)
-            given.cache_implementation = None
-        check_generate(kwargs, given, self.generation_config)
-        if cache is not None and rules.own_budget and cache.budget != rules.budget:
-            raise CacheMismatchError(
-                f"generate(budget=...) is {rules.budget}, but the cache has {cache.budget} and keeps it: leave it out"
-            )
-        begun = cache is not None and not cache.is_empty
-        if begun and all(kwargs.get(name) is None for name in ("input_ids", "inputs_embeds")) and inputs is None:
-            raise ValueError("no input_ids beside a filled cache: pass the tokens that come next, at least one")
-        config, block = self._take_chunk_size(given, kwargs)
-        configs = config, self.generation_config
-        drafts = check_drafts(kwargs, *configs, rules=rules, recurrent=self._kvpass.adapted.recurrent is not None)
-        kwargs["disable_compile"] = True  # with a static cache, transformers would compile our forward
-        embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
-        text = kwargs.get("input_ids", inputs) if embeds is None else embeds  # beside embeddings ids are only returned
-        if embeds is not None:
-            check_embeds(embeds, None, self, rules.policy, begun=begun)
-        elif text is not None:
-            check_ids(text)
-        if assists and mask is None and text is not None:  # the other model leaves out a mask of ones
-            mask = kwargs["attention_mask"] = torch.ones(text.shape[:2], dtype=torch.int64, device=text.device)
-        if text is not None:
-            check_generate_mask(mask, text, 0 if cache is None else cache.columns, kwargs, *configs)
-        by_default = text is not None and _cache_is_default(kwargs, *configs)
-        if cache is None and (by_default or assists):
-            cache = kwargs[CACHE] = self._kvpass.new_cache(rules)
-            cache.assists = assists
-        arguments, held = {"inputs": inputs, "generation_config": config, **kwargs}, 0
-        if cache is not None and text is not None:
-            continues = embeds is None and has_new_ids(cache, text, mask)
-            if begun and not continues and embeds is None:
-                check_whole_text(cache, text)
-                if mask is None:  # a pad token may be part of the text that the cache holds
-                    new_mask = not_padding(text[:, cache.columns :], kwargs, *configs)
-                    arguments["attention_mask"] = with_mask_of_cache(cache, new_mask)
-            new, length = (said(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
-            new = max(new if new is not None else (length or 0) - text.shape[1], 0)  # 0: only by their own default
-            cache.expected = (cache.columns if continues else 0) + text.shape[1] + new - 1  # the last is not appended
-            if continues:
-                arguments, held = with_text_of_cache(cache, text, arguments, configs)
-        seen, ids = 0 if cache is None else cache.columns, arguments.pop("inputs")
-        for name in ("generation_config", CACHE):
-            if arguments[name] is None:
-                del arguments[name]  # beam search would reorder a cache that is None
-        # ids by position: a class of its own generate may name them otherwise
-        run = functools.partial(super().generate, *([] if ids is None else [ids]), **arguments)  # type: ignore[misc]
-        try:
-            output = self._kvpass.call(rules, run, block)
-        except BaseException:
-            if drafts and cache is not None:
-                _take_back(cache, seen)
-            raise
-        if not begun and cache is not None and cache.record is not None:
-            self._kvpass.last_prompt = cache.record  # not that of a negative prompt, which is read later
-        if held:
-            output = new_ids_only(output, held)
-        if cache is not None and cache.reusable:
-            cache.answer_end = getattr(output, "sequences", output)[:, -1].tolist()
-        return output
+        arguments = {"inputs": inputs, "generation_config": generation_config, **given}
+        request = Request(self, self._kvpass.rules_now.with_budget(budget), arguments)
+        return request.run(super().generate)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise AttributeError: continuous batching of transformers runs attention of its own, over all tokens."""
@@ -163,17 +83,6 @@ class CompressedModel(GenerateHooks):
 
     init_continuous_batching = continuous_batching_context_manager = generate_batch
     destroy_cached_continuous_batching_manager = generate_batch
-
-    def _take_chunk_size(self, config: Any, kwargs: dict[str, Any]) -> tuple[Any, Block | None]:
-        """Take ``prefill_chunk_size`` out of the arguments of ``generate``; return the configuration without it too."""
-        tokens = kwargs.pop("prefill_chunk_size", getattr(config, "prefill_chunk_size", None))
-        if tokens is None:
-            return config, None
-        block = check_block(tokens, "prefill_chunk_size")
-        if getattr(config, "prefill_chunk_size", None) is not None:
-            config = copy.deepcopy(config)
-            config.prefill_chunk_size = None
-        return config, block
 
     def compress(
         self,
@@ -381,27 +290,6 @@ class CompressedModel(GenerateHooks):
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
             ),
         )
-
-
-def _take_back(cache: CompressedCache, columns: int) -> None:
-    """Take back what an interrupted call with drafts appended to a cache of ``columns``, or mark it interrupted."""
-    taken = cache.columns - columns
-    if cache.interrupted or taken == 0:
-        return
-    if columns == 0:
-        cache.reset()
-        return
-    if cache.state.only_appends and taken <= cache.state.appended:
-        cache.crop(-taken)
-    else:
-        cache.interrupted = True
-
-
-def _cache_is_default(kwargs: Mapping[str, Any], *configs: Any) -> bool:
-    """Whether neither a call of ``generate`` nor a configuration says anything of the cache."""
-    names = {"use_cache", "cache_implementation"}
-    found = [getattr(config, name, None) for config in configs for name in names]
-    return not names & kwargs.keys() and all(one in (None, True) for one in found)
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError
-from kvpass.frontends.arguments import said
 
 _DROPPED = (
     "the prompt begins with the last token of the answer before. If it is the next turn of a conversation: the cache "
@@ -82,31 +81,30 @@ def check_whole_text(cache: CompressedCache, ids: Tensor) -> None:
 
 
 def with_text_of_cache(
-    cache: CompressedCache, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]
+    cache: CompressedCache, ids: Tensor, given: Mapping[str, Any], says: Callable[[str], Any]
 ) -> tuple[dict[str, Any], int]:
     """Return the arguments of ``generate`` for the text of a filled cache and the new ids ``[B, T]`` behind it.
 
     Args:
-        given: arguments by name. configs: generation configurations, the given one first.
+        given: arguments by name. says: returns what they, or else the configurations, say under a name.
     Returns:
         the arguments, and how many ids in them are of the cache: 0 where it does not know its ids.
     """
     prompt = None if cache.ids is None else cache.ids[:, : cache.state.prompt_columns]
     changed, mask = dict(given), given.get("attention_mask")
     if cache.answer_end == ids[:, 0].tolist():
-        warnings.warn(_DROPPED, stacklevel=3)
+        warnings.warn(_DROPPED, stacklevel=5)  # who called generate
     if prompt is not None and 1 < (n := prompt.shape[1]) <= ids.shape[1] and torch.equal(ids[:, :n], prompt.to(ids)):
-        warnings.warn(_AGAIN.format(n), stacklevel=3)
+        warnings.warn(_AGAIN.format(n), stacklevel=5)
     if mask is None or mask.shape[1] == ids.shape[1]:
         new = torch.ones_like(ids) if mask is None else mask
         mask = changed["attention_mask"] = with_mask_of_cache(cache, new)
     # for a mask of another shape nothing more is done, the call of the model refuses it
     if cache.ids is not None and tuple(mask.shape) == (len(ids), cache.columns + ids.shape[1]):
-        return _with_whole_text(_of_rows(cache.ids, len(ids)), ids, changed, configs), cache.columns
-    for name, off in _NEUTRAL.items():
-        if said(name, given, *configs) not in (None, off, []):
-            warnings.warn(_UNSEEN.format(name), stacklevel=3)
-            break
+        return _with_whole_text(_of_rows(cache.ids, len(ids)), ids, changed, says), cache.columns
+    unseen = next((name for name, off in _NEUTRAL.items() if says(name) not in (None, off, [])), None)
+    if unseen is not None:
+        warnings.warn(_UNSEEN.format(unseen), stacklevel=5)
     return changed, 0
 
 
@@ -124,13 +122,15 @@ def _of_rows(held: Tensor, rows: int) -> Tensor:
     return held[:: len(held) // rows]
 
 
-def _with_whole_text(before: Tensor, ids: Tensor, given: Mapping[str, Any], configs: Sequence[Any]) -> dict[str, Any]:
+def _with_whole_text(
+    before: Tensor, ids: Tensor, given: Mapping[str, Any], says: Callable[[str], Any]
+) -> dict[str, Any]:
     """Return the arguments of ``generate`` for the whole text: the ids ``before`` of the cache, and the new ones."""
     held = before.shape[1]
     changed = {**given, ("input_ids" if "input_ids" in given else "inputs"): torch.cat([before.to(ids), ids], 1)}
     for name, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        length = said(name, given, *configs)
-        if length is not None and said(new, given, *configs) is None:
+        length = says(name)
+        if length is not None and says(new) is None:
             changed[name] = held + length
     criteria, streamer = given.get("stopping_criteria"), given.get("streamer")
     if criteria is not None:
