@@ -211,14 +211,10 @@ class Observation:
         logits = torch.einsum("bgrd,bnd->bgrn", q, k).mul_(self.scale)
         heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         sinks = None if self.sinks is None else self.sinks[heads, None, None]
-        return attention_weights(logits, self.hidden(kv_head, first, last), self.softcap, sinks)
+        return attention_weights(logits, self._hidden(kv_head, first, last), self.softcap, sinks)
 
-    def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Return which of the last columns before ``last`` these rows do not attend; they attend all others.
-
-        Returns:
-            bool, broadcast to ``[B, G, rows, columns]``.
-        """
+    def _hidden(self, kv_head: int, first: int, last: int) -> Tensor:
+        """Return which of the last columns before ``last`` these rows do not attend: bool ``[rows, columns]``."""
         return torch.ones(last - first, last - first, dtype=torch.bool, device=self.keys.device).triu(1)
 
     def window_attention(self) -> Iterator[Tensor]:
@@ -244,11 +240,6 @@ class Observation:
         """a of the last prompt row, ``[B, H, N]``."""
         n = self.length
         return torch.cat([self.attention(k, n - 1, n)[:, :, 0] for k in range(self.kv_heads)], 1)
-
-    @property
-    def mass(self) -> Tensor:
-        """Mean of a over the window rows and the group, ``[B, K, N]``, for the report."""
-        return self.mean.unflatten(1, (self.kv_heads, self.group)).mean(2)
 
     @cached_property
     def entropy(self) -> Tensor:
