@@ -65,8 +65,8 @@ def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        known = symbolic[value]
-        return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
+        context = symbolic[value]
+        return mode.from_tensor(value, symbolic_context=context, source=context.tensor_source)
 
     return [fake(value) for value in example_inputs]
 

@@ -47,9 +47,9 @@ def decompose_linear_pass(gm: GraphModule) -> int:
     changed = 0
     for node in gm.graph.find_nodes(op="call_function", target=_LINEAR):
         x, weight, bias = arguments_of(node).values()
-        held = recorded(weight)
-        made_of_others = hasattr(held, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
-        if not _is_vector(x) or made_of_others or held.nbytes >= most:
+        value = recorded(weight)
+        made_of_others = hasattr(value, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
+        if not _is_vector(x) or made_of_others or value.nbytes >= most:
             continue
         with gm.graph.inserting_before(node):
             total = _reduction(gm, x, weight, bias)

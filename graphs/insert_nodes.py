@@ -23,9 +23,7 @@ def insert_method(operand: Node, name: str, *args: Any) -> Node:
 def insert_function(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a function call at the graph's insertion point, with its recorded result.
 
-    Args:
-        like: node whose module path and stack trace are copied.
-        args, kwargs: if they include sizes, the graph's fake mode must be active.
+    Module path and stack trace are those of ``like``. If arguments include sizes, the graph's fake mode must be active.
     """
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: like.meta.get(name) for name in ("nn_module_stack", "stack_trace")}

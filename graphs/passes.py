@@ -100,9 +100,8 @@ def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLaye
     """Return the passes over a Dynamo capture.
 
     Args:
-        inline: ``inline_layers`` with its settings. layers: attention layers the model is known to have; None when
-            unknown. distinct: the capture with one of each of its layers, after ``FINDING_PASSES``, where it has equal
-            ones.
+        inline: ``inline_layers`` with its settings. layers: attention layers of the model; None when unknown.
+        distinct: the capture without layers that repeat another one, after ``FINDING_PASSES``.
     """
     check = partial(self_check_pass, distinct=distinct)
     return [inline, *FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
@@ -135,7 +134,7 @@ def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, 
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """What one pass did: changed attention ops, wall seconds, difference in op counts."""
+    """What a pass did: changed attention ops, wall seconds, changed counts: ``kvpass.site.default: 4 -> 0 (-4)``."""
 
     name: str
     sites: int
@@ -166,7 +165,11 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
         gm.graph.lint()
         seconds = time.perf_counter() - began
         after = _count_ops(gm)
-        op_diff, before = _diff_ops(before, after), after
+        changed = (name for name in sorted(before | after) if before[name] != after[name])
+        op_diff = "\n".join(
+            f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})" for name in changed
+        )
+        before = after
         _dump_artifact(f"{artifact}.after", text)
         _dump_artifact(f"{artifact}.ops", partial(str, op_diff))
         log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)
@@ -181,16 +184,12 @@ def dump_graph(name: str, gm: GraphModule) -> None:
 
 
 def _disabled() -> set[str]:
-    """Return the names of passes that the user disabled.
-
-    Raises:
-        ValueError: there is no such pass.
-    """
+    """Return the names of passes that the user disabled; raise ValueError if there is no such pass."""
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    every: list[Callable[..., int]] = [*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES]
-    known = set(map(pass_name, every))
-    if names - known:
-        raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
+    passes: list[Callable[..., int]] = [*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES]
+    choices = set(map(pass_name, passes))
+    if names - choices:
+        raise ValueError(f"{DISABLE}: {sorted(names - choices)} are no passes, which are {sorted(choices)}")
     if names:
         warnings.warn(f"{DISABLE}: without {sorted(names)} results may be wrong", stacklevel=2)
     return names
@@ -201,21 +200,8 @@ def _count_ops(gm: GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
 
 
-def _diff_ops(before: Counter[str], after: Counter[str]) -> str:
-    """Return changed counts, one a line: ``kvpass.site.default: 4 -> 0 (-4)``; "" if none changed."""
-    return "\n".join(
-        f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})"
-        for name in sorted(before | after)
-        if before[name] != after[name]
-    )
-
-
 def _dump_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` if that variable is set.
-
-    Args:
-        text: makes the text; not called when no one reads it.
-    """
+    """Write a text, which is made if needed, to the structured trace, and to a file if ``KVPASS_DUMP`` is set."""
     trace_structured("artifact", metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"}, payload_fn=text)
     folder = os.environ.get(DUMP)
     if folder:

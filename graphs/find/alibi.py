@@ -34,8 +34,7 @@ STEP = 256
 def fold_alibi_pass(gm: GraphModule) -> int:
     """Fold the ALiBi slopes that ``emit_site`` recorded; return how many attention ops changed.
 
-    Raises:
-        UnsupportedAttentionError: the op also uses soft-capping, which would cap the slopes too.
+    UnsupportedAttentionError: the op also uses soft-capping, which would cap the slopes too.
     """
     changed = 0
     for site in find_sites(gm):

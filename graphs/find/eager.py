@@ -64,9 +64,9 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
     Raises:
         UnsupportedAttentionError: two products around a softmax are not proved to be causal self-attention.
     """
-    split_baddbmm(gm)
+    _split_baddbmm(gm)
     tokens = token_sizes(gm.graph.nodes)
-    found = 0
+    changed = 0
     proofs: dict[str, LogitRule] = {}
     for softmax in [node for node in gm.graph.nodes if target_name(node) in SOFTMAX]:
         flow = DataFlow(gm)
@@ -81,19 +81,19 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
         _replace(flow, match, heads, rule)
-        found += 1
-    return found
+        changed += 1
+    return changed
 
 
-def split_baddbmm(gm: GraphModule) -> None:
+def _split_baddbmm(gm: GraphModule) -> None:
     """Rewrite ``baddbmm(bias, q, k)`` as ``bmm(q, k) * alpha + bias * beta``, with the product as a node."""
     for node in [node for node in gm.graph.nodes if target_name(node) == "baddbmm"]:
-        names = ("input", "batch1", "batch2")
-        given: dict[str, Any] = {"beta": 1, "alpha": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        call: dict[str, Any] = {"beta": 1, "alpha": 1, **node.kwargs}
+        call.update(zip(("input", "batch1", "batch2"), node.args, strict=False))
         insert = partial(insert_function, node)
         with gm.graph.inserting_before(node):
-            scaled = insert(torch.mul, insert(torch.bmm, given["batch1"], given["batch2"]), given["alpha"])
-            total = insert(torch.add, insert(torch.mul, given["input"], given["beta"]), scaled)
+            scaled = insert(torch.mul, insert(torch.bmm, call["batch1"], call["batch2"]), call["alpha"])
+            total = insert(torch.add, insert(torch.mul, call["input"], call["beta"]), scaled)
         replace_node(node, total)
 
 
@@ -129,10 +129,7 @@ def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
 
 
 def _product_after(softmax: Node) -> tuple[Node, Node] | None:
-    """Return the one product that uses the weights, and the weights as passed to it.
-
-    Between softmax and product only operations of one operand are allowed.
-    """
+    """Return the only product that uses the weights, perhaps behind calls of one operand, and the weights in it."""
 
     def unary(node: Node) -> list[Node]:
         return [user for user in node.users if target_name(user) not in MATMULS and len(value_inputs(user)) == 1]
@@ -143,11 +140,7 @@ def _product_after(softmax: Node) -> tuple[Node, Node] | None:
 
 
 def _prove(flow: DataFlow, match: _Match, heads: int, proofs: dict[str, LogitRule]) -> LogitRule:
-    """Return the proved rule from products to logits.
-
-    Args:
-        heads: query heads. proofs: rules already proved, keyed by the text of what was evaluated; layers share masks.
-    """
+    """Return the proved rule from products to logits; ``proofs`` has earlier ones by the text of what was evaluated."""
     scores, shape = match.scores.node, shape_of(match.scores.node)
     assert shape is not None
 

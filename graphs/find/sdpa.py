@@ -76,9 +76,7 @@ def find_attention_pass(gm: GraphModule) -> int:
 def _check(flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
     """Prove that a call is causal self-attention and return what its mask does.
 
-    Args:
-        proofs: results for masks already proved, keyed by mask, query shape and the calls that make the mask so far,
-            in-place writes included; layers share masks.
+    ``proofs`` has earlier results: layers share masks. A key holds all calls that make the mask, in-place writes too.
     """
     call = arguments_of(node)
     q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
@@ -112,11 +110,7 @@ def _check(flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> B
 
 
 def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
-    """Return the shape of the queries of self-attention with grouped or equal heads.
-
-    Raises:
-        UnsupportedAttentionError: the three tensors are not that.
-    """
+    """Return the shape of the queries of self-attention with grouped or equal heads; raise for other tensors."""
     shapes = []
     for name, operand in (("query", query), ("key", key), ("value", value)):
         shape = shape_of(operand) if isinstance(operand, Node) else None

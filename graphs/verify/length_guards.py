@@ -37,8 +37,8 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     sizes = symbols_of(dim for node in gm.graph.find_nodes(op="placeholder") for dim in shape_of(node) or ())
     bounds = environment.bound_sympy(symbol)
     numbers: dict[Any, dict[Any, str]] = {sympy.Ge: {bounds.lower: ""}, sympy.Le: {bounds.upper: ""}, sympy.Ne: {}}
-    for known in environment.guards:
-        guard, line = environment.replace(known.expr), _line_of(known)
+    for recorded in environment.guards:
+        guard, line = environment.replace(recorded.expr), _line_of(recorded)
         equates = isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
         if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or equates:
             continue
@@ -92,8 +92,7 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
 def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
     """Return the last length, from short ones on, for which a guard holds, as where mpt cuts its table of biases.
 
-    Raises:
-        ValueError: there is none, for example when it holds for even lengths.
+    ValueError: there is none, for example when it holds for even lengths.
     """
     numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
     tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})

@@ -38,13 +38,8 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     batch, tokens = batch_and_tokens(gm) if find_sites(gm) else (None, None)
     symbols = symbols_of(token_sizes(live) if tokens is None else [tokens])
     for node in live:
-        reason = (
-            _named_attention(node)
-            or _carries_state(node)
-            or _attention_in_subgraph(node)
-            or _couples_tokens(node, batch, symbols)
-        )
-        if reason is not None:
+        reason = _named_attention(node) or _carries_state(node) or _attention_in_subgraph(node)
+        if reason := reason or _couples_tokens(node, batch, symbols):
             raise refuse(node, reason)
     return 0
 
@@ -57,25 +52,21 @@ def _named_attention(node: Node) -> str | None:
 
 
 def _carries_state(node: Node) -> str | None:
-    """Return the reason for recurrent layers, and convolutions whose kernel reaches other tokens."""
+    """Return the reason for recurrent layers, dropout, and convolutions whose kernel reaches other tokens."""
     name = target_name(node)
     if node.op not in ("call_function", "call_method"):
         return None
     if _RECURRENT.fullmatch(name):
         return f"{name} carries a state from token to token that no attention site holds"
-    if name.endswith("dropout") and _is_training(node):
-        return "dropout in training mode: call eval() on the module"
+    if name.endswith("dropout"):
+        arguments = dict(zip(("p", "training"), node.args[1:3], strict=False)) | node.kwargs
+        if arguments.get("training") is not False and arguments.get("p", 0.5):
+            return "dropout in training mode: call eval() on the module"
     weight = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None)
     shape = shape_of(weight) if name == "conv1d" and isinstance(weight, Node) else None
     if shape is not None and shape[-1] != 1:
         return f"conv1d with a kernel of {shape[-1]} mixes neighbouring tokens outside of an attention site"
     return None
-
-
-def _is_training(node: Node) -> bool:
-    """Whether a call of ``torch.nn.functional.dropout`` drops anything."""
-    given = dict(zip(("p", "training"), node.args[1:3], strict=False)) | node.kwargs
-    return given.get("training") is not False and bool(given.get("p", 0.5))
 
 
 def _attention_in_subgraph(node: Node) -> str | None:

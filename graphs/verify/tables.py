@@ -71,10 +71,10 @@ class InputLookup:
         Raises:
             ValueError: a number is outside.
         """
-        given = inputs[self.place]
-        if given.device.type != "cpu" or given.numel() == 0:
+        numbers = inputs[self.place]
+        if numbers.device.type != "cpu" or numbers.numel() == 0:
             return
-        low, high = (int(bound) for bound in given.aminmax())
+        low, high = (int(bound) for bound in numbers.aminmax())
         if low < self.lowest or high >= self.rows:
             wrong = low if low < self.lowest else high
             raise ValueError(
@@ -86,14 +86,14 @@ class InputLookup:
 def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
     """Return lookups in tables of constant size: embeddings, ``table[index]`` and ``index_select``."""
     inputs = placeholders(gm)
-    found = set()
+    lookups = set()
     for node in gm.graph.nodes:
         rows, index = lookup_of(node) or (None, node)
         if index in inputs and rows is not None:
             name = argument_of(index) or index.name
             lowest = -rows if target_name(node) == "getitem" else 0
-            found.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
-    return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
+            lookups.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
+    return tuple(sorted(lookups, key=lambda lookup: (lookup.place, lookup.rows)))
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
@@ -120,24 +120,27 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     return end
 
 
-def _end_with(flow: DataFlow, node: Node, numbering: Collection[Node], known: int | None) -> int | None:
-    """The known end, or that of a lookup where it is smaller."""
-    sources, given = flow.sources([node]), batch_and_tokens(flow.gm)
+def _end_with(flow: DataFlow, node: Node, numbering: Collection[Node], end: int | None) -> int | None:
+    """Return the end of the tables so far, or that of a lookup where it is smaller."""
+    sources, dims = flow.sources([node]), batch_and_tokens(flow.gm)
     inputs = [source for source in sources if source.op in ("placeholder", "get_attr") and not is_scalar(source)]
 
     def is_found(length: int) -> bool:
-        sizes = example_sizes(*given, length)
+        sizes = example_sizes(*dims, length)
         feeds = {source: _feed(source, source in numbering, sizes) for source in inputs}
         try:
             evaluate(node, sources, feeds, sizes)
         except EvaluationError as error:
-            return not _is_out_of_rows(error)
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, IndexError):
+                cause = cause.__cause__
+            return cause is None
         return True
 
     rows = [size for operand in value_inputs(node) for size in shape_of(operand) or () if isinstance(size, int)]
-    most = known or 2 * max(rows, default=0) + _BEYOND
+    most = end or 2 * max(rows, default=0) + _BEYOND
     if is_found(most) or not is_found(1):
-        return known
+        return end
     return bisect.bisect_left(range(1, most), True, key=lambda length: not is_found(length))
 
 
@@ -151,9 +154,3 @@ def _feed(node: Node, numbers_tokens: bool, sizes: SizeMap) -> Tensor:
     if content is not None and (is_integral(node) or like.numel() == 1):
         return content
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))
-
-
-def _is_out_of_rows(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, IndexError):
-        error = error.__cause__
-    return error is not None

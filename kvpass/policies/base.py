@@ -123,11 +123,7 @@ class Policy(ABC):
         """Worth of each evictable entry, fp32 ``[B, K, M]`` (M = N - window); higher = keep; finite."""
 
     def checked_score(self, obs: Observation) -> Tensor:
-        """Return :meth:`score` after checking its shape; NaN becomes the lowest number. Values are not read.
-
-        Raises:
-            ValueError: a tensor of another shape.
-        """
+        """Return :meth:`score`; NaN becomes the lowest number. ValueError: a tensor of another shape."""
         scores = self.score(obs)
         self._check_shape("score() gave", scores, (obs.keys.shape[0], obs.kv_heads, obs.evictable))
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
@@ -168,7 +164,7 @@ class Policy(ABC):
     @property
     def cascades(self) -> bool:
         """Whether the shares of layers follow from the prompt, so that each layer read may take from those before."""
-        return getattr(self.layers(), "cascades", True)
+        return self.layers().cascades
 
     @property
     def least_score(self) -> float:

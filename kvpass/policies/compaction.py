@@ -74,7 +74,7 @@ def references(replayed: Sequence[tuple[Attention, int]], first: int) -> Iterato
     step = -(-sum(tokens for _, tokens in replayed) * group // MOST_QUERIES)
     for kv_head in range(kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        parts = [_reference(one, kv_head, heads, range(0, tokens, step), first) for one, tokens in replayed]
+        parts = [_reference(replay, kv_head, heads, range(0, tokens, step), first) for replay, tokens in replayed]
         yield Reference(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -113,25 +113,25 @@ def fit_entries(
     parts = map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))
     target = torch.cat([part.output(_weights(part, keys, scale, softcap)[0], values.float()) for part in parts])
     held_out = torch.arange(n, device=keys.device) % HELD_OUT == 0
-    own, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
-    new = own
+    old, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
+    new = old
     if n > 1:
-        found = _descent(own, units, reference.some(~held_out), target[~held_out], scale, softcap)
-        new = [x.to(before.dtype) for x, before in zip(found, own, strict=True)]
+        fitted = _descent(old, units, reference.some(~held_out), target[~held_out], scale, softcap)
+        new = [x.to(before.dtype) for x, before in zip(fitted, old, strict=True)]
 
     judges, wanted = reference.some(held_out), target[held_out]
     errors = [
         (judges.output(_weights(judges, k, scale, softcap)[0], v.float()) - wanted).square().sum()
-        for k, v in (own, new)
+        for k, v in (old, new)
     ]
     better = errors[1] < errors[0]  # False for NaN
-    keys, values = (torch.where(better, after, before) for after, before in zip(new, own, strict=True))
+    keys, values = (torch.where(better, after, before) for after, before in zip(new, old, strict=True))
     errors[1] = torch.where(better, errors[1], errors[0])
     return Fitted(keys, values, torch.stack([wanted.square().sum(), *errors]))
 
 
 def _descent(
-    own: Sequence[Tensor],
+    old: Sequence[Tensor],
     units: Sequence[Tensor],
     reference: Reference,
     target: Tensor,
@@ -140,10 +140,9 @@ def _descent(
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values, fp32, that give the queries nearly the outputs ``target``.
 
-    Args:
-        own: keys ``[S, D]`` and values ``[S, Dv]`` at which the descent begins. units: of each channel of both.
+    The descent begins at ``old`` keys ``[S, D]`` and values ``[S, Dv]``; both have a unit for each channel.
     """
-    first_k, first_v = (x.float() for x in own)
+    first_k, first_v = (x.float() for x in old)
     moved_k, moved_v = torch.zeros_like(first_k), torch.zeros_like(first_v)
     descent, (unit_k, unit_v) = torch.optim.Adam([moved_k, moved_v], betas=(0.9, 0.99)), units
     seeded = torch.Generator("cpu").manual_seed(0)

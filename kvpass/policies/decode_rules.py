@@ -33,20 +33,17 @@ def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
 def evictable_slots(position: Tensor, window: int) -> Tensor:
     """Return which entries compete: all but the newest ``window`` tokens; bool ``[B, K, C]``.
 
-    Args:
-        position: true positions, int64 ``[B, K, C]``, -1 = empty slot; every head holds the new token.
+    ``position``: true positions, int64 ``[B, K, C]``, -1 = empty slot; every head holds the new token.
     """
     newest = position.amax((1, 2), keepdim=True)
     return (position >= 0) & (position <= newest - window)
 
 
 def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Return the keep mask: the newest ``window`` tokens, and each head's best ``quota`` of the others.
+    """Return the keep mask bool ``[B, K, C]``: the newest ``window`` tokens, and each head's best ``quota`` of others.
 
     Args:
         scores: fp32 ``[B, K, C]``. position: as in :func:`evictable_slots`. quota: int64 ``[B, K]``.
-    Returns:
-        bool ``[B, K, C]``.
     """
     compete = evictable_slots(position, window)
     last = torch.iinfo(position.dtype).max
@@ -156,8 +153,7 @@ class DecodeRule:
     def quota_now(self, quota: Tensor, due: Tensor | None, worth: Tensor, position: Tensor) -> Tensor:
         """Return the quota of a step: of heads that are not due as many entries as there are slots; int64 ``[B, K]``.
 
-        Args:
-            quota, due, position: as in :meth:`due`. worth: scores from :meth:`observe`.
+        ``worth``: scores from :meth:`observe`.
         """
         return quota if due is None else torch.where(due, quota, position.shape[2])
 
@@ -173,8 +169,7 @@ class DecodeRule:
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
         """Return the numbers of every prompt entry, fp32 ``[numbers_per_entry, B, K, N]``.
 
-        Args:
-            scores: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored.
+        ``scores``: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored.
         """
         return obs.keys.new_zeros(self.numbers_per_entry, *obs.keys.shape[:3], dtype=torch.float32)
 
@@ -219,9 +214,8 @@ class StoredByScore(DecodeRule):
     def is_spared(self, scored: Tensor, entries: Tensor) -> Tensor:
         """Return which heads the released code does not store anew after a prompt, bool ``[B, K]``.
 
-        Args:
-            scored: entries of a head that have a score, int64 ``[B, K]``. entries: evictable ones per KV head per layer
-                on average, int64 ``[B, 1]``.
+        ``scored``: entries of a head that have a score, int64 ``[B, K]``; ``entries``: evictable entries per KV head
+        per layer on average, int64 ``[B, 1]``.
         """
         raise NotImplementedError
 

@@ -182,9 +182,6 @@ def _quota_reached(best: Tensor, part: Fraction) -> Tensor:
     Exact integer arithmetic: with ``part = p / q`` the quota condition times ``q * K`` reads
     ``K * (q - p) * c_h(n) + p * n >= (r + 1) * q * K``. The left side jumps at each entry of the head and grows by p
     per step between, so the answer is either a jump or lies in the stretch before it.
-
-    Args:
-        best: from :func:`best_by_head`.
     """
     heads, length = best.shape[1], best.shape[2]
     p, q = part.numerator, part.denominator

@@ -9,22 +9,20 @@ import torch
 from torch import Tensor
 
 from kvpass.policies import calibrated
-from kvpass.policies.base import Policy
-from kvpass.policies.calibrated import layer_statistics, statistics_of
+from kvpass.policies.calibrated import QueryStatistics
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_int, check_literal, check_text, option
+from kvpass.policies.options import check_int, check_literal, option
 from kvpass.policies.scores import Group, reduce_group
 
 Aggregate = Literal["mean", "max"]
 
 MEAN, MODULUS, FREQUENCIES = 0, 1, 2
 """Rows of the decode rule; the last two take D / 2 columns."""
-_READ = (calibrated.MEAN, calibrated.MODULUS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TriAttention(Policy):
+class TriAttention(QueryStatistics):
     """Keep what queries like those of a text would attend to at growing distances: TriAttention (arXiv 2604.04921).
 
     Channels j and ``j + D / 2`` before RoPE are one complex number of frequency w[j]. Of the queries of a text, per
@@ -53,20 +51,13 @@ class TriAttention(Policy):
 
     name: ClassVar[str] = "triattention"
     inputs = frozenset({"keys", "queries", "rotation"})
+    read_statistics = (calibrated.MEAN, calibrated.MODULUS)
 
     window: int = 0
-    statistics: str | None = option(None, check_text)
     longest: int = option(1 << 16, check_int, 1)
     aggregate: Aggregate = option("mean", check_literal, Aggregate)
     group: Group = option("max", check_literal, Group)
     buffer: int = option(128, check_int, 1)
-
-    @property
-    def query_rows(self) -> int | None:
-        return None if self.statistics is None else 0
-
-    def made_for(self) -> str | None:
-        return None if self.statistics is None else statistics_of(self.statistics, _READ, torch.device("cpu")).model
 
     def score(self, obs: Observation) -> Tensor:
         rule = self.decode_rule()
@@ -102,7 +93,7 @@ class Distances(DecodeRule):
         rows = obs.keys.new_zeros(batch, kv_heads, group, self.rows_per_head, dim, dtype=torch.float32)
         rows[..., FREQUENCIES, : dim // 2] = obs.frequencies
         if self.options.statistics is not None:
-            rows[..., MEAN, :], rows[..., MODULUS, : dim // 2] = layer_statistics(self.options.statistics, _READ, obs)
+            rows[..., MEAN, :], rows[..., MODULUS, : dim // 2] = self.options.layer_statistics(obs)
             return rows
         for head in range(kv_heads):
             queries = obs.unrotated_queries(head, 0)
@@ -132,9 +123,9 @@ class Distances(DecodeRule):
         spare = modulus - pairwise_norms(mean)
         scores = []
         for head in range(keys.shape[1]):
-            own = keys[:, head].float()
-            certain = torch.einsum("bgod,bnd->bgon", queries[:, head], own).amax(2)
-            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], pairwise_norms(own))
+            of_head = keys[:, head].float()
+            certain = torch.einsum("bgod,bnd->bgon", queries[:, head], of_head).amax(2)
+            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], pairwise_norms(of_head))
             scores.append(reduce_group(of_group, 1, self.options.group))
         return torch.cat(scores, 1)
 
