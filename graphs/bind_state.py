@@ -74,15 +74,12 @@ def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
 def add_state_placeholders(
     gm: GraphModule, state: Mapping[str, Tensor], dynamic: Mapping[str, Set[int]], fake_mode: FakeTensorMode
 ) -> tuple[dict[str, Node], list[Tensor]]:
-    """Append one placeholder per state tensor.
+    """Append one placeholder per state tensor; return them by name, and the fake inputs to append to the graph's.
 
     Args:
         state: example tensors by name; the caller must pass them in this order.
         dynamic: dimensions of a tensor that may change between calls without recompiling (pool entries, tail
             capacity); all others are static.
-        fake_mode: the mode Dynamo traced the graph with.
-    Returns:
-        the new nodes by name, and the fake example inputs to append to the graph's own.
     """
     nodes: dict[str, Node] = {}
     examples: list[Tensor] = []

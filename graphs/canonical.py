@@ -133,10 +133,7 @@ def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
 def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     """Raise if kvpass cannot hold the cache of an attention op; the graph is not changed.
 
-    Args:
-        expected: attention layers the model is known to have; None when unknown.
-    Raises:
-        UnsupportedAttentionError: no attention op, different dtypes or devices, or layers without an op.
+    Refused are no attention op, different dtypes or devices, and layers without an op, of ``expected`` ones if known.
     """
     sites = find_sites(gm)
     if not sites:
@@ -197,17 +194,12 @@ def pool_facts(gm: GraphModule, layout: Layout) -> tuple[PoolFacts, ...]:
 
 @dataclass(frozen=True)
 class SiteLocation:
-    """Where the KV entries of an attention op are stored.
-
-    Attributes:
-        ring: in a ring buffer (else in a store). prefix: of the state tensors' names. layer: index there.
-        layers: number of ops there.
-    """
+    """Where the KV entries of an attention op are stored: in a ring buffer, else in a store."""
 
     ring: bool
-    prefix: str
-    layer: int
-    layers: int
+    prefix: str  # of the state tensors' names
+    layer: int  # index there
+    layers: int  # number of ops there
 
     def buffers(self, buffers: Any, state: Mapping[str, Any]) -> Any:
         """Return such a tuple of buffers, out of the cache's state by name; None where it lacks a buffer."""

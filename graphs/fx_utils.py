@@ -276,9 +276,7 @@ class DataFlow:
     ) -> list[Node]:
         """Return ``targets`` and all nodes whose elements reach them, in execution order.
 
-        Args:
-            before: writes at or after this node do not count.
-            stop: nodes that are included, but not their inputs.
+        Writes at or after ``before`` do not count. Nodes of ``stop`` are included, but not their inputs.
         """
         return self._in_order(targets, value_inputs, before, stop)
 

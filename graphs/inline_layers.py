@@ -30,10 +30,7 @@ _INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def inline_layers_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
-    """Put the graph of each called layer in place of the call; return how many calls there were.
-
-    Values are recorded anew, from fake ``inputs`` of the graph.
-    """
+    """Put the graph of each called layer in place of the call, with values of fake ``inputs``; return how many."""
     calls = _calls(gm)
     traced: dict[Any, str] = {}  # path of the layer that a graph was traced for
     for call in calls:
@@ -90,10 +87,7 @@ def _calls(gm: GraphModule) -> list[Node]:
 
 
 def _are_alike(call: Node, other: Node) -> bool:
-    """Whether two layers have one graph and the same inputs, but for weights and for what layers before them give.
-
-    Weights are tensors of floats; single numbers count as inputs.
-    """
+    """Whether two layers have one graph and the same inputs, but for weights of several floats and others' outputs."""
 
     def may_differ(x: Any, y: Any) -> bool:
         if not all(isinstance(recorded(node), Tensor) and recorded(node).is_floating_point() for node in (x, y)):

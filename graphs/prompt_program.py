@@ -55,8 +55,7 @@ def prompt_program(
     """Return the program that reads a prompt and fills one cache for each policy.
 
     Args:
-        split: the decoder. locations: of the entries of its layers. ranks: the spec of processes that share the heads,
-            "" for one process.
+        locations: of the entries of the layers. ranks: spec of processes that share the heads, "" for one process.
     Raises:
         UnsupportedAttentionError: a policy reads something of the model that is not found in it.
         ValueError: a policy does not go with the model.

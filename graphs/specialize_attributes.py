@@ -31,11 +31,7 @@ from kvpass.torch_compat import (
 
 
 def specialize_attributes_pass(gm: GraphModule) -> int:
-    """Replace calls whose number is the same for every length and batch; return how many.
-
-    Raises:
-        TensorifyScalarRestartAnalysis: makes Dynamo capture again with numbers in place of floats.
-    """
+    """Replace calls whose number is always the same; return how many. It may make Dynamo capture again."""
     _restart_for_floats(gm)
     _guard_ints(gm)
     constants = [(node, number) for node in gm.graph.nodes if (number := _number(node)) is not None]

@@ -32,17 +32,12 @@ class CannotSplitError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes between two operators on the cache, as a graph of their own.
+    """Nodes between two operators on the cache, as a graph of their own."""
 
-    Attributes:
-        gm: the part, or an equal one; its output is a tuple. inputs, outputs: their nodes in the whole graph. key:
-            equal for parts that differ only in the elements of their inputs.
-    """
-
-    gm: GraphModule
-    inputs: tuple[Node, ...]
+    gm: GraphModule  # the part, or an equal one; its output is a tuple
+    inputs: tuple[Node, ...]  # in the whole graph
     outputs: tuple[Node, ...]
-    key: Hashable
+    key: Hashable  # equal for parts that differ only in the elements of their inputs
 
     @property
     def runs(self) -> bool:
@@ -57,9 +52,7 @@ def is_cache_operator(node: Node) -> bool:
 
 
 def split_graph(gm: GraphModule) -> list[Part | Node]:
-    """Return parts and single nodes in the order in which they run.
-
-    Single nodes are operators on the cache, and what picks one of their outputs.
+    """Return parts, and between them single nodes: operators on the cache, and what picks one of their outputs.
 
     Raises:
         CannotSplitError: a value that is neither a tensor nor a size is needed in two parts, or a part writes into
@@ -80,13 +73,11 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
 
 
 def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]], results: Iterable[Node] = ()) -> list[Part | Node]:
-    """Return a part for each list of nodes, and single nodes as they are.
+    """Return a part for each list of nodes, and single nodes as they are; raise as :func:`split_graph`.
 
     Args:
         pieces: all calls of the graph, in an order in which they can run.
         results: of parts, besides those that other parts read.
-    Raises:
-        CannotSplitError: as :func:`split_graph`.
     """
     with_sizes = [piece if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
     sizes = {symbol: node for node in placeholders(gm) if is_scalar(node) for symbol in symbols_in(node)}

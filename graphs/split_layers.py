@@ -123,11 +123,8 @@ class SplitPrompt:
 def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     """Split a canonical graph, which is changed: values that pass between layers are recorded as contiguous.
 
-    Args:
-        seen: the input from which a decoder counts its positions.
-    Raises:
-        CannotSplitError: a value that is not one for each token is needed in two layers, a layer writes into a tensor
-            of another, or the decoder returns something else than logits.
+    The decoder counts its positions from ``seen``. CannotSplitError: a value that is not one for each token is needed
+    in two layers, a layer writes into a tensor of another, or the decoder returns something else than logits.
     """
     tokens = batch_and_tokens(gm)[1]
     if not isinstance(tokens, sympy.Symbol):
@@ -159,16 +156,8 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
         for node in calls
         if any(layer_of.get(user, -1) > layer_of[node] for user in (*_users(node), entered.get(node, node)))
     ]
-    axes = {node: axis for node in placeholders(gm) if (axis := _token_axis(node, tokens)) is not None}
-    for node in between:
-        axis, value = _token_axis(node, tokens), recorded(node)
-        if axis is not None:
-            axes[node] = axis
-        alike = node in hidden if axis is None else node not in hidden | positional
-        if not isinstance(value, Tensor) or alike:
-            raise CannotSplitError(f"{node.name} is needed in two layers and is not one value for each token")
-        with value.fake_mode:  # type: ignore[attr-defined]
-            node.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    _make_contiguous(between, hidden, positional, tokens)
+    axes = {node: axis for node in (*placeholders(gm), *between) if (axis := _token_axis(node, tokens)) is not None}
     if _token_axis(logits, tokens) is not None:
         axes[logits] = 1
 
@@ -182,11 +171,19 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     return SplitPrompt(begin, _with_lives(layers, {logits}), [logits], axes, states, real)
 
 
-def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
-    """Split a canonical graph, which is changed, before and behind its attention ops.
+def _make_contiguous(between: Sequence[Node], hidden: Set[Node], positional: Set[Node], tokens: Dim) -> None:
+    """Record values that pass between layers as contiguous; raise if one is not a value for each token."""
+    for node in between:
+        value = recorded(node)
+        by_token = node in hidden | positional if _token_axis(node, tokens) is not None else node not in hidden
+        if not isinstance(value, Tensor) or not by_token:
+            raise CannotSplitError(f"{node.name} is needed in two layers and is not one value for each token")
+        with value.fake_mode:  # type: ignore[attr-defined]
+            node.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
-    ``reason``: why it does not run in blocks. Raises CannotSplitError as :func:`_layers`.
-    """
+
+def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
+    """Split a canonical graph, which is changed, at its attention ops; ``reason``: why it does not run in blocks."""
     _attend_expanded(gm)
     results: Any = gm.graph.output_node().args[0]
     states, real = _take_states(gm), _take_real_tokens(gm)
@@ -203,11 +200,9 @@ def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
 def _layers(gm: GraphModule, sites: Sequence[Site], pieces: Sequence[Node | list[Node]]) -> tuple[Part, list[Layer]]:
     """Return what runs once, and the layers.
 
-    Args:
-        pieces: nodes of what runs once, then for each layer those before its attention op, the op, and those after it.
-    Raises:
-        CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`; or what comes after an attention op writes into
-            its queries, keys or values, of which entries are kept when it has run.
+    ``pieces``: nodes of what runs once, then for each layer those before its attention op, the op, and those after it.
+    CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`; or what comes after an attention op writes into its
+    queries, keys or values, of which entries are kept when it has run.
     """
     for site, after in zip(sites, pieces[3::3], strict=True):
         assert isinstance(after, list)

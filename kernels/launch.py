@@ -99,11 +99,9 @@ def strides(dims: str, **tensors: Tensor) -> dict[str, int]:
 
 
 def launch(kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, config: KernelConfig | None = None) -> None:
-    """Run a kernel on its tensors' device, with the given config or the one that the table pins for the case.
+    """Run a kernel on its tensors' device, with a config or the one that the table pins for the case.
 
-    Args:
-        grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
-        arguments: all arguments except the blocks.
+    ``grid``: a tuple, or a function from the dict of all arguments to a tuple. ``arguments``: all except the blocks.
     """
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     config = config or pinned(case, architecture_of(tensor.device))

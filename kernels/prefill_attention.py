@@ -256,14 +256,7 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a prompt without padding; FlashAttention-2 (Dao, arXiv 2307.08691).
 
-    Args:
-        call: as in :func:`kvpass.kernels.prompt_attention.attend`; its sinks are not read.
-        sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
-        config: block sizes; None: the pinned ones.
-
-    Returns:
-        Output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``; natural log-sum-exp of each query's
-        logits, fp32 ``[B, H, T]``.
+    Arguments and results are those of :func:`kvpass.kernels.prompt_attention.attend`; sinks are not read.
     """
     q, k, v, scale, softcap, _ = call
     b, heads, t, d = q.shape

@@ -109,12 +109,9 @@ _KERNELS: dict[str, Callable[[Attention, int | None], tuple[Tensor, Tensor]]] = 
 
 
 def choose(call: Attention, sliding_window: int | None, machine: Machine) -> Literal["cudnn", "flash", "triton"]:
-    """Choose the kernel for rows without padding; values are not read.
+    """Choose the kernel for rows without padding, and a sliding window that is shorter than the prompt, if any.
 
-    A FlashAttention that was put in the place of torch's own comes before cuDNN.
-
-    Args:
-        sliding_window: shorter than the prompt, or None.
+    Values are not read. A FlashAttention that was put in the place of torch's own comes before cuDNN.
     """
     takes_flash = _flash_takes(call, machine)
     if machine.flash_impl and takes_flash:

@@ -59,11 +59,7 @@ class _Match:
 
 
 def find_eager_attention_pass(gm: GraphModule) -> int:
-    """Replace written-out attention by ``kvpass::site``; return how many.
-
-    Raises:
-        UnsupportedAttentionError: two products around a softmax are not proved to be causal self-attention.
-    """
+    """Replace written-out attention by ``kvpass::site``, refused if it is not proved causal; return how many."""
     _split_baddbmm(gm)
     tokens = token_sizes(gm.graph.nodes)
     changed = 0
@@ -80,7 +76,12 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
             rule = _prove(flow, match, int(recorded(heads[0]).shape[1]), proofs)
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
-        _replace(flow, match, heads, rule)
+        out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
+        between = flow.needed([match.out.left.node])
+        with gm.graph.inserting_before(out):
+            result = insert_result(emit_site(out, *heads, scale, rule.band, rule.softcap), match.out)
+        replace_node(out, result)
+        erase_dead_nodes(gm, between)
         changed += 1
     return changed
 
@@ -167,13 +168,3 @@ def _text(part: MaskPart, scores: Node) -> str:
             lines.append(node.name)
     shape = shape_of(scores)
     return "\n".join([f"{shape} {recorded(scores).dtype}", *lines])
-
-
-def _replace(flow: DataFlow, match: _Match, heads: tuple[Node, Node, Node], rule: LogitRule) -> None:
-    out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
-    between = flow.needed([match.out.left.node])
-    with out.graph.inserting_before(out):
-        site = emit_site(out, *heads, scale, rule.band, rule.softcap)
-        result = insert_result(site, match.out)
-    replace_node(out, result)
-    erase_dead_nodes(flow.gm, between)

@@ -138,11 +138,7 @@ def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]],
 
 
 def insert_heads(flow: DataFlow, scores: Product, out: Product) -> tuple[Node, Node, Node]:
-    """Insert queries, keys and values ``[B, heads, T, D]`` of the two products around a softmax.
-
-    Raises:
-        NotCausalError: batch and heads cannot be told apart, or the three are of several dtypes.
-    """
+    """Insert queries, keys and values ``[B, heads, T, D]`` of products around a softmax, or raise NotCausalError."""
     dtype = recorded(out.right.node).dtype
     q = _in_dtype(flow, scores.left, _rows(flow, scores.left, scores.left), dtype)
     k = _in_dtype(flow, scores.right, _rows(flow, scores.right, scores.left), dtype)

@@ -29,11 +29,7 @@ _FREQUENCIES = "kvpass_rotary_frequencies"
 
 
 def rotary_frequencies(site: Site) -> Node:
-    """Return the module's tensor ``[D / 2]`` of inverse frequencies by which the queries were rotated.
-
-    Raises:
-        UnsupportedAttentionError: they were not, or not all channels, or in another form.
-    """
+    """Return the module's tensor ``[D / 2]`` of inverse frequencies by which the queries were rotated; else raise."""
     frequencies = site.node.meta.get(_FREQUENCIES)
     if frequencies is None or frequencies.graph is not site.node.graph:  # copies of a graph share their notes
         frequencies = site.node.meta[_FREQUENCIES] = _frequencies_of(site.q)

@@ -43,11 +43,7 @@ def is_raw_attention(node: Node) -> bool:
 
 
 def find_attention_pass(gm: GraphModule) -> int:
-    """Replace ``scaled_dot_product_attention`` calls by ``kvpass::site``, in order; return how many.
-
-    Raises:
-        UnsupportedAttentionError: a call is not proved to be causal self-attention without dropout.
-    """
+    """Replace ``scaled_dot_product_attention`` by ``kvpass::site``, refused if not proved causal; return how many."""
     raw = [node for node in gm.graph.nodes if is_raw_attention(node)]
     if not raw:
         return 0

@@ -227,7 +227,9 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
     candidates, undecided = part.lengths()
     longest, value = _longest(mask, candidates, part.count)
     short = [length for length in EXAMPLE_LENGTHS if length < longest and part.tokens != longest]
-    window = window_of(attended_of(value, floor), part.count(longest))
+    tokens, row = part.count(longest), attended_of(value, floor).reshape(-1, value.shape[-1])[-1]
+    seen = int(row.expand(tokens).sum()) if row.shape[0] in (1, tokens) else tokens  # by the last query
+    window = None if seen in (0, tokens) else seen
     slopes: list[tuple[tuple[float, ...] | None, float]] = []  # with their tolerances
     for length in (longest, *short):
         rounding = torch.finfo(torch.bfloat16).eps if length > EXAMPLE_LENGTHS[-1] else 0.0
@@ -303,13 +305,6 @@ def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: f
     if not even or tokens == 1 or not torch.allclose(by_row, slopes[:heads].expand(by_row.shape), rtol=1e-5, atol=0):
         raise NotCausalError(_BIAS)
     return tuple(by_row.reshape(-1, heads)[0].tolist())
-
-
-def window_of(attended: Tensor, length: int) -> int | None:
-    """Return the window of a banded mask, read from its last row."""
-    row = attended.reshape(-1, attended.shape[-1])[-1]
-    seen = int(row.expand(length).sum()) if row.shape[0] in (1, length) else length
-    return None if seen in (0, length) else seen
 
 
 def check_band(attended: Tensor, window: int | None, length: int, start: int, name: str) -> None:

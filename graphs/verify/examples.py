@@ -39,6 +39,9 @@ from kvpass.torch_compat import TorchDispatchMode
 SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 """Concrete values for the symbols of a capture."""
 
+Functions: TypeAlias = Mapping[Any, Callable[..., Any]]
+"""Functions to call in place of others."""
+
 EXAMPLE_LENGTHS = (7, 13)
 """Token counts of examples."""
 
@@ -114,25 +117,17 @@ def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
 
 
 def evaluate(
-    result: Node,
-    nodes: Sequence[Node],
-    feeds: Mapping[Node, Tensor],
-    sizes: SizeMap,
-    *,
-    instead: Mapping[Any, Callable[..., Any]] | None = None,
+    result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap, instead: Functions | None = None
 ) -> Any:
     """Run ``nodes`` in order with the operators' real semantics; return the value of ``result`` after the last.
 
     Args:
-        result: one of ``nodes`` or of ``feeds``.
         nodes: in execution order; tensor operands of calls are earlier nodes or ``feeds``. What is fed is not run.
-        feeds, sizes, instead: as :class:`ExampleRun` takes them.
-    Raises:
-        EvaluationError: a value is missing, or an operator fails on the example.
+        feeds, sizes, instead: as :class:`ExampleRun` takes them, which raises EvaluationError.
     """
     gm = result.graph.owning_module
     assert gm is not None
-    run = ExampleRun(gm, sizes, feeds, instead or {})
+    run = ExampleRun(gm, sizes, feeds, instead)
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
     with torch.no_grad(), LookupsInRange():
         for node in nodes:
@@ -172,29 +167,23 @@ def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 class ExampleRun(Interpreter):
-    """Runs nodes on an example, calling some functions in place of others, and no other process.
+    """Runs nodes on an example from tensors ``feeds``, calling some functions ``instead``, and no other process.
 
-    Args:
-        sizes: values for the symbols; operands of which only the shape matters are made up. feeds: tensors to start
-            from. instead: functions to call in place of others.
+    Operands of which only the shape matters are made up.
     """
 
     def __init__(
-        self, gm: GraphModule, sizes: SizeMap, feeds: Mapping[Node, Any], instead: Mapping[Any, Callable[..., Any]]
+        self, gm: GraphModule, sizes: SizeMap, feeds: Mapping[Node, Any], instead: Functions | None = None
     ) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.sizes, self.instead, self.extra_traceback = sizes, instead, False
+        self.sizes, self.instead, self.extra_traceback = sizes, instead or {}, False
         self.env: dict[Node, Any] = dict(feeds)
 
     def call(self, node: Node) -> Any:
-        """Run a node, and keep its value in ``env``.
-
-        Raises:
-            EvaluationError: an operand is missing, or the operator fails on the example.
-        """
+        """Run a node, and keep its value in ``env``; EvaluationError: an operand is missing, or the operator fails."""
         for operand in node.all_input_nodes:
             if operand not in self.env:
-                self.env[operand] = stand_in(operand, node, self.sizes)
+                self.env[operand] = self._stand_in(operand, node)
         try:
             self.env[node] = self.run_node(node)
         except UnsupportedAttentionError:
@@ -206,15 +195,14 @@ class ExampleRun(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(self.instead.get(target, ALONE.get(target, target)), args, kwargs)
 
-
-def stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
-    """Return what an operand is to a call that reads no element of it; raise EvaluationError if it reads them."""
-    value = recorded(operand)
-    if is_scalar(operand):
-        return concrete(value, sizes)
-    if operand in shape_only_inputs(user) and isinstance(value, Tensor):
-        return torch.empty(concrete(tuple(value.shape), sizes), dtype=value.dtype, device=value.device)
-    raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
+    def _stand_in(self, operand: Node, user: Node) -> Any:
+        """Return what an operand is to a call that reads no element of it; raise EvaluationError if it reads them."""
+        value = recorded(operand)
+        if is_scalar(operand):
+            return concrete(value, self.sizes)
+        if operand in shape_only_inputs(user) and isinstance(value, Tensor):
+            return torch.empty(concrete(tuple(value.shape), self.sizes), dtype=value.dtype, device=value.device)
+        raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
 
 
 def input_dependent_nodes(live: Sequence[Node]) -> set[Node]:
@@ -250,14 +238,13 @@ def _text_input(node: Node, tokens: Dim, sizes: SizeMap, numbers: int) -> Tensor
     if len(axes) > 1:
         raise EvaluationError(f"the input {node.name} has several axes of tokens")
     size = concrete(shape, sizes)
-    axis = axes[0] if axes else 0
     if like.is_floating_point():
         value = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu")
     elif like.dtype == torch.bool:
         value = torch.ones(size, device="cpu")
     else:
         value = torch.zeros(size, dtype=torch.int64, device="cpu")
-        if axes:
+        for axis in axes:
             spread = torch.arange(size[axis], device="cpu") * (numbers - 1) // max(size[axis] - 1, 1)
             value = (value.movedim(axis, -1) + spread).movedim(-1, axis).contiguous()
     return value.to(dtype=like.dtype, device=like.device)

@@ -25,11 +25,8 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     """Return the most tokens the capture holds for; None when unlimited or captured for one length.
 
     Call it before the graph is compiled: Inductor has guards on lengths too, and compiles again where they fail.
-
-    Args:
-        shortest: tokens for which the capture must hold; one token is let in later, see ``one_token``.
-    Raises:
-        ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
+    ``shortest``: tokens for which the capture must hold; one token is let in later, see ``one_token``.
+    ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
     """
     if isinstance(tokens, int) or isinstance(dim_of(tokens), int):
         return None
@@ -90,10 +87,7 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
 
 
 def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
-    """Return the last length, from short ones on, for which a guard holds, as where mpt cuts its table of biases.
-
-    ValueError: there is none, for example when it holds for even lengths.
-    """
+    """Return the last length, from short ones on, for which a guard holds (mpt cuts a table); raise if none is."""
     numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
     tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})
     holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]

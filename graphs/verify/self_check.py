@@ -73,9 +73,6 @@ def self_check_pass(gm: GraphModule, *, distinct: DistinctLayers | None = None) 
 
     Where ``distinct`` has one of each of the layers, the text is run through that. A capture of one token is not looked
     at. Where positions are counted, rows of a batch must be at the same one: left padding is not possible.
-
-    Raises:
-        UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
     """
     if not find_sites(gm) or batch_and_tokens(gm)[1] == 1:
         return 0
@@ -181,11 +178,9 @@ class _Offsets:
     Attributes:
         seen: input of the copy that is the number of tokens seen.
         shifted: by call and operand, the shifted operand. shifted_match: by call, whether its result was right with
-            them in all examples so far; a call that no example had is not there. changed: calls and operands that had
-            another value when shifted.
+            them in all examples so far. changed: calls and operands that had another value when shifted.
         live: nodes that reach the output or a state, in execution order, and what makes the shifted operands.
         inserted: the latter. input_dependent: those of the former whose elements come from the inputs of the decoder.
-        writes: those of the former that write states.
     """
 
     def __init__(self, gm: GraphModule) -> None:

@@ -66,11 +66,7 @@ class InputLookup:
     module_path: str
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Check a call's input; inputs on CUDA are not checked, to avoid host synchronisation.
-
-        Raises:
-            ValueError: a number is outside.
-        """
+        """Raise ValueError if a number is outside; inputs on CUDA are not checked, to avoid host synchronisation."""
         numbers = inputs[self.place]
         if numbers.device.type != "cpu" or numbers.numel() == 0:
             return
@@ -97,14 +93,11 @@ def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
-    """Return the tokens for which all lookups by position find a row.
+    """Return the tokens for which all lookups by position find a row, the positions being inputs ``numbering``.
 
     None when no table ends, or for a capture of one length. Lookups that depend on other inputs, such as token ids, do
     not count. Two ends are not found: of a lookup that cannot be run, and of one in which less than every second
     position has its own row.
-
-    Args:
-        gm: with ``kvpass::site``. numbering: inputs that hold the positions, int64 ``[B, T]``.
     """
     flow = DataFlow(gm)
     tokens = symbols_of(batch_and_tokens(gm)[1:])

@@ -39,9 +39,7 @@ class Adapted:
 def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bool) -> tuple[Any, Adapted]:
     """Copy a model, and change what Dynamo or a cache could not follow. The model itself does not change.
 
-    Args:
-        ranks: processes that share its weights. uses_our_attention: its layers will call kvpass's attention function;
-            else passes find attention in the graph.
+    ``uses_our_attention``: its layers will call kvpass's attention function; else passes find attention in the graph.
     """
     check_wrappers(model)
     is_divided = ranks != ONE_PROCESS  # also by a mesh of one process, whose weights are such tensors too

@@ -149,8 +149,7 @@ def _passing_positions(kind: Any) -> Any:
 def tuned_query(module: Any, query: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Return ``query`` ``[B, H, T, D]``, scaled if the layer tunes its temperature (2501.19399).
 
-    Args:
-        arguments: of attention; the positions int64 ``[B or 1, T]`` are taken out.
+    The positions, int64 ``[B or 1, T]``, are taken out of the arguments of attention.
     """
     positions = arguments.pop(_POSITIONS, None)
     if not getattr(module, "tunes_by_position", False):

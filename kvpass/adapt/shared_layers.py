@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from kvpass.adapt.changed_class import changed_class, in_captures, once
+from kvpass.adapt.changed_class import captured_class
 
 _SLICE = "_maybe_slice_kv_shared_inputs"
 
@@ -19,14 +19,9 @@ def keep_all_tokens(model: nn.Module) -> None:
     """Let the layers of a compiled copy that share keys and values run over all tokens in captures."""
     for module in model.modules():
         if hasattr(type(module), _SLICE):
-            module.__class__ = _whole(type(module))
+            module.__class__ = captured_class(type(module), _SLICE, _unsliced)
 
 
-@once
-def _whole(kind: Any) -> Any:
-    """Return a class that passes the inputs of shared layers on as they are."""
-
-    def whole(self: Any, hidden: Any, per_layer: Any, rotary: Any, masks: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
-        return hidden, per_layer, rotary, masks
-
-    return changed_class(kind, **{_SLICE: in_captures(whole, getattr(kind, _SLICE))})
+def _unsliced(_: Any, hidden: Any, per_layer: Any, rotary: Any, masks: Any, *__: Any, **___: Any) -> tuple[Any, ...]:
+    """Pass the inputs of shared layers on as they are."""
+    return hidden, per_layer, rotary, masks

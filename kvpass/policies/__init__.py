@@ -48,6 +48,12 @@ POLICIES: dict[str, type[Policy]] = {}
 _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
 """Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""
 
+_OLD_FLAGS = (
+    "needs_question", "of_one_model", "only_prompts", "reads_projection", "reads_replays", "reads_rotation",
+    "scores_keys", "scores_tokens", "sums_columns", "weighs_replays",
+)  # fmt: skip
+"""What classes said before there was :attr:`Policy.inputs`."""
+
 P = TypeVar("P", bound=type[Policy])
 
 PolicyName = Literal[
@@ -84,6 +90,9 @@ def register_policy(policy: P) -> P:
     inputs, choices = policy.inputs, get_args(Input)
     if not isinstance(inputs, Set) or not inputs <= {*choices}:
         raise ValueError(f"{policy.__qualname__}.inputs={inputs!r}: must be a set, each of {', '.join(choices)}")
+    for flag in _OLD_FLAGS:
+        if hasattr(policy, flag):
+            raise ValueError(f"{policy.__qualname__}.{flag}: say it in inputs, a set, each of {', '.join(choices)}")
     other = POLICIES.get(name)
     if other is not None and other.__qualname__ != policy.__qualname__:
         raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {other.__qualname__}")
@@ -119,11 +128,7 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
 
 
 def _decode_options(options: dict[str, object]) -> dict[str, object]:
-    """Take the options of the policy for decoding out of others; its name is ``policy``.
-
-    Raises:
-        ValueError: there are some, and no policy.
-    """
+    """Take the options of the policy for decoding, whose name is ``policy``, out of others; ValueError: it has none."""
     decode = {name.removeprefix(PREFIX): options.pop(name) for name in [*options] if name.startswith(PREFIX)}
     if decode.get("policy") is not None:
         return decode
@@ -169,11 +174,7 @@ def _registered(name: object) -> type[Policy]:
 
 
 def check_registered(policy: Policy) -> Policy:
-    """Return the policy if its class is registered; operators only receive its spec or its text.
-
-    Raises:
-        ValueError: another class, or none, is registered under its name.
-    """
+    """Return the policy if its class is registered, else raise ValueError: operators receive its spec or its text."""
     for part in map(type, policy.parts):
         if POLICIES.get(getattr(part, "name", "")) is not part:
             raise ValueError(f"policy={policy!r}: {part.__qualname__} is not registered: see kvpass.register_policy")
@@ -182,10 +183,9 @@ def check_registered(policy: Policy) -> Policy:
 
 @functools.lru_cache(maxsize=256)
 def from_spec(spec: str) -> Policy:
-    """Return the policy of a :attr:`Policy.spec` or :attr:`Policy.text`, which may be of an untrusted file.
+    """Return the policy of a :attr:`Policy.spec` or :attr:`Policy.text`; ValueError: no registered policy has it.
 
-    Raises:
-        ValueError: no registered policy has this spec; none is imported.
+    It may be of an untrusted file, so nothing is imported.
     """
     name, options = name_and_options(spec)
     decode = _decode_options(options)

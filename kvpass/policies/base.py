@@ -35,11 +35,7 @@ def with_options(name: str, options: Mapping[str, object]) -> str:
 
 
 def name_and_options(text: str) -> tuple[object, dict[str, object]]:
-    """Return the name and the options of a policy from its :attr:`Policy.spec` or :attr:`Policy.text`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return the name and the options in a :attr:`Policy.spec` or :attr:`Policy.text`; ValueError: it is neither."""
     name, _, rest = text.partition(" ")
     options = json.loads((rest or "{}") if name.isidentifier() else text)
     if not isinstance(options, dict):
@@ -154,10 +150,7 @@ class Policy(ABC):
 
     @property
     def stat_planes(self) -> int:
-        """Numbers that a prompt holds for each entry: attention mass, those of the decode rule, the score last.
-
-        The score only where those of all layers compete.
-        """
+        """Numbers of each entry of a prompt: attention mass, of the decode rule, the score if all layers compete."""
         rule = self.decode_rule()
         return 1 + (0 if rule is None else rule.numbers_per_entry) + self.compares_layers
 
@@ -191,9 +184,8 @@ class Policy(ABC):
         It is called for blocks of tokens; ``obs.token_scores`` has them together.
 
         Args:
-            x: what enters the attention layer, ``[B, T, hidden]``; anything in padding. layer, num_layers: as in
-                :class:`~kvpass.policies.observation.Observation`. kv_heads: of this process. ranks: processes that
-                share the heads.
+            x: what enters the attention layer, ``[B, T, hidden]``; anything in padding. kv_heads: of this process.
+            layer, num_layers, ranks: as in :class:`~kvpass.policies.observation.Observation`.
         """
         raise NotImplementedError(
             f"policy {self.name!r} has the input 'token_scores' and does not define token_scores()"
@@ -272,8 +264,8 @@ class Policy(ABC):
         The quota of a prompt that fits in its budget is the budget; otherwise it is what prefill kept.
 
         Args:
-            kept: evictable entries that prefill kept in each layer and head, int64 ``[L, B, K]``. entries, available:
-                int64 ``[B]``. ranks: processes that share the heads; ``kept`` is of those of this one.
+            kept: evictable entries that prefill kept in each layer and head of this process, int64 ``[L, B, K]``.
+            entries, available: int64 ``[B]``. ranks: processes that share the heads.
         """
         return torch.where((available <= entries)[:, None], entries[:, None], kept)
 

@@ -54,11 +54,7 @@ def temperatures(model: str, budget: BudgetLike) -> tuple[float, float]:
 
 
 def cake_layers(tau1: float | None, tau2: float | None, parity: Parity, spared: int | None = None) -> LayerSplit:
-    """Return CAKE's layer split; ``spared``: as in :class:`CakeLayers`.
-
-    Raises:
-        ValueError: a temperature is missing.
-    """
+    """Return CAKE's layer split; ``spared``: as in :class:`CakeLayers`. ValueError: a temperature is missing."""
     if tau1 is None or tau2 is None:
         raise ValueError(
             f"{'tau1' if tau1 is None else 'tau2'}=None: CAKE's layer split needs a number in (0, inf); give both "

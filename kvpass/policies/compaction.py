@@ -101,13 +101,10 @@ def _logits(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) 
 def fit_entries(
     keys: Tensor, values: Tensor, kept: Tensor, reference: Reference, scale: float, softcap: float | None = None
 ) -> Fitted:
-    """Fit the kept entries of one KV head to the attention outputs that all entries give.
+    """Fit the entries of one KV head at positions ``kept`` int64 ``[S]`` to the attention outputs that all give.
 
     The squared error is minimised by Adam. Where it comes out no lower for the queries that are held out, or a number
     is not finite, the entries stay as they were.
-
-    Args:
-        keys, values: of all entries, ``[N, D]`` and ``[N, Dv]``. kept: positions int64 ``[S]``.
     """
     n = len(reference.lse)
     parts = map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))

@@ -41,7 +41,7 @@ class DefensiveKV(Policy):
     kernel_size: int = option(5, check_odd)
 
     def score(self, obs: Observation) -> Tensor:
-        m, window = obs.evictable, obs.window
+        m = obs.evictable
         if m == 0:
             return obs.keys.new_zeros(*obs.keys.shape[:2], 0, dtype=torch.float32)
         worst, mean, near = [], [], []
@@ -52,7 +52,7 @@ class DefensiveKV(Policy):
             scaled = pooled * part.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=1e-30)
             worst.append(scaled.amax(1))
             mean.append(part.mean(1))
-            recent = part[..., max(m - window, 0) :] if self.parity == "code" else rows[..., m:]
+            recent = part[..., max(m - obs.window, 0) :] if self.parity == "code" else rows[..., m:]
             near.append(recent.sum(-1).mean(1))
         risk = torch.stack(worst, 1)
         norm = obs.projected_value_norm[..., :m]
@@ -64,11 +64,7 @@ class DefensiveKV(Policy):
         return torch.where(certain, best, scores)
 
     def _certain(self, obs: Observation, mean: Tensor, covered: Tensor) -> Tensor:
-        """Return the entries of the first stage, bool ``[B, K, M]``.
-
-        Args:
-            mean: attention of each KV head, fp32 ``[B, K, M]``. covered: part that they hold, ``[B]``.
-        """
+        """Return the entries that hold the part ``covered`` ``[B]`` of a head's mean attention: bool ``[B, K, M]``."""
         m, n = obs.evictable, obs.entries_per_head + obs.window
         falling, order = (mean / mean.sum(-1, keepdim=True).clamp(min=1e-30)).sort(dim=-1, descending=True, stable=True)
         below = falling.cumsum(-1) < covered[:, None, None]

@@ -47,10 +47,7 @@ def check_head_map(name: str, value: object) -> None:
 
 
 def read_head_map(folder: str) -> tuple[Rows, int, int]:
-    """Return the numbers of a published head map, clipped to [0, 1], and for how many first and newest tokens it is.
-
-    ValueError: a file is missing or is not as published.
-    """
+    """Return the numbers of a published head map, clipped to [0, 1], and its numbers of first and newest tokens."""
     values, sizes = Path(folder, VALUES), Path(folder, SIZES)
     try:
         lines = [line.split("\t") for line in values.read_text("utf-8-sig").splitlines() if line.strip()]
@@ -68,10 +65,7 @@ def read_head_map(folder: str) -> tuple[Rows, int, int]:
 
 
 def fitted_head_map(path: str, rule: object) -> tuple[HeadMap, str | None]:
-    """Return a head map in a file of ``kvpass calibrate``, and the digest of its model's weights.
-
-    ValueError: the file cannot be read, or holds no map by this rule.
-    """
+    """Return a head map in a file of ``kvpass calibrate`` by this rule, and the digest of its model's weights."""
     check_literal("rule", rule, Rule)
     name = f"head_{rule}"
     contents = contents_of("head_map", path, name, torch.device("cpu"))

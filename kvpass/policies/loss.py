@@ -13,7 +13,7 @@ from kvpass.policies.observation import Observation
 
 @dataclass(frozen=True, eq=False)
 class OutputLoss:
-    """Losses and bounds per layer and row, fp64 ``[L, B]``; ``loss <= ada_bound`` and ``loss <= lava_bound``.
+    """Losses and bounds per layer and row, fp64 ``[L, B]``; no loss is above a bound.
 
     Attributes:
         loss: ``|y - y_kept|_1``, LAVa's layer attention output loss (arXiv 2509.09754, Lemma 1).

@@ -152,9 +152,7 @@ def _last_similar(unit: Tensor, threshold: float) -> Tensor:
     """Return for each key the last other one with a cosine above the threshold, 0 if none has: int64 ``[B, K, N]``.
 
     Looks at blocks of columns, the last first. On a CPU rows that have found theirs are left out of the next ones.
-
-    Args:
-        unit: keys of norm 1, or 0 where there is no entry, fp32 ``[B, K, N, D]``.
+    ``unit``: keys of norm 1, or 0 where there is no entry, fp32 ``[B, K, N, D]``.
     """
     batch, kv_heads, n, _ = unit.shape
     last = torch.zeros(batch, kv_heads, n, dtype=torch.int64, device=unit.device)

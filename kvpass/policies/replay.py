@@ -38,19 +38,16 @@ def repetitions(
     again_ids: Sequence[int] = (),
     suffix_ids: Sequence[int] = (),
 ) -> list[Replay]:
-    """Return prompts repeated behind themselves, ``chunk`` tokens at a time, without the first ``sinks``.
-
-    Args:
-        ids: of the prompts, ``[B, N]``. The others are options of :class:`kvpass.policies.kvzip.KVzip`.
-    """
+    """Return prompts ``[B, N]`` repeated behind themselves; see options of :class:`kvpass.policies.kvzip.KVzip`."""
     rows, n = ids.shape
-    found: list[Replay] = []
+    replays: list[Replay] = []
     for first in range(sinks, n, chunk):
         last = min(first + chunk, n)
-        before = ids[:, max(first - overlap, 0) : first] if found else ids[:, :0]
-        lead, end = (ids.new_tensor(part).expand(rows, -1) for part in (again_ids if found else prompt_ids, suffix_ids))
-        found.append(Replay(torch.cat([lead, before, end, ids[:, first:last]], 1), first, last, sinks))
-    return found
+        before = ids[:, max(first - overlap, 0) : first] if replays else ids[:, :0]
+        parts = (again_ids if replays else prompt_ids, suffix_ids)
+        lead, end = (ids.new_tensor(part).expand(rows, -1) for part in parts)
+        replays.append(Replay(torch.cat([lead, before, end, ids[:, first:last]], 1), first, last, sinks))
+    return replays
 
 
 class Replayed(NamedTuple):
@@ -86,13 +83,13 @@ def most_attended(
         keys: of the prompt, ``[B, K, N, D]``. scale, softcap, sinks: as :class:`Observation` has them. value_norms: of
             the entries for each query head, fp32 ``[B, H, N]``; then all replays have norms.
     """
-    found = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
+    attended = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
     for replay in replays:
         before, rows = replay.sinks + replay.last - replay.first, replay.queries.shape[2]
         seen = torch.cat([keys[:, :, : replay.sinks], keys[:, :, replay.first : replay.last], replay.keys], 2)
         obs = Observation(replay.queries, seen, seen, scale, rows, 0, 1, softcap, sinks)
         for kv_head in range(keys.shape[1]):
-            most = found[:, kv_head, replay.first : replay.last]
+            most = attended[:, kv_head, replay.first : replay.last]
             heads = slice(kv_head * obs.group, (kv_head + 1) * obs.group)
             for row in range(before, obs.length, _ROW_BLOCK):
                 end = min(row + _ROW_BLOCK, obs.length)
@@ -103,4 +100,4 @@ def most_attended(
                     paid = (paid * torch.where(norms > 0, 1 / norms, 0)).amax(2)
                     paid = (paid * value_norms[:, heads, replay.first : replay.last])[:, :, None]
                 torch.maximum(most, paid.amax((1, 2)), out=most)
-    return found
+    return attended

@@ -48,11 +48,7 @@ def read_rules(
     model_name: str,
     entries: str = "model",
 ) -> Rules:
-    """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
-
-    Raises:
-        ValueError: a value is out of range, missing, or does not go with the others.
-    """
+    """Return the rules from the arguments of ``kvpass.compile``, whose docstring describes them and ValueErrors."""
     all_options = dict(options) if window is None else {"window": window, **options}
     if policy == "cake" and not {"tau1", "tau2"} & all_options.keys():
         all_options["tau1"], all_options["tau2"] = temperatures(model_name, budget)

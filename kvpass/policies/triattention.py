@@ -108,11 +108,7 @@ class Distances(DecodeRule):
         return self.worth(slots.rows, keys, tokens), slots.decode_state
 
     def worth(self, rows: Tensor, keys: Tensor, tokens: Tensor) -> Tensor:
-        """Return the score of each key, fp32 ``[B, K, N]``.
-
-        Args:
-            rows: as :meth:`first_rows` gives them. keys: ``[B, K, N, D]``, RoPE applied. tokens: seen, int64 ``[B]``.
-        """
+        """Return the score of each key ``[B, K, N, D]`` after ``tokens`` int64 ``[B]``: fp32 ``[B, K, N]``."""
         half = keys.shape[3] // 2
         mean, modulus, frequencies = rows[..., MEAN, :], rows[..., MODULUS, :half], rows[..., FREQUENCIES, :half]
         distances = 2 ** torch.arange(self.options.longest.bit_length(), device=keys.device)
