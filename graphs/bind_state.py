@@ -13,8 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from kvpass.graphs.fx_utils import Dim, argument_of, dim_of, is_module_tensor, recorded, source_of
 from kvpass.torch_compat import FakeTensorMode, LazyGraphModule, LocalSource, TracingContext
 
-STATE_PREFIX = "kvpass_"
-"""With which the names of the cache's state begin among the inputs of a graph."""
+STATE_PREFIX = "kvpass_"  # with which the names of the cache's state begin among the inputs of a graph
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:

@@ -27,8 +27,7 @@ WRITE_STATE = torch.ops.kvpass.write_state.default
 REAL_TOKENS = torch.ops.kvpass.real_tokens.default
 ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
 EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
-SLOPES = "kvpass_slopes"
-"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
+SLOPES = "kvpass_slopes"  # key in the meta of an attention op: its ALiBi slopes, until fold_alibi has run
 POSITIONS_IN_KEYS = "kvpass_positions_in_keys"
 """Key in the meta of an attention op: true once ``fold_alibi`` has added columns to its keys."""
 

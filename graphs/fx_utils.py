@@ -50,12 +50,8 @@ _PLACES = set("getitem narrow select split chunk arange range linspace tile repe
 _FILLED = {"full": 1, "new_full": 2, "full_like": 1}
 """Calls that fill a tensor, and the argument index of the fill value; their other ints are sizes."""
 
-MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
-"""Names of products of two tensors."""
-
-SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
-"""Names of softmax as function, method and operator."""
-
+MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}  # names of products of two tensors
+SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}  # names of softmax as function, method and operator
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

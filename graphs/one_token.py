@@ -29,8 +29,7 @@ from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
 from kvpass.graphs.record_values import record_values
 from kvpass.torch_compat import FakeTensorMode, TensorProperty, ValueRanges, set_symbol_bounds, sizes_of_inputs
 
-_LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)
-"""Lengths for which a guard that excludes one token only must hold."""
+_LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)  # lengths for which a guard that excludes one token only must hold
 
 
 def admit_one_token(shapes: ShapeEnv, tokens: Dim) -> None:

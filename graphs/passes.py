@@ -124,7 +124,7 @@ def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, 
         seen: the input that is the number of tokens in the cache. rewrite, one_token: ``rewrite_cached`` and
             ``one_token`` with their settings; None where the call has several tokens.
     """
-    positions = partial(offset_positions_pass, seen=seen)
+    positions: GraphPass = partial(offset_positions_pass, seen=seen)
     passes = [positions, rewrite] if one_token is None else [positions, one_token, rewrite]
     return [*passes, decompose_linear_pass] if decomposes else passes
 

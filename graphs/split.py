@@ -79,18 +79,15 @@ def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]], results: It
         pieces: all calls of the graph, in an order in which they can run.
         results: of parts, besides those that other parts read.
     """
-    with_sizes = [piece if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
+    with_sizes = [[piece] if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
     sizes = {symbol: node for node in placeholders(gm) if is_scalar(node) for symbol in symbols_in(node)}
-    inputs = [piece.all_input_nodes if isinstance(piece, Node) else _inputs(piece, sizes) for piece in with_sizes]
+    inputs = [_inputs(nodes, sizes) for nodes in with_sizes]
     read = set().union(*inputs, gm.graph.output_node().all_input_nodes, results)
     graphs: dict[Hashable, GraphModule] = {}
-    parts: list[Part | Node] = []
-    for piece, nodes, reads in zip(pieces, with_sizes, inputs, strict=True):
-        if isinstance(piece, Node) or isinstance(nodes, Node):
-            parts.append(piece)
-        else:
-            parts.append(_part(nodes, reads, [node for node in piece if node in read], graphs))
-    return parts
+    return [
+        piece if isinstance(piece, Node) else _part(nodes, reads, [node for node in piece if node in read], graphs)
+        for piece, nodes, reads in zip(pieces, with_sizes, inputs, strict=True)
+    ]
 
 
 def join(
@@ -104,12 +101,10 @@ def join(
     for piece in pieces:
         if isinstance(piece, Node):
             copies[piece] = graph.node_copy(piece, copies.__getitem__)
-            continue
-        if not piece.runs:
-            continue
-        result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
-        for place, node in enumerate(piece.outputs):
-            copies[node] = graph.call_function(operator.getitem, (result, place))
+        elif piece.runs:
+            result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
+            for place, node in enumerate(piece.outputs):
+                copies[node] = graph.call_function(operator.getitem, (result, place))
     graph.output(map_arg(gm.graph.output_node().args[0], copies.__getitem__))
     return GraphModule(gm, graph)
 

@@ -63,26 +63,20 @@ from kvpass.graphs.insert_nodes import insert_function
 from kvpass.graphs.model_parts import attention_input
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
 
-_MANY = 1024
-"""The number of tokens for which bytes are compared."""
+_MANY = 1024  # the number of tokens for which bytes are compared
 _TOO_MANY = 1e15
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention op, with what comes before and after it until the next layer.
-
-    Attributes:
-        results: values that later layers need, or what the decoder returns. read_last: values of earlier layers that no
-            later one needs. entering: what enters attention, where it is found.
-    """
+    """One attention op, with what comes before and after it until the next layer."""
 
     before: Part
     site: Site
     after: Part
-    results: tuple[Node, ...] = ()
-    read_last: frozenset[Node] = frozenset()
-    entering: Node | None = None
+    results: tuple[Node, ...] = ()  # values that later layers need, or what the decoder returns
+    read_last: frozenset[Node] = frozenset()  # values of earlier layers that no later one needs
+    entering: Node | None = None  # what enters attention, where it is found
 
     @property
     def reads(self) -> tuple[Node, ...]:
@@ -93,22 +87,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class SplitPrompt:
-    """A decoder in layers.
+    """A decoder in layers."""
 
-    Attributes:
-        begin: the part that runs once. results: what the decoder returns; in blocks logits alone. axes: token axis of
-            values that have one. states: of the recurrent layers, in the order of ``Layout.states``: an input, the
-            state before a block, and what is the state after it. real: inputs that are 1 for tokens and 0 for padding,
-            ``[B, tokens]``. not_in_blocks: why it runs over all tokens at once; "" where it can run in blocks.
-    """
-
-    begin: Part
+    begin: Part  # runs once
     layers: Sequence[Layer]
-    results: Sequence[Any]
-    axes: Mapping[Node, int]
-    states: Mapping[Node, Node]
-    real: Sequence[Node]
-    not_in_blocks: str = ""
+    results: Sequence[Any]  # of the decoder; in blocks logits alone
+    axes: Mapping[Node, int]  # token axis of values that have one
+    states: Mapping[Node, Node]  # of recurrent layers, before a block and after it, in the order of Layout.states
+    real: Sequence[Node]  # inputs that are 1 for tokens and 0 for padding, [B, tokens]
+    not_in_blocks: str = ""  # why it runs over all tokens at once; "" where it can run in blocks
 
     @property
     def parts(self) -> list[Part]:

@@ -49,8 +49,7 @@ HALF_TERMS = LEVEL_TERMS | {
     4: (2.052734375, 0.48974609375, 0.0902099609375, 0.78369140625, -1.1435546875, 0.9736328125)
 }
 """The same for sums in fp16: with fewer terms, the levels rounded to fp16."""
-APPEND_BLOCK = 16
-"""New entries per loop step, when they are appended and when the decode kernel attends them."""
+APPEND_BLOCK = 16  # new entries per loop step, when they are appended and when the decode kernel attends them
 
 
 @triton.jit

@@ -14,11 +14,7 @@ Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 
 
 def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], entry: torch.dtype) -> Expected:
-    """Return shape and dtype of buffers by their table.
-
-    Args:
-        sizes: by their names in the table. entry: dtype of keys and values.
-    """
+    """Return shape and dtype of buffers by their table, from sizes by name and the dtype of keys and values."""
     tensors = {name: tensor for name, tensor in buffers.items() if tensor is not None and name in BUFFERS}
     scales = [tensors.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
     codes, columns = entry, sizes
@@ -39,9 +35,8 @@ def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], ent
 def code_bits(tail_k: Tensor, key_dim: int, scales: Sequence[Tensor | None], value_columns: int) -> int:
     """Return the bits of a code of a cache with scales, for keys of ``key_dim`` numbers.
 
-    Args:
-        scales: of keys and values of the pool, then of the tail. value_columns: of stored values; 0: they are in the
-            keys, and have no scales.
+    ``scales``: of keys and values of the pool, then of the tail. ``value_columns``: of stored values; 0: they are in
+    the keys, and have no scales.
     """
     if any(scale is None for scale in (scales if value_columns else scales[::2])):
         raise ValueError("scales of keys and values, of pool and tail, must be given together")
@@ -83,11 +78,7 @@ def check_cache(
     call: Attention, held: Mapping[str, Tensor | None], layer: int, line: Expected | None = None,
     strided: Collection[str] = ("q", "k", "v"),
 ) -> None:  # fmt: skip
-    """Check a call of attention to pool and tail.
-
-    Args:
-        held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
-    """
+    """Check a call of attention to pool and tail: buffers by name, tables of slots, and which tensors are strided."""
     q, k, v, _, _, sinks = call
     tail_k, tail_v, pool_k = held["tail_k"], held["tail_v"], held.get("pool_k")
     assert tail_k is not None and tail_v is not None

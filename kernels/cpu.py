@@ -108,8 +108,7 @@ def _call_attend(
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
-    Returns:
-        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
+    Returns the output, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; and the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
     (rows, heads, tokens, key_dim), kv_heads, result_dim = q.shape, k.shape[1], v.shape[3]
@@ -175,24 +174,15 @@ def _packed(call: Attention) -> Attention:
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """Append the new entries of one layer to its tail, then attend pool segment and tail.
+    """CPU version of :func:`kvpass.kernels.ragged_decode.attend_ragged`: append to the tail, attend pool and tail.
 
     New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
     tail slots ``tail_start[b] .. used + t``; a pool of one row serves all. One softmax over both, in fp32: online
     (Milakov and Gimelshein, arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al.
-    2023).
+    2023). q, k and v are copied if the last dim is not contiguous. With a row_index pool and tail are packed in each
+    row.
 
-    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or pool and tail hold codes
-    with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
-    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous. With a
-    row_index pool and tail are packed in each row.
-
-    Returns:
-        [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
-
-    Raises:
-        ValueError: used + T > C, or an argument that would be read out of bounds; nothing was written.
-        RuntimeError: there is no C++ compiler.
+    ValueError, before anything is written: used + T > C, or an argument would be read out of bounds.
     """
     tail_start, tail_used, row_index = held.tail_start, held.tail_used, held.row_index
     (layers, buffer_rows, _, slots, _), tokens = held.tail.k.shape, call.q.shape[2]

@@ -26,8 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-TABLE = Path(__file__).with_name("configs.json")
-"""The table of configs; it says itself where its figures come from."""
+TABLE = Path(__file__).with_name("configs.json")  # the table of configs; it says itself where its figures come from
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,8 @@ FLOOR = tl.constexpr(-1e30)
 
 PART = tl.constexpr(256)
 """Columns of a row that one block of a kernel holds at most: wider rows are loaded, and multiplied, in parts."""
-FLOATS = tl.constexpr(64)
-"""Columns of wide rows of fp32 that are multiplied at a time."""
-WIDEST = (576, 512)
-"""Head dims of keys and values, the widest: latent rows of DeepSeek-V3."""
+FLOATS = tl.constexpr(64)  # columns of wide rows of fp32 that are multiplied at a time
+WIDEST = (576, 512)  # head dims of keys and values, the widest: latent rows of DeepSeek-V3
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 

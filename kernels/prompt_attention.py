@@ -24,17 +24,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Machine(NamedTuple):
-    """What the choice of a kernel depends on beside the call.
+    """What the choice of a kernel depends on beside the call."""
 
-    capability: of the device, (0, 0) for a CPU. cudnn: version of cuDNN that torch may use, 0 for none. flash: whether
-    torch may use FlashAttention. flash_impl: the one that ``torch.nn.attention.activate_flash_attention_impl`` put in
-    its place ("FA3", "FA4"), None for torch's own, FlashAttention-2.
-    """
-
-    capability: tuple[int, int] = (0, 0)
-    cudnn: int = 0
-    flash: bool = False
-    flash_impl: str | None = None
+    capability: tuple[int, int] = (0, 0)  # of the device, (0, 0) for a CPU
+    cudnn: int = 0  # version of cuDNN that torch may use, 0 for none
+    flash: bool = False  # whether torch may use FlashAttention
+    flash_impl: str | None = None  # "FA3", "FA4": that of activate_flash_attention_impl; None: FlashAttention-2
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:

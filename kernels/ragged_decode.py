@@ -36,14 +36,11 @@ from kvpass.kernels.launch import KernelConfig, kind, launch
 from kvpass.kernels.prefill_attention import block_dim, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
-TAIL_TILE = 64
-"""Tail slots per program."""
-CHUNK = 128
-"""Pool entries of a chunk, of a layer of mean length. On an H200, 64 entries were slower at every batch."""
+TAIL_TILE = 64  # tail slots per program
+CHUNK = 128  # pool entries of a chunk, of a layer of mean length. On an H200, 64 entries were slower at every batch
 MOST_CHUNKS = 1024
 """Approximate limit per row: eight for each multiprocessor of an H100 or H200. More only cost merging."""
-CHUNK_STEP = 16
-"""Of which the length of a chunk is a multiple."""
+CHUNK_STEP = 16  # of which the length of a chunk is a multiple
 
 
 def chunks_of(entries: int) -> int:

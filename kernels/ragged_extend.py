@@ -123,10 +123,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
     """Append many new entries of one layer to its tail; attend pool, tail and new tokens.
 
-    Arguments and contract as in ``ragged_decode.attend_ragged``; arrivals are not read.
-
-    Returns:
-        ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
+    Contract as in ``ragged_decode.attend_ragged``; arrivals are not read.
     """
     rows, heads, tokens, key_dim = call.q.shape
     kv_heads, value_dim = call.v.shape[1], call.v.shape[3]

@@ -36,8 +36,7 @@ from kvpass.kernels.prefill_attention import FLOOR, block_dim, in_parts, wide_ca
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, SlotCache
 
-TILE = 64
-"""Slots per program."""
+TILE = 64  # slots per program
 
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])

@@ -17,8 +17,7 @@ from torch import Tensor
 from kvpass.kernels.checks import check_eviction, check_order
 from kvpass.kernels.launch import launch
 
-EMPTY = tl.constexpr(-1)
-"""Position of a free slot."""
+EMPTY = tl.constexpr(-1)  # position of a free slot
 HIGHEST_KEY = tl.constexpr((1 << 63) - 1)
 
 _LINE_BLOCK = 1024
@@ -177,10 +176,9 @@ def pool_in_order(
     of a line.
     """
     check_order(attention, position, storage_order)
-    rows, kv_heads, width = line = position.shape
-    in_order = torch.empty_like(attention)
-    rank = torch.empty_like(position)
-    worth = torch.empty(line, dtype=torch.float32, device=position.device)
+    rows, kv_heads, width = position.shape
+    in_order, rank = torch.empty_like(attention), torch.empty_like(position)
+    worth = torch.empty_like(position, dtype=torch.float32)
     group_size = attention.shape[1] // kv_heads
     shared = {"in_order": in_order, "rank": rank, "width": width, "G": group_size, "LINE_BLOCK": _LINE_BLOCK}
     tensors = {"attention": attention, "position": position, "storage_order": storage_order}

@@ -60,18 +60,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of two tensors.
-
-    Attributes:
-        left: ``[lead..., query tokens, features]``, or the weights ``[lead..., query tokens, key tokens]``.
-        right: ``[lead..., key tokens, features]``.
-        result: for each axis of the node, its axis in ``[lead..., query tokens, last]``.
-    """
+    """A product of two tensors."""
 
     node: Node
-    left: Operand
-    right: Operand
-    result: tuple[int, ...]
+    left: Operand  # [lead..., query tokens, features], or the weights [lead..., query tokens, key tokens]
+    right: Operand  # [lead..., key tokens, features]
+    result: tuple[int, ...]  # for each axis of the node, its axis in [lead..., query tokens, last]
 
 
 def product_of(node: Node, weights: Node | None = None) -> Product | None:

@@ -21,11 +21,9 @@ from kvpass.graphs.canonical import Site
 from kvpass.graphs.fx_utils import DataFlow, is_integral, is_module_tensor, is_scalar, made_of, recorded, shape_of
 from kvpass.graphs.verify.examples import EvaluationError, concrete, evaluate, example_sizes
 
-_POSITIONS = (0, 1, 5, 40, 1000, 30000, 1000000)
-"""Those of the example, where they are an input."""
+_POSITIONS = (0, 1, 5, 40, 1000, 30000, 1000000)  # those of the example, where they are an input
 _TOLERANCE = 1e-3
-_FREQUENCIES = "kvpass_rotary_frequencies"
-"""Note of an attention op: its frequencies."""
+_FREQUENCIES = "kvpass_rotary_frequencies"  # note of an attention op: its frequencies
 
 
 def rotary_frequencies(site: Site) -> Node:

@@ -47,45 +47,30 @@ from kvpass.torch_compat import FakeTensor
 
 _OFFSET = 5
 
-_MAX_EXAMPLE_TOKENS = 8192
-"""Longest example that is evaluated; a window that cannot be seen within it is not decided."""
-
+_MAX_EXAMPLE_TOKENS = 8192  # longest example that is evaluated; a window that cannot be seen within it is not decided
 _FLOOR = 2048
 _MAX_FLOOR_ELEMENTS = 2**22
 """The longest example has 2048 tokens even where no number asks for that, or fewer to have no more elements."""
 
-_COST_OF_LOGITS = 8
-"""Cost of evaluating logits several times in float64, relative to a mask once."""
-
+_COST_OF_LOGITS = 8  # cost of evaluating logits several times in float64, relative to a mask once
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
 _LEAVE_OUT = (
     "Leave that argument out: a causal mask of the decoder's own is found, and kvpass.session takes the padding"
 )
-NEGLIGIBLE_LOGIT = -1e9
-"""An additive mask at or below this value hides an entry."""
+NEGLIGIBLE_LOGIT = -1e9  # an additive mask at or below this value hides an entry
 _BIAS = "its mask adds a bias to the logits, or hides tokens by a small number only, such as -10000"
 
 
 @dataclass(frozen=True)
 class Band:
-    """What a mask does.
+    """What a mask does."""
 
-    Attributes:
-        window: most keys that a query attends, itself included; None when there is no limit.
-        slopes: what each query head adds per position of the key; None when nothing.
-    """
-
-    window: int | None
-    slopes: tuple[float, ...] | None = None
+    window: int | None  # most keys that a query attends, itself included
+    slopes: tuple[float, ...] | None = None  # what each query head adds per position of the key
 
 
 class MaskPart:
-    """The nodes that make a mask, or logits, ready to run on examples.
-
-    Attributes:
-        name: of the node that holds the result. tokens: size of its two token axes.
-        calls: the nodes to run, in order.
-    """
+    """The nodes that make a mask, or logits, ready to run on examples; ``tokens`` is the size of its two token axes."""
 
     def __init__(
         self, flow: DataFlow, result: Node, *, before: Node, batch: Dim, tokens: Dim, given: Collection[Node] = ()
@@ -120,11 +105,7 @@ class MaskPart:
         return int(concrete(self.tokens, self.sizes(length)))
 
     def run(self, length: int, start: int, given: Mapping[Node, Tensor] | None = None) -> Tensor:
-        """Return the result for positions ``start``, ``start + 1``..., from ``given`` values of nodes.
-
-        Raises:
-            NotCausalError: it cannot be evaluated, or is no tensor.
-        """
+        """Return the result, a tensor, for positions ``start``, ``start + 1``..., from ``given`` values of nodes."""
         sizes = self.sizes(length)
         feeds = {node: self._feed(node, start, sizes) for node in self.inputs if not is_scalar(node)}
         feeds |= {node: value.clone() for node, value in (given or {}).items()}
@@ -221,8 +202,6 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
     Args:
         part: of the mask, or of logits. mask: called with token symbol and first position. heads: query heads.
         floor: an additive mask at or below this hides the entry.
-    Raises:
-        NotCausalError: with the reason.
     """
     candidates, undecided = part.lengths()
     longest, value = _longest(mask, candidates, part.count)

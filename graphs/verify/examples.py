@@ -42,12 +42,8 @@ SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
 Functions: TypeAlias = Mapping[Any, Callable[..., Any]]
 """Functions to call in place of others."""
 
-EXAMPLE_LENGTHS = (7, 13)
-"""Token counts of examples."""
-
-EXAMPLE_BATCH = 2
-"""Rows of examples, where the batch is symbolic."""
-
+EXAMPLE_LENGTHS = (7, 13)  # token counts of examples
+EXAMPLE_BATCH = 2  # rows of examples, where the batch is symbolic
 _BY_AXIS = set(
     "index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split()
 )
@@ -56,15 +52,9 @@ _BY_AXIS = set(
 LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
 """Aten operators that look something up."""
 
-_MAX_TEXT_TOKENS = 4096
-"""Longest example of a text; what a graph does only beyond is not seen."""
-
-MARGIN = 5
-"""By how many tokens an example goes beyond a number."""
-
-_LARGEST_NUMBER = 1e9
-"""Numbers from here on hide entries, they are no windows."""
-
+_MAX_TEXT_TOKENS = 4096  # longest example of a text; what a graph does only beyond is not seen
+MARGIN = 5  # by how many tokens an example goes beyond a number
+_LARGEST_NUMBER = 1e9  # numbers from here on hide entries, they are no windows
 _FILLS = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _SCALING = {"floordiv", "ifloordiv", "floor_divide", "mul", "imul", "multiply", "div", "divide", "truediv", "rshift"}
 

@@ -17,8 +17,7 @@ from torch.fx import GraphModule
 from kvpass.graphs.fx_utils import dim_of, shape_of, symbols_of
 from kvpass.torch_compat import ShapeGuard, int_oo
 
-_SHORT = range(2, 130)
-"""Lengths tried for a guard of no simple form, besides those near its numbers."""
+_SHORT = range(2, 130)  # lengths tried for a guard of no simple form, besides those near its numbers
 
 
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:

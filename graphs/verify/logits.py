@@ -20,8 +20,7 @@ from kvpass.graphs.verify.examples import NotCausalError, concrete, random_like
 
 _LARGE = 1e6
 _TOLERANCE = 2e-6
-_MAX_PRODUCTS = 2**24
-"""Most products in an example that has all rows and heads at once."""
+_MAX_PRODUCTS = 2**24  # most products in an example that has all rows and heads at once
 
 
 @dataclass(frozen=True)

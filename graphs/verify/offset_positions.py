@@ -28,11 +28,8 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, recorded, shape_of, storage_of, target_name
 
-MARK = "kvpass_positions"
-"""Note of a node whose operands are positions; copies carry none."""
-
-COUNTED = "kvpass_positions_counted"
-"""Note of a node of how many of these count tokens, and not only their distances."""
+MARK = "kvpass_positions"  # note of a node whose operands are positions; copies carry none
+COUNTED = "kvpass_positions_counted"  # note of a node of how many of these count tokens, and not only their distances
 
 
 def counts_positions(gm: GraphModule) -> bool:

@@ -53,11 +53,8 @@ def check_own_state_pass(gm: GraphModule) -> int:
     """Raise if the graph changes a tensor that it reads, or stores a size or table; the graph is not changed.
 
     Checked are tensors of the module, and floating-point arguments, which may be a cache. A stored table counts if its
-    size depends on the length.
-
-    Raises:
-        UnsupportedAttentionError: naming the call that makes the state; or the call counts, or keeps results in a dict
-            or list, as forward hooks may, and would be captured anew each time.
+    size depends on the length. A call that counts, or keeps results in a dict or list, as forward hooks may, is refused
+    too: it would be captured anew each time.
     """
     places = {
         node: source_of(node).name

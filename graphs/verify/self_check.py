@@ -61,11 +61,8 @@ from kvpass.graphs.verify.examples import (
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK, shift
 from kvpass.torch_compat import tree_leaves
 
-PIECES = (9, 5, 1)
-"""Tokens of the first, the further and the last piece of the short example."""
-
-_TOLERANCE = 2e-5
-"""Of the largest number a call gives: rounding differs between the rows of a matrix product."""
+PIECES = (9, 5, 1)  # tokens of the first, the further and the last piece of the short example
+_TOLERANCE = 2e-5  # of the largest number a call gives: rounding differs between the rows of a matrix product
 
 
 def self_check_pass(gm: GraphModule, *, distinct: DistinctLayers | None = None) -> int:

@@ -43,27 +43,19 @@ from kvpass.graphs.verify.examples import (
     input_dependent_nodes,
 )
 
-_BEYOND = 64
-"""Tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless."""
-
-_LOOKUPS = {"getitem", "take_along_dim", *LOOKUPS}
-"""Calls that pick rows by an index."""
+_BEYOND = 64  # tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless
+_LOOKUPS = {"getitem", "take_along_dim", *LOOKUPS}  # calls that pick rows by an index
 
 
 @dataclass(frozen=True)
 class InputLookup:
-    """An input of the graph that indexes a table; its numbers must be in ``[lowest, rows)``.
+    """An input of the graph that indexes a table; its numbers must be in ``[lowest, rows)``."""
 
-    Attributes:
-        place: index among the graph's inputs. name: as Dynamo recorded it.
-        lowest: 0, or ``-rows`` if negative numbers count from the end. module_path: module of the lookup.
-    """
-
-    place: int
-    name: str
-    lowest: int
+    place: int  # among the graph's inputs
+    name: str  # as Dynamo recorded it
+    lowest: int  # 0, or -rows if negative numbers count from the end
     rows: int
-    module_path: str
+    module_path: str  # of the lookup
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise ValueError if a number is outside; inputs on CUDA are not checked, to avoid host synchronisation."""

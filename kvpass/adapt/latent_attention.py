@@ -26,8 +26,7 @@ def _rows(module: nn.Module, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Te
 def attend_latents(model: nn.Module, divided: bool) -> str | None:
     """Let the layers of a model, which is changed, attend their latents, if all can; then ``attends_latents`` is True.
 
-    Returns:
-        why they attend expanded heads; None if they do not, or the model has no latents.
+    Returns why they attend expanded heads; None if they do not, or the model has no latents.
     """
     layers = [
         (path, module)

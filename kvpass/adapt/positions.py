@@ -37,8 +37,7 @@ class _Frequencies:
 def rotate_by_row(model: nn.Module) -> int | None:
     """Let the rotary embeddings of a compiled copy take the frequencies of each row.
 
-    Returns:
-        tokens beyond which longrope takes other frequencies; None without longrope.
+    Returns the tokens beyond which longrope takes other frequencies; None without longrope.
     """
     limit, by_row = None, once(_by_row)  # for each model anew: forwards may have been patched since the last
     module: Any

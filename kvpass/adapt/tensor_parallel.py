@@ -76,8 +76,7 @@ def check_divided(policy: Policy, ranks: Ranks) -> None:
 def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Replace the weights of a copy by those of this process, and its forwards by such that know the others.
 
-    Returns:
-        the divided weights by name, of which each process can gather the whole.
+    Returns the divided weights by name, of which each process can gather the whole.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     shards: dict[int, nn.Parameter] = {}

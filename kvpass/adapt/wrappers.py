@@ -101,10 +101,8 @@ def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
 def bind_to_copy(copied: nn.Module, model: nn.Module) -> None:
     """Let functions that were set on modules of ``model``, and are on the copy too, call the copy.
 
-    A deep copy takes functions as they are, so a wrapper of ``model.generate`` would call the original.
-
-    Raises:
-        ValueError: a function reaches the model in another way than by its closure.
+    A deep copy takes functions as they are, so a wrapper of ``model.generate`` would call the original. ValueError: a
+    function reaches the model in another way than by its closure.
     """
     bound: dict[int, Any] = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
     originals = [*bound]

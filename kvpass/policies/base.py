@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def with_options(name: str, options: Mapping[str, object]) -> str:
     return f"{name} {json.dumps(options, sort_keys=True)}" if options else name
 
 
-def name_and_options(text: str) -> tuple[object, dict[str, object]]:
+def name_and_options(text: str) -> tuple[Any, dict[str, Any]]:
     """Return the name and the options in a :attr:`Policy.spec` or :attr:`Policy.text`; ValueError: it is neither."""
     name, _, rest = text.partition(" ")
     options = json.loads((rest or "{}") if name.isidentifier() else text)
@@ -173,8 +173,7 @@ class Policy(ABC):
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         """Return what runs behind a prompt: before it is scored if ``"replays"`` is an input, and for ``compact``.
 
-        Args:
-            ids: tokens of prompts of one length, int64 ``[B, N]``, without padding.
+        ``ids``: tokens of prompts of one length, int64 ``[B, N]``, without padding.
         """
         return repetitions(ids)
 
@@ -206,8 +205,7 @@ class Policy(ABC):
     def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
         """Return this layer's relative share of the budget, fp64 ``[B]``; NaN and negative become 0. None if fixed.
 
-        Raises:
-            ValueError: the layer split gave a tensor of another shape.
+        ValueError: the layer split gave a tensor of another shape.
         """
         weight = self.layers().weight(obs, scores)
         if weight is None:

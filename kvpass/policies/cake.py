@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Cake(Policy):
         evict_during_decode: False: decoding only appends.
     """
 
-    name: ClassVar[str] = "cake"
+    name = "cake"
     inputs = frozenset({"question"})
 
     pool: Pool = option("avg", check_literal, Pool)

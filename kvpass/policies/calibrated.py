@@ -17,8 +17,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_text, option
 
-MODEL = "kvpass_model"
-"""Metadata: the digest of the model's weights."""
+MODEL = "kvpass_model"  # metadata: the digest of the model's weights
 SHARES, MAXIMA, DISTANCES = "head_shares", "head_maxima", "head_distances"
 """Numbers of heads, ``[L, K]``."""
 MEAN, MODULUS, COVARIANCE = "query_mean", "query_modulus", "query_covariance"

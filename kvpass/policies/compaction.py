@@ -20,12 +20,9 @@ from kvpass.policies.observation import softcapped
 
 STEPS, QUERIES = 200, 256
 """Steps of the descent, and queries that are drawn for each."""
-RATE = 0.05
-"""How far a number moves in the first steps, in standard deviations of its channel; it falls to 0."""
-MOST_QUERIES = 4096
-"""Reference queries of a KV head: so many of its group's queries, evenly spaced over all replays."""
-HELD_OUT = 4
-"""One of so many reference queries is not fitted to, but judges the fit."""
+RATE = 0.05  # how far a number moves in the first steps, in standard deviations of its channel; it falls to 0
+MOST_QUERIES = 4096  # reference queries of a KV head: so many of its group's queries, evenly spaced over all replays
+HELD_OUT = 4  # one of so many reference queries is not fitted to, but judges the fit
 
 
 class Reference(NamedTuple):
@@ -62,11 +59,10 @@ class Fitted(NamedTuple):
 
 
 def references(replayed: Sequence[tuple[Attention, int]], first: int) -> Iterator[Reference]:
-    """Yield the reference of each KV head of a row.
+    """Yield the reference of each KV head of a row; the rest begins at column ``first``.
 
-    Args:
-        replayed: of each replay, its attention and how many of its tokens are real. Queries ``[1, H, T, D]``; keys and
-            values of prompt and replay, ``[1, K, N + T, D]``. first: the first column of the rest.
+    ``replayed``: of each replay, its attention and how many of its tokens are real. Queries ``[1, H, T, D]``; keys and
+    values of prompt and replay, ``[1, K, N + T, D]``.
     """
     call = replayed[0][0]
     kv_heads = call.k.shape[1]

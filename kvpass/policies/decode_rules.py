@@ -42,8 +42,7 @@ def evictable_slots(position: Tensor, window: int) -> Tensor:
 def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
     """Return the keep mask bool ``[B, K, C]``: the newest ``window`` tokens, and each head's best ``quota`` of others.
 
-    Args:
-        scores: fp32 ``[B, K, C]``. position: as in :func:`evictable_slots`. quota: int64 ``[B, K]``.
+    ``scores``: fp32 ``[B, K, C]``; ``position``: as in :func:`evictable_slots`; ``quota``: int64 ``[B, K]``.
     """
     compete = evictable_slots(position, window)
     last = torch.iinfo(position.dtype).max
@@ -250,7 +249,7 @@ class RollingWindow(DecodeRule):
 class LastQuery(DecodeRule):
     """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
 
-    reads_all_heads: ClassVar[bool] = True
+    reads_all_heads = True
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.position), slots.decode_state

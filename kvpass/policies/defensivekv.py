@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_odd, option
 from kvpass.policies.scores import pool_scores
 
-_COVERED = 0.9
-"""Part of the attention that the entries of the first stage hold, together with the window."""
+_COVERED = 0.9  # part of the attention that the entries of the first stage hold, together with the window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class DefensiveKV(Policy):
         kernel_size: odd width of the average pooling.
     """
 
-    name: ClassVar[str] = "defensivekv"
+    name = "defensivekv"
     inputs = frozenset({"question", "projection", "heads"})
 
     kernel_size: int = option(5, check_odd)
@@ -84,7 +82,7 @@ class DefensiveKV(Policy):
 class LayerDefensiveKV(DefensiveKV):
     """DefensiveKV whose layers compete too: the best scores of all layers stay (arXiv 2510.13334)."""
 
-    name: ClassVar[str] = "layer_defensivekv"
+    name = "layer_defensivekv"
 
     def layers(self) -> LayerSplit:
         return GlobalLayers()

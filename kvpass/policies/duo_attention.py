@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ Rows: TypeAlias = tuple[tuple[float, ...], ...]
 
 VALUES, SIZES = "full_attention_heads.tsv", "config.json"
 """Files of a published head map."""
-Rule = Literal["maxima", "distances"]
-"""Tensor of a file of ``kvpass calibrate``, behind ``head_``."""
+Rule = Literal["maxima", "distances"]  # tensor of a file of kvpass calibrate, behind head_
 
 
 def check_head_map(name: str, value: object) -> None:
@@ -138,7 +137,7 @@ class DuoAttention(Policy):
         of_model: digest of the weights of the model that the map is for, which such a file gives; None: of any.
     """
 
-    name: ClassVar[str] = "duo_attention"
+    name = "duo_attention"
     inputs = frozenset({"prompt", "heads"})
 
     window: int = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class ExpectedAttention(Refinable, QueryStatistics):
         statistics: as in :class:`~kvpass.policies.calibrated.QueryStatistics`.
     """
 
-    name: ClassVar[str] = "expected_attention"
+    name = "expected_attention"
     inputs = frozenset({"keys", "queries", "rotation", "heads"})
     read_statistics = (MEAN, COVARIANCE)
 

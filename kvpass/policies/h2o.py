@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class H2O(Policy):
         evict_during_decode: False: decoding only appends, as in the comparisons of SnapKV, Ada-KV and CAKE.
     """
 
-    name: ClassVar[str] = "h2o"
+    name = "h2o"
     inputs = frozenset({"question", "column_sum"})
 
     pool: Pool = option(None, check_literal, Pool)

@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +33,13 @@ _WANTED = (
 class Surrogate(NamedTuple):
     """Contents of a file: maps from what enters attention to the log of KVzip+'s scores.
 
-    Attributes:
-        layers: for each layer under the budget one linear map, or two with a GELU between them: weight ``[out, in]``
-            and bias ``[out]``, the last with K rows; fp32. head_shares: share of the entries for each head,
-            ``[L, K]``. model: digest of the weights of the model that it was fitted for. The last two are None in
-            NVIDIA's files.
+    For each layer under the budget it is one linear map, or two with a GELU between them: weight ``[out, in]`` and bias
+    ``[out]``, the last with K rows; fp32.
     """
 
     layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
-    head_shares: Tensor | None
-    model: str | None
+    head_shares: Tensor | None  # share of the entries for each head, [L, K]; None in NVIDIA's files
+    model: str | None  # digest of the weights of the model that it was fitted for; None in NVIDIA's files
 
     def check(self, path: str, layers: int, kv_heads: int, hidden: int | None = None) -> None:
         """Raise ValueError unless it is of so many layers and KV heads, and of tokens of so many numbers."""
@@ -86,7 +83,7 @@ class KVzap(Policy):
         evict_during_decode: False: decoding only appends. ``split="file"`` needs False.
     """
 
-    name: ClassVar[str] = "kvzap"
+    name = "kvzap"
     inputs = frozenset({"token_scores"})
 
     window: int = 128
@@ -167,7 +164,7 @@ class KVzap(Policy):
 class OwnScores(DecodeRule):
     """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
-    reads_tokens: ClassVar[bool] = True
+    reads_tokens = True
 
     options: KVzap
 

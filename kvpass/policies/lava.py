@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,7 +32,7 @@ class Lava(Policy):
         alpha: uniform part of a layer's budget, 0 to 1; None: 0 as in the paper, 0.2 with ``parity="code"``.
     """
 
-    name: ClassVar[str] = "lava"
+    name = "lava"
     inputs = frozenset({"question"})
 
     pool: Pool = option("max", check_literal, Pool)
@@ -61,7 +60,7 @@ class Lava(Policy):
 class LavaUniform(Lava):
     """LAVa with equal layer budgets (arXiv 2509.09754: "-layer" in table 10, LAVa-Uniform in table 13)."""
 
-    name: ClassVar[str] = "lava_uniform"
+    name = "lava_uniform"
 
     def layers(self) -> LayerSplit:
         return UniformLayers(self.parity)
@@ -78,7 +77,7 @@ class LavaPyramid(Lava):
         beta: as in :class:`~kvpass.policies.pyramidkv.PyramidKV`.
     """
 
-    name: ClassVar[str] = "lava_pyramid"
+    name = "lava_pyramid"
 
     beta: int = option(20, check_int, 1)
 
@@ -93,7 +92,7 @@ class LavaNoHead(Lava):
     It is "-head" in table 10; no code was released for it. ``alpha`` has no effect, since the heads share equally.
     """
 
-    name: ClassVar[str] = "lava_nohead"
+    name = "lava_nohead"
 
     def heads(self) -> HeadSplit:
         return UniformHeads()

@@ -13,8 +13,7 @@ from kvpass.operands import NO_POLICY_INPUTS, PolicyInputs
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 _ROW_BLOCK = 512
-_PROJECTED_ELEMENTS = 1 << 22
-"""Elements of projected values that exist at a time."""
+_PROJECTED_ELEMENTS = 1 << 22  # elements of projected values that exist at a time
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

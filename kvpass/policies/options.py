@@ -14,10 +14,8 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 
-MOST = 1 << 30
-"""Largest number of tokens: positions are int32."""
-MOST_NEIGHBOURS = 1 << 16
-"""Largest width of pooling."""
+MOST = 1 << 30  # largest number of tokens: positions are int32
+MOST_NEIGHBOURS = 1 << 16  # largest width of pooling
 
 Parity = Literal["paper", "code"]
 """Rules of the paper, whose total is the budget, or of the released code, which misses it."""

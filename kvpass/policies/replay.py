@@ -16,17 +16,12 @@ _ROW_BLOCK = 512
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """Tokens that run behind prompts of one length, each row against all entries of its prompt.
+    """Tokens that run behind prompts of one length, each row against all entries of its prompt."""
 
-    Attributes:
-        ids: int64 ``[B, T]``. first, last: the entries that they observe, ``first <= i < last``. sinks: first entries,
-            at most ``first``, that they attend to beside those when they observe.
-    """
-
-    ids: Tensor
-    first: int
+    ids: Tensor  # int64 [B, T]
+    first: int  # they observe entries first <= i < last
     last: int
-    sinks: int
+    sinks: int  # first entries, at most first, that they attend to beside those when they observe
 
 
 def repetitions(

@@ -113,8 +113,8 @@ def best_over_layers(scores: Tensor, layer: Tensor, total: Tensor, layers: int, 
     of all these layers: what is not among the best of some layers is not among those of more.
 
     Args:
-        scores: fp32 ``[B, C]``, ``-inf`` for no entry. layer: of each, int64 ``[B, C]``. total: int64 ``[B]``.
-        least: lower scores do not count.
+        scores: fp32 ``[B, C]``, ``-inf`` for no entry; lower ones than ``least`` do not count. layer: of each score,
+            int64 ``[B, C]``. total: int64 ``[B]``.
     """
     scores = scores.masked_fill(scores < least, float("-inf"))
     last = (total - 1).clamp(min=0, max=scores.shape[1] - 1)

@@ -47,10 +47,8 @@ def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
 def hashed(seed: int, *numbers: Tensor) -> Tensor:
     """Return numbers in [0, 1), fp32: the top 24 bits of a multiply-xorshift hash of the low 32 bits of all arguments.
 
-    There is no generator and no state: every device and every process gets the same.
-
-    Args:
-        numbers: int64, whose shapes broadcast; the result has their common shape.
+    There is no generator and no state: every device and every process gets the same. The numbers are int64, and their
+    shapes broadcast.
     """
     bits = torch.full_like(numbers[0], seed & _MASK)
     for number in numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -50,7 +50,7 @@ class SnapKV(Refinable, WindowAttention):
     (the class default of the first release was average, 5).
     """
 
-    name: ClassVar[str] = "snapkv"
+    name = "snapkv"
 
     layer_split: Literal["uniform", "cake", "random"] = option("uniform", check_choice, ("uniform", "cake", "random"))
     tau1: float | None = option(None, check_float, 0.0, open_low=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class TriAttention(QueryStatistics):
         group: reduction over the query heads of a KV head. buffer: tokens between two evictions.
     """
 
-    name: ClassVar[str] = "triattention"
+    name = "triattention"
     inputs = frozenset({"keys", "queries", "rotation"})
     read_statistics = (calibrated.MEAN, calibrated.MODULUS)
 
@@ -73,7 +73,7 @@ class TriAttention(QueryStatistics):
 class Distances(DecodeRule):
     """TriAttention while decoding."""
 
-    reads_keys: ClassVar[bool] = True
+    reads_keys = True
 
     options: TriAttention
 

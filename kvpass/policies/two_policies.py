@@ -17,8 +17,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.replay import Replay
 from kvpass.ranks import ONE_PROCESS, Ranks
 
-PREFIX = "decode_"
-"""Options of the policy for decoding have it before their names, ``decode_policy`` its name."""
+PREFIX = "decode_"  # options of the policy for decoding have it before their names, decode_policy its name
 _APPEND = "evict_during_decode=False, where the policy has that option"
 
 
