@@ -253,19 +253,13 @@ def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) ->
 
 
 def pool_in_order(
-    attention: Tensor,
-    position: Tensor,
-    storage_order: Tensor,
-    window: int,
-    pool: str | None,
-    kernel_size: int,
-    group: str,
+    attention: Tensor, position: Tensor, order: Tensor, window: int, pool: str | None, kernel_size: int, group: str
 ) -> Tensor:
     """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
-    All tensors are on the CPU and contiguous; position and storage_order are int32; else ValueError.
+    All tensors are on the CPU and contiguous; position and storage order are int32; else ValueError.
     """
-    tensors = (attention, position, storage_order)
+    tensors = (attention, position, order)
     _check_once("order", tensors, lambda: check_order(*tensors))
     rows, kv_heads, width = position.shape
     worth = torch.empty(position.shape, dtype=torch.float32, device="cpu")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from kvpass.operands import Attention
 from kvpass.policies.observation import softcapped
 
+Scaling: TypeAlias = tuple[float, float | None]
+"""Factor and soft cap of logits."""
 STEPS, QUERIES = 200, 256
 """Steps of the descent, and queries that are drawn for each."""
 RATE = 0.05  # how far a number moves in the first steps, in standard deviations of its channel; it falls to 0
@@ -79,7 +81,7 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
     queries = call.q[0, heads, sampled].float()
     keys, values = call.k[0, kv_head, first:], call.v[0, kv_head, first:].float()
     before = keys.shape[0] - call.q.shape[2]
-    logits = _logits(queries, keys, call.scale, call.softcap)
+    logits = _logits(queries, keys, (call.scale, call.softcap))
     unseen = torch.arange(keys.shape[0], device=keys.device) > (before + sampled)[:, None]
     logits = logits.masked_fill(unseen, float("-inf"))
     lse, out = logits.logsumexp(-1), logits.softmax(-1) @ values
@@ -89,9 +91,9 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
     return Reference(queries.flatten(0, 1), lse.flatten(), out.flatten(0, 1))
 
 
-def _logits(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, scaling: Scaling) -> Tensor:
     """Return logits, fp32 ``[..., n, S]``."""
-    return softcapped((queries @ keys.float().T) * scale, softcap)
+    return softcapped((queries @ keys.float().T) * scaling[0], scaling[1])
 
 
 def fit_entries(
@@ -102,21 +104,19 @@ def fit_entries(
     The squared error is minimised by Adam. Where it comes out no lower for the queries that are held out, or a number
     is not finite, the entries stay as they were.
     """
-    n = len(reference.lse)
+    n, scaling = len(reference.lse), (scale, softcap)
     parts = map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))
-    target = torch.cat([part.output(_weights(part, keys, scale, softcap)[0], values.float()) for part in parts])
+    target = torch.cat([part.output(_weights(part, keys, scaling)[0], values.float()) for part in parts])
     held_out = torch.arange(n, device=keys.device) % HELD_OUT == 0
     old, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
     new = old
     if n > 1:
-        fitted = _descent(old, units, reference.some(~held_out), target[~held_out], scale, softcap)
+        fitted = _descent(old, units, reference.some(~held_out), target[~held_out], scaling)
         new = [x.to(before.dtype) for x, before in zip(fitted, old, strict=True)]
 
     judges, wanted = reference.some(held_out), target[held_out]
-    errors = [
-        (judges.output(_weights(judges, k, scale, softcap)[0], v.float()) - wanted).square().sum()
-        for k, v in (old, new)
-    ]
+    outputs = (judges.output(_weights(judges, k, scaling)[0], v.float()) for k, v in (old, new))
+    errors = [(output - wanted).square().sum() for output in outputs]
     better = errors[1] < errors[0]  # False for NaN
     keys, values = (torch.where(better, after, before) for after, before in zip(new, old, strict=True))
     errors[1] = torch.where(better, errors[1], errors[0])
@@ -124,12 +124,7 @@ def fit_entries(
 
 
 def _descent(
-    old: Sequence[Tensor],
-    units: Sequence[Tensor],
-    reference: Reference,
-    target: Tensor,
-    scale: float,
-    softcap: float | None,
+    old: Sequence[Tensor], units: Sequence[Tensor], reference: Reference, target: Tensor, scaling: Scaling
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values, fp32, that give the queries nearly the outputs ``target``.
 
@@ -143,11 +138,11 @@ def _descent(
     keys, values, size = first_k, first_v, target.square().mean()
     for step, drawn in enumerate(draws.to(target.device)):
         part = reference.some(drawn)
-        weights, slope = _weights(part, keys, scale, softcap)
+        weights, slope = _weights(part, keys, scaling)
         out = part.output(weights, values)
         error = (out - target[drawn]) / (size * QUERIES)
         of_logits = weights * (error @ values.T - (error * out).sum(1, keepdim=True)) * slope
-        moved_k.grad = scale * unit_k * (of_logits.T @ part.queries)
+        moved_k.grad = scaling[0] * unit_k * (of_logits.T @ part.queries)
         moved_v.grad = unit_v * (weights.T @ error)
         descent.param_groups[0]["lr"] = RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
         descent.step()
@@ -155,9 +150,9 @@ def _descent(
     return keys, values
 
 
-def _weights(reference: Reference, keys: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+def _weights(reference: Reference, keys: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor | float]:
     """Return the share of attention that each entry has beside the rest, ``[n, S]``, and the slope of the soft cap."""
-    logits = _logits(reference.queries, keys, scale, softcap)
-    whole = torch.logaddexp(logits.logsumexp(1), reference.lse)
-    slope = 1.0 if softcap is None else 1 - (logits / softcap).square()
-    return (logits - whole[:, None]).exp(), slope
+    logits = _logits(reference.queries, keys, scaling)
+    total = torch.logaddexp(logits.logsumexp(1), reference.lse)
+    slope = 1.0 if scaling[1] is None else 1 - (logits / scaling[1]).square()
+    return (logits - total[:, None]).exp(), slope

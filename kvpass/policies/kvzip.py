@@ -62,7 +62,7 @@ class KVzip(Policy):
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         asked = self.prompt_ids, self.again_ids, self.suffix_ids
-        return repetitions(ids, self.sinks, self.chunk, self.overlap, *asked)
+        return repetitions(ids, self.sinks, self.chunk, self.overlap, asked)
 
     def score(self, obs: Observation) -> Tensor:
         if obs.length <= max(self.sinks, 1):  # nothing is replayed

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import EntropyLayers, LayerSplit, PyramidLayers, UniformLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_float, check_int, check_literal, check_odd, option
-from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+from kvpass.policies.options import check_float, check_int, option
+from kvpass.policies.scores import Group, pool_scores, reduce_group
+from kvpass.policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lava(Policy):
+class Lava(WindowAttention):
     """Eviction with dynamic head and layer budgets: LAVa (Shen et al. 2025, arXiv 2509.09754).
 
     ``s[k, i] = max over group(pool(mean over window rows of a[h, :, i])) * max_{j < M} |v[k, j]|_1``; heads compete for
@@ -35,9 +35,7 @@ class Lava(Policy):
     name = "lava"
     inputs = frozenset({"question"})
 
-    pool: Pool = option("max", check_literal, Pool)
-    kernel_size: int = option(7, check_odd)
-    group: Group = option("max", check_literal, Group)
+    group: Group = "max"
     alpha: float | None = option(None, check_float, 0.0, 1.0)
 
     def score(self, obs: Observation) -> Tensor:

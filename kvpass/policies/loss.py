@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.observation import Observation
+
+Layers: TypeAlias = Tensor | Sequence[Tensor]
+"""A tensor for each layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,13 +33,7 @@ class OutputLoss:
 
 
 def attention_output_loss(
-    queries: Tensor | Sequence[Tensor],
-    keys: Tensor | Sequence[Tensor],
-    values: Tensor | Sequence[Tensor],
-    keep: Tensor,
-    output_weights: Tensor | Sequence[Tensor],
-    *,
-    scale: float | None = None,
+    queries: Layers, keys: Layers, values: Layers, keep: Tensor, output_weights: Layers, *, scale: float | None = None
 ) -> OutputLoss:
     """Measure how much the last query's attention output changes if it attends only kept entries.
 

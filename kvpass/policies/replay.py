@@ -25,22 +25,18 @@ class Replay:
 
 
 def repetitions(
-    ids: Tensor,
-    sinks: int = 4,
-    chunk: int = 2000,
-    overlap: int = 8,
-    prompt_ids: Sequence[int] = (),
-    again_ids: Sequence[int] = (),
-    suffix_ids: Sequence[int] = (),
+    ids: Tensor, sinks: int = 4, chunk: int = 2000, overlap: int = 8, asked: Sequence[Sequence[int]] = ((), (), ())
 ) -> list[Replay]:
-    """Return prompts ``[B, N]`` repeated behind themselves; see options of :class:`kvpass.policies.kvzip.KVzip`."""
+    """Return prompts ``[B, N]`` repeated behind themselves; see options of :class:`kvpass.policies.kvzip.KVzip`.
+
+    ``asked``: its ``prompt_ids``, ``again_ids`` and ``suffix_ids``.
+    """
     rows, n = ids.shape
     replays: list[Replay] = []
     for first in range(sinks, n, chunk):
         last = min(first + chunk, n)
         before = ids[:, max(first - overlap, 0) : first] if replays else ids[:, :0]
-        parts = (again_ids if replays else prompt_ids, suffix_ids)
-        lead, end = (ids.new_tensor(part).expand(rows, -1) for part in parts)
+        lead, end = (ids.new_tensor(part).expand(rows, -1) for part in (asked[1 if replays else 0], asked[2]))
         replays.append(Replay(torch.cat([lead, before, end, ids[:, first:last]], 1), first, last, sinks))
     return replays
 

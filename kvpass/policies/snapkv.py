@@ -8,8 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.cake import cake_layers
-from kvpass.policies.layer_splits import LayerSplit, RandomLayers
+from kvpass.policies.layer_splits import LayerSplit, RandomLayers, cake_layers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_float, check_int, check_literal, check_odd, option
 from kvpass.policies.refinement import Refinable
@@ -18,7 +17,9 @@ from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAttention(Policy):
-    """Base class of policies with SnapKV's score, ``pool(reduce over group(mean over window rows of a[h, :, i]))``.
+    """Base class of policies that pool attention over positions, and reduce it over a KV head's query heads.
+
+    The score is SnapKV's, ``pool(reduce over group(mean over window rows of a[h, :, i]))``, unless a class has another.
 
     Args:
         pool: ``"max"``, ``"avg"`` or None. kernel_size: odd width of the pooling.
