@@ -33,8 +33,7 @@ from kvpass.torch_compat import (
     is_functorch_wrapped_tensor,
 )
 
-Dim: TypeAlias = int | sympy.Expr
-"""A size: an int, or an expression over the symbols of the capture."""
+Dim: TypeAlias = int | sympy.Expr  # a size: an int, or an expression over the symbols of the capture
 
 _SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 

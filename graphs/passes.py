@@ -149,14 +149,13 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
     """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<ii>.<pass>.before|after``."""
     records = []
     disabled = _disabled()
-    text = partial(gm.print_readable, print_output=False)
     before = _count_ops(gm)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
         if name in disabled:
             continue
         artifact = f"{label}.{index:02d}.{name}"  # sorts in a folder
-        _dump_artifact(f"{artifact}.before", text)
+        dump_graph(f"{artifact}.before", gm)
         began = time.perf_counter()
         sites = graph_pass(gm)
         gm.graph.lint()
@@ -167,7 +166,7 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
             f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})" for name in changed
         )
         before = after
-        _dump_artifact(f"{artifact}.after", text)
+        dump_graph(f"{artifact}.after", gm)
         _dump_artifact(f"{artifact}.ops", partial(str, op_diff))
         log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)
         records.append(PassRecord(name=name, sites=sites, seconds=seconds, op_diff=op_diff))

@@ -88,17 +88,13 @@ def attend_function(dtype: torch.dtype, held: str = "") -> Callable[[bytes], int
 
 
 class _Lines(NamedTuple):
-    """What a call of the kernel says of slots beside the buffers.
+    """What a call of the kernel says of slots beside the buffers."""
 
-    used: slots of the tail that are used, and start: the first of them of each row. row_index, tail_used: of rows that
-    are not those of the call. position, now, weights: of reused slots.
-    """
-
-    used: int
-    start: Tensor | None = None
-    row_index: Tensor | None = None
+    used: int  # slots of the tail that are used
+    start: Tensor | None = None  # the first of them of each row
+    row_index: Tensor | None = None  # where rows are not those of the call, and tail_used of them
     tail_used: Tensor | None = None
-    position: Tensor | None = None
+    position: Tensor | None = None  # of reused slots, as now and weights
     now: Tensor | None = None
     weights: Tensor | None = None
 

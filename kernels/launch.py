@@ -31,15 +31,12 @@ TABLE = Path(__file__).with_name("configs.json")  # the table of configs; it say
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes (under the names of the kernel's arguments), warps, pipeline stages and limit of registers.
-
-    registers: most that a thread may have, so that more programs fit on a multiprocessor; None: what it would take.
-    """
+    """Block sizes (under the names of the kernel's arguments), warps, pipeline stages and limit of registers."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int
-    registers: int | None = None
+    registers: int | None = None  # of a thread, so that more programs fit on a multiprocessor; None: what it would take
 
     @classmethod
     def of(cls, num_warps: int, num_stages: int, registers: int | None = None, **blocks: int) -> KernelConfig:

@@ -36,11 +36,8 @@ from kvpass.graphs.fx_utils import (
 from kvpass.ranks import ALONE
 from kvpass.torch_compat import TorchDispatchMode
 
-SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
-"""Concrete values for the symbols of a capture."""
-
-Functions: TypeAlias = Mapping[Any, Callable[..., Any]]
-"""Functions to call in place of others."""
+SizeMap: TypeAlias = Mapping[sympy.Symbol, int]  # concrete values for the symbols of a capture
+Functions: TypeAlias = Mapping[Any, Callable[..., Any]]  # to call in place of others
 
 EXAMPLE_LENGTHS = (7, 13)  # token counts of examples
 EXAMPLE_BATCH = 2  # rows of examples, where the batch is symbolic

@@ -113,10 +113,7 @@ def _as(logits: Tensor, products: Tensor) -> Tensor:
 
 def snap(value: float, head_dim: int) -> float:
     """Return the exact scale that was rounded to fp32 (1 or ``head_dim**-0.5``), else ``value``."""
-    for exact in (1.0, head_dim**-0.5):
-        if math.isclose(value, exact, rel_tol=_TOLERANCE):
-            return exact
-    return value
+    return next((exact for exact in (1.0, head_dim**-0.5) if math.isclose(value, exact, rel_tol=_TOLERANCE)), value)
 
 
 def _rule_of(one: float, most: float, band: Band) -> LogitRule:

@@ -54,9 +54,8 @@ def cannot_absorb(module: Any) -> str | None:
     has_linear_forward = getattr(type(projection), "forward", None) is nn.Linear.forward
     if not has_linear_forward or "forward" in projection.__dict__ or projection.bias is not None:
         return f"kv_b_proj is a {type(projection).__name__}, not a plain nn.Linear without bias"
-    if projection._forward_hooks or projection._forward_pre_hooks:
-        return "kv_b_proj has forward hooks"
-    return None
+    has_hooks = projection._forward_hooks or projection._forward_pre_hooks
+    return "kv_b_proj has forward hooks" if has_hooks else None
 
 
 @torch.no_grad()

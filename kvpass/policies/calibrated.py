@@ -71,8 +71,7 @@ class QueryStatistics(Policy):
         statistics: file of ``kvpass calibrate`` for this model: no query of the prompt is read. None: of each prompt.
     """
 
-    read_statistics: ClassVar[tuple[str, ...]]
-    """Names in the file."""
+    read_statistics: ClassVar[tuple[str, ...]]  # names in the file
 
     statistics: str | None = option(None, check_text)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from kvpass.operands import Attention
 from kvpass.policies.observation import softcapped
 
-Scaling: TypeAlias = tuple[float, float | None]
-"""Factor and soft cap of logits."""
+Scaling: TypeAlias = tuple[float, float | None]  # factor and soft cap of logits
 STEPS, QUERIES = 200, 256
 """Steps of the descent, and queries that are drawn for each."""
 RATE = 0.05  # how far a number moves in the first steps, in standard deviations of its channel; it falls to 0
@@ -28,16 +27,14 @@ HELD_OUT = 4  # one of so many reference queries is not fitted to, but judges th
 
 
 class Reference(NamedTuple):
-    """Queries of replays for one KV head of a layer, and what they attend to beside the entries to be fitted.
+    """Queries of replays for one KV head of a layer, and what they attend to beside the entries to be fitted: the rest.
 
-    Attributes:
-        queries: fp32 ``[n, D]``, RoPE applied. lse: log-sum-exp of their logits with the rest: window, tokens of the
-            replay, attention sinks; fp32 ``[n]``. rest: the attention output of the rest alone, fp32 ``[n, Dv]``.
+    The rest are the window, the tokens of the replay and attention sinks.
     """
 
-    queries: Tensor
-    lse: Tensor
-    rest: Tensor
+    queries: Tensor  # fp32 [n, D], RoPE applied
+    lse: Tensor  # log-sum-exp of their logits with the rest, fp32 [n]
+    rest: Tensor  # the attention output of the rest alone, fp32 [n, Dv]
 
     def some(self, which: Tensor) -> Reference:
         """Return those of these indices."""
@@ -49,9 +46,9 @@ class Reference(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """Keys ``[S, D]`` and values ``[S, Dv]`` of the kept entries, in the dtypes of those given.
+    """Keys ``[S, D]`` and values ``[S, Dv]`` of the kept entries, in the dtypes of those before.
 
-    errors: of the queries that were not fitted to, sums of squares over queries and numbers, fp32 ``[3]``: of the
+    Of the queries that were not fitted to, errors are sums of squares over queries and numbers, fp32 ``[3]``: of the
     attention outputs, of their error with the entries as they were, and with those returned.
     """
 

@@ -124,12 +124,9 @@ class DecodeRule:
             budget.
     """
 
-    reads_keys: ClassVar[bool] = False
-    """Whether :attr:`Slots.keys` are read."""
-    reads_tokens: ClassVar[bool] = False
-    """Whether :attr:`Slots.token_scores` are read, of a policy with that input."""
-    reads_all_heads: ClassVar[bool] = False
-    """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
+    reads_keys: ClassVar[bool] = False  # whether Slots.keys are read
+    reads_tokens: ClassVar[bool] = False  # whether Slots.token_scores are read, of a policy with that input
+    reads_all_heads: ClassVar[bool] = False  # whether a slot must be the same entry in every head (Slots.all_heads)
 
     window: int = 0
     every: int = 1

@@ -46,9 +46,7 @@ class H2O(WindowAttention):
         return pool_scores(total, self.pool, self.kernel_size)
 
     def layers(self) -> LayerSplit:
-        if self.layer_split == "cake":
-            return cake_layers(self.tau1, self.tau2, self.parity)
-        return UniformLayers()
+        return cake_layers(self.tau1, self.tau2, self.parity) if self.layer_split == "cake" else UniformLayers()
 
     def decode_rule(self) -> DecodeRule | None:
         return Accumulated(window=self.window, group=self.group) if self.evict_during_decode else None

@@ -41,9 +41,7 @@ class Lava(WindowAttention):
     def score(self, obs: Observation) -> Tensor:
         pooled = pool_scores(obs.mean[..., : obs.evictable], self.pool, self.kernel_size)
         s = reduce_group(pooled, obs.kv_heads, self.group)
-        if obs.evictable == 0:
-            return s
-        return s * obs.value_norm[..., : obs.evictable].amax(-1, keepdim=True)
+        return s if obs.evictable == 0 else s * obs.value_norm[..., : obs.evictable].amax(-1, keepdim=True)
 
     def heads(self) -> HeadSplit:
         default = 0.2 if self.parity == "code" else 0.0

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvpass.policies.observation import Observation
 
-Layers: TypeAlias = Tensor | Sequence[Tensor]
-"""A tensor for each layer."""
+Layers: TypeAlias = Tensor | Sequence[Tensor]  # a tensor for each layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,17 +42,14 @@ def repetitions(
 
 
 class Replayed(NamedTuple):
-    """A replay in one layer: queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, RoPE applied; see :class:`Replay`.
-
-    norms: for policies with the input ``"norms"``, the L2 norm of what enters attention, fp32 ``[B, T]``.
-    """
+    """A replay in one layer: queries ``[B, H, T, D]`` and keys ``[B, K, T, D]``, RoPE applied; see :class:`Replay`."""
 
     first: int
     last: int
     sinks: int
     queries: Tensor
     keys: Tensor
-    norms: Tensor | None = None
+    norms: Tensor | None = None  # L2 norm of what enters attention, fp32 [B, T], for policies with that input
 
 
 def most_attended(

@@ -25,13 +25,9 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
     if scores.shape[1] == kv_heads:
         return scores
     grouped = scores.unflatten(1, (kv_heads, scores.shape[1] // kv_heads))
-    match group:
-        case "mean":
-            return grouped.mean(2)
-        case "max":
-            return grouped.amax(2)
-        case "sum":
-            return grouped.sum(2)
+    if group == "max":
+        return grouped.amax(2)
+    return grouped.sum(2) if group == "sum" else grouped.mean(2)
 
 
 def above_all(place: Tensor) -> Tensor:

@@ -61,6 +61,4 @@ class SnapKV(Refinable, WindowAttention):
     def layers(self) -> LayerSplit:
         if self.layer_split == "cake":
             return cake_layers(self.tau1, self.tau2, self.parity)
-        if self.layer_split == "random":
-            return RandomLayers(self.seed)
-        return super().layers()
+        return RandomLayers(self.seed) if self.layer_split == "random" else super().layers()
