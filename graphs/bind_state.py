@@ -13,8 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from kvpass.graphs.fx_utils import Dim, argument_of, dim_of, is_module_tensor, recorded, source_of
 from kvpass.torch_compat import FakeTensorMode, LazyGraphModule, LocalSource, TracingContext
 
-STATE_PREFIX = "kvpass_"
-"""With which the names of the cache's state begin among the inputs of a graph."""
+STATE_PREFIX = "kvpass_"  # with which the names of the cache's state begin among the inputs of a graph
 
 
 def copy_graph(gm: GraphModule) -> GraphModule:
@@ -65,8 +64,8 @@ def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        known = symbolic[value]
-        return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
+        context = symbolic[value]
+        return mode.from_tensor(value, symbolic_context=context, source=context.tensor_source)
 
     return [fake(value) for value in example_inputs]
 
@@ -74,15 +73,12 @@ def fake_inputs(gm: GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
 def add_state_placeholders(
     gm: GraphModule, state: Mapping[str, Tensor], dynamic: Mapping[str, Set[int]], fake_mode: FakeTensorMode
 ) -> tuple[dict[str, Node], list[Tensor]]:
-    """Append one placeholder per state tensor.
+    """Append one placeholder per state tensor; return them by name, and the fake inputs to append to the graph's.
 
     Args:
         state: example tensors by name; the caller must pass them in this order.
         dynamic: dimensions of a tensor that may change between calls without recompiling (pool entries, tail
             capacity); all others are static.
-        fake_mode: the mode Dynamo traced the graph with.
-    Returns:
-        the new nodes by name, and the fake example inputs to append to the graph's own.
     """
     nodes: dict[str, Node] = {}
     examples: list[Tensor] = []

@@ -27,8 +27,7 @@ WRITE_STATE = torch.ops.kvpass.write_state.default
 REAL_TOKENS = torch.ops.kvpass.real_tokens.default
 ABSORBED_QUERY = torch.ops.kvpass.absorbed_query.default
 EXPANDED_OUTPUT = torch.ops.kvpass.expanded_output.default
-SLOPES = "kvpass_slopes"
-"""Key in the meta of an attention op: its ALiBi slopes, until ``fold_alibi`` has run."""
+SLOPES = "kvpass_slopes"  # key in the meta of an attention op: its ALiBi slopes, until fold_alibi has run
 POSITIONS_IN_KEYS = "kvpass_positions_in_keys"
 """Key in the meta of an attention op: true once ``fold_alibi`` has added columns to its keys."""
 
@@ -60,49 +59,27 @@ class Site:
 
     @property
     def output_projection(self) -> OutputProjection:
-        """The linear layer that reads the output.
-
-        Raises:
-            UnsupportedAttentionError: there is none.
-        """
-        found = output_projection(self.node) if self.up is None else None  # what is cached are no values of heads
+        """The linear layer that reads the output; UnsupportedAttentionError: there is none."""
         return self.needed(
-            found,
+            output_projection(self.node) if self.up is None else None,  # what is cached are no values of heads
             "the output projection of the layer, which must be a linear layer (or addmm, or a matrix product with a "
             "parameter) that reads the output of attention, heads side by side, and nothing else may read that output",
         )
 
     @property
     def attention_input(self) -> Node:
-        """What the linear layers of queries, keys and values read, ``[B, T, hidden]`` or ``[B * T, hidden]``.
-
-        Raises:
-            UnsupportedAttentionError: there is no such tensor.
-        """
+        """What the linear layers of queries, keys and values read, ``[B, T, hidden]`` or ``[B * T, hidden]``."""
         return self.needed(
             attention_input(self.q, self.k, self.v),
             "what enters the attention layer: one tensor that the linear layers of queries, keys and values read",
         )
 
-    def check_keys(self) -> None:
-        """Raise unless the keys are the model's own.
-
-        Raises:
-            UnsupportedAttentionError: they hold positions besides.
-        """
-        own = None if POSITIONS_IN_KEYS in self.node.meta else self.k
-        self.needed(own, "the keys of the model alone, and with ALiBi keys hold the position of their token too")
-
-    def needed(self, found: T | None, what: str) -> T:
-        """Return what a policy reads of the model, if it was found.
-
-        Raises:
-            UnsupportedAttentionError: it was not.
-        """
-        if found is None:
+    def needed(self, part: T | None, what: str) -> T:
+        """Return what a policy reads of the model; raise UnsupportedAttentionError if it was not found."""
+        if part is None:
             advice = "take a policy that does not need it, see docs/policies.md"
             raise refuse(self.node, f"the policy needs {what}; {advice}")
-        return found
+        return part
 
     @property
     def module_path(self) -> str:
@@ -146,12 +123,6 @@ def results_of(gm: GraphModule) -> list[Node]:
     return [*gm.graph.find_nodes(op="call_function", target=WRITE_STATE), gm.graph.output_node()]
 
 
-def _state_shapes(gm: GraphModule) -> list[StateShape]:
-    """Return the states that a graph reads, in order of execution."""
-    reads = {state_of(node): recorded(node) for node in gm.graph.find_nodes(op="call_function", target=READ_STATE)}
-    return [StateShape.of(*state, value) for state, value in reads.items()]
-
-
 def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
     """Return the batch size and the number of tokens of the attention ops, of which there must be some."""
     shape = recorded(find_sites(gm)[0].q).shape
@@ -161,10 +132,7 @@ def batch_and_tokens(gm: GraphModule) -> tuple[Dim, Dim]:
 def check_sites_pass(gm: GraphModule, *, expected: int | None = None) -> int:
     """Raise if kvpass cannot hold the cache of an attention op; the graph is not changed.
 
-    Args:
-        expected: attention layers the model is known to have; None when unknown.
-    Raises:
-        UnsupportedAttentionError: no attention op, different dtypes or devices, or layers without an op.
+    Refused are no attention op, different dtypes or devices, and layers without an op, of ``expected`` ones if known.
     """
     sites = find_sites(gm)
     if not sites:
@@ -208,44 +176,40 @@ def layout_of(gm: GraphModule) -> tuple[Layout, torch.dtype, torch.device]:
     """Return layout, dtype and device of the KV entries of a graph that passed :func:`check_sites_pass`."""
     sites = _first_sites(gm)
     k = recorded(sites[0].k)
-    return Layout.of(list(map(_group, sites)), _state_shapes(gm)), k.dtype, k.device
+    reads = {state_of(node): recorded(node) for node in gm.graph.find_nodes(op="call_function", target=READ_STATE)}
+    states = [StateShape.of(*state, value) for state, value in reads.items()]
+    return Layout.of(list(map(_group, sites)), states), k.dtype, k.device
 
 
 def pool_facts(gm: GraphModule, layout: Layout) -> tuple[PoolFacts, ...]:
     """Return what a cache must know of each pool beside the layout."""
-    sites, found = _first_sites(gm), []
+    sites, facts = _first_sites(gm), []
     for layers in (group.layers for group in layout.pools):
         heads, kv_heads = (recorded(x).shape[1] for x in (sites[layers[0]].q, sites[layers[0]].k))
         plain = all(sites[layer].softcap is None and sites[layer].sinks is None for layer in layers)
-        found.append(PoolFacts(int(heads) // int(kv_heads), plain))
-    return tuple(found)
+        facts.append(PoolFacts(int(heads) // int(kv_heads), plain))
+    return tuple(facts)
 
 
 @dataclass(frozen=True)
 class SiteLocation:
-    """Where the KV entries of an attention op are stored.
-
-    Attributes:
-        ring: in a ring buffer (else in a store). prefix: of the state tensors' names. layer: index there.
-        layers: number of ops there.
-    """
+    """Where the KV entries of an attention op are stored: in a ring buffer, else in a store."""
 
     ring: bool
-    prefix: str
-    layer: int
-    layers: int
+    prefix: str  # of the state tensors' names
+    layer: int  # index there
+    layers: int  # number of ops there
 
-    def buffers(self, kind: Any, state: Mapping[str, Any]) -> Any:
-        """Return a tuple of buffers of that kind, out of the cache's state by name; None where it has no such one."""
-        return from_names(kind, state, f"{self.prefix}_")
+    def buffers(self, buffers: Any, state: Mapping[str, Any]) -> Any:
+        """Return such a tuple of buffers, out of the cache's state by name; None where it lacks a buffer."""
+        return from_names(buffers, state, f"{self.prefix}_")
 
 
 def site_locations(layout: Layout) -> dict[int, SiteLocation]:
     """Return where the KV entries of each attention op are stored, by its index in execution order."""
-    found = {}
-    for ring, groups in ((False, layout.pools), (True, layout.rings)):
-        for index, group in enumerate(groups):
-            for position, layer in enumerate(group.layers):
-                prefix = f"{'ring' if ring else 'store'}{index}"
-                found[layer] = SiteLocation(ring, prefix, position, len(group.layers))
-    return found
+    return {
+        layer: SiteLocation(name == "ring", f"{name}{index}", position, len(group.layers))
+        for name, groups in (("store", layout.pools), ("ring", layout.rings))
+        for index, group in enumerate(groups)
+        for position, layer in enumerate(group.layers)
+    }

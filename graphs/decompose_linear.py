@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.graphs.fx_utils import arguments_of, recorded, replace_node
+from kvpass.graphs.fx_utils import arguments_of, dim_of, recorded, replace_node
 from kvpass.torch_compat import force_stride_order
 
 _TO = torch.ops.aten.to.dtype
@@ -47,9 +47,11 @@ def decompose_linear_pass(gm: GraphModule) -> int:
     changed = 0
     for node in gm.graph.find_nodes(op="call_function", target=_LINEAR):
         x, weight, bias = arguments_of(node).values()
-        held = recorded(weight)
-        made_of_others = hasattr(held, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
-        if not _is_vector(x) or made_of_others or held.nbytes >= most:
+        value, weights = recorded(x), recorded(weight)
+        made_of_others = hasattr(weights, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
+        if not isinstance(value, Tensor) or value.dtype not in _DTYPES or value.device.type != "cpu":
+            continue
+        if made_of_others or weights.nbytes >= most or any(size != 1 for size in map(dim_of, value.shape[:-1])):
             continue
         with gm.graph.inserting_before(node):
             total = _reduction(gm, x, weight, bias)
@@ -62,9 +64,8 @@ def decompose_linear_pass(gm: GraphModule) -> int:
 def _reduction(gm: GraphModule, x: Node, weight: Node, bias: Node | None) -> Node:
     """Insert the product as a reduction: computed in fp32, its result in the dtype of ``x``.
 
-    A vector of 16 bits becomes a tensor in fp32 first: else Inductor converts it again for each row of the weight.
-
-    Functions, no methods: torch caches no compiled graph with methods of nodes that Dynamo did not make.
+    A vector of 16 bits becomes a tensor in fp32 first: else Inductor converts it again for each row of the weight. It
+    calls no methods: torch caches no compiled graph with methods of nodes that Dynamo did not make.
     """
     value = recorded(x)
     dtype = value.dtype
@@ -78,10 +79,3 @@ def _reduction(gm: GraphModule, x: Node, weight: Node, bias: Node | None) -> Nod
     if bias is not None:
         total = gm.graph.call_function(torch.add, (total, bias))
     return total if dtype == torch.float32 else gm.graph.call_function(_TO, (total, dtype))
-
-
-def _is_vector(node: Node) -> bool:
-    value = recorded(node)
-    if not isinstance(value, Tensor) or value.dtype not in _DTYPES or value.device.type != "cpu":
-        return False
-    return all(isinstance(size, int) and size == 1 for size in value.shape[:-1])

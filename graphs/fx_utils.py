@@ -33,8 +33,7 @@ from kvpass.torch_compat import (
     is_functorch_wrapped_tensor,
 )
 
-Dim: TypeAlias = int | sympy.Expr
-"""A size: an int, or an expression over the symbols of the capture."""
+Dim: TypeAlias = int | sympy.Expr  # a size: an int, or an expression over the symbols of the capture
 
 _SCALAR = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -50,12 +49,8 @@ _PLACES = set("getitem narrow select split chunk arange range linspace tile repe
 _FILLED = {"full": 1, "new_full": 2, "full_like": 1}
 """Calls that fill a tensor, and the argument index of the fill value; their other ints are sizes."""
 
-MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}
-"""Names of products of two tensors."""
-
-SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
-"""Names of softmax as function, method and operator."""
-
+MATMULS = {"matmul", "__matmul__", "bmm", "mm", "einsum"}  # names of products of two tensors
+SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}  # names of softmax as function, method and operator
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -75,9 +70,7 @@ _OF_MODULES = {"self", "_modules", "_parameters", "_buffers", "__dict__"}
 def module_path_of(node: Node) -> str:
     """Return the path of the module that made the node, ``model.layers.0.self_attn``; "" if not recorded."""
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    return dotted(str(list(stack.values())[-1][0]))
+    return dotted(str(list(stack.values())[-1][0])) if stack else ""
 
 
 def dotted(source: str) -> str:
@@ -89,16 +82,12 @@ def dotted(source: str) -> str:
     return ".".join(parts)
 
 
-def line_of(node: Node) -> str:
-    """Return the innermost ``file:line`` outside torch that made the node; "" if not recorded."""
-    lines = _FRAME.findall(node.stack_trace or "")
-    own = [(file, line) for file, line in lines if not file.startswith(_TORCH)]
-    return ":".join((own or lines)[-1]) if lines else ""
-
-
 def refuse(node: Node, reason: str) -> UnsupportedAttentionError:
-    """Return the error for an unsupported node."""
-    return UnsupportedAttentionError(module_path_of(node), node.name, reason, line_of(node))
+    """Return the error for an unsupported node, with the innermost ``file:line`` outside torch that made it."""
+    frames = _FRAME.findall(node.stack_trace or "")
+    outside = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
+    line = ":".join((outside or frames)[-1]) if frames else ""
+    return UnsupportedAttentionError(module_path_of(node), node.name, reason, line)
 
 
 def target_name(node: Node) -> str:
@@ -110,12 +99,12 @@ def target_name(node: Node) -> str:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """Return all arguments of a call of a function by name, those that are not given by their defaults."""
+    """Return all arguments of a call of a function by name, with defaults."""
     assert callable(node.target)
-    given = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
-    if given is None:
+    arguments = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
+    if arguments is None:
         raise refuse(node, f"its arguments are not those of {target_name(node)}")
-    return dict(given.kwargs)
+    return dict(arguments.kwargs)
 
 
 def recorded(node: Node) -> Any:
@@ -157,11 +146,7 @@ def symbols_in(node: Node) -> set[sympy.Symbol]:
 
 
 def numbers_in(value: Any, symbols: Collection[sympy.Symbol]) -> set[float]:
-    """Return numbers in sizes that depend on the symbols, except factors of the symbols.
-
-    Args:
-        value: a recorded tensor, number, symbol or tuple of them.
-    """
+    """Return numbers in sizes of a recorded value that depend on the symbols, except factors of the symbols."""
     if isinstance(value, (tuple, list)):
         return {number for part in value for number in numbers_in(part, symbols)}
     if isinstance(value, Tensor):
@@ -235,9 +220,9 @@ def mutated_inputs(node: Node) -> list[Node]:
     """Return operands that the node writes into."""
     target, name = node.target, target_name(node)
     if isinstance(target, torch._ops.OpOverload):
-        names = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        given = {**dict(zip([a.name for a in target._schema.arguments], node.args, strict=False)), **node.kwargs}
-        written = [given.get(name) for name in names]
+        arguments = target._schema.arguments
+        by_name = {**dict(zip([a.name for a in arguments], node.args, strict=False)), **node.kwargs}
+        written = [by_name.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     elif node.op == "call_function" and name == "setitem":
         written = [node.args[0]]
     elif node.op in ("call_function", "call_method"):
@@ -248,9 +233,9 @@ def mutated_inputs(node: Node) -> list[Node]:
         written.append(node.kwargs.get("out"))
     else:
         return []
-    found: list[Node] = []
-    map_arg(written, found.append)
-    return [operand for operand in found if not is_scalar(operand)]
+    operands: list[Node] = []
+    map_arg(written, operands.append)
+    return [operand for operand in operands if not is_scalar(operand)]
 
 
 def _inplace_flag(node: Node) -> bool:
@@ -265,10 +250,7 @@ def _inplace_flag(node: Node) -> bool:
 
 
 class DataFlow:
-    """Dependencies between nodes, including writes into shared storage.
-
-    It is a snapshot: make a new one after edits.
-    """
+    """Dependencies between nodes, with writes into shared storage; a snapshot, to be made anew after edits."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
@@ -289,18 +271,12 @@ class DataFlow:
     ) -> list[Node]:
         """Return ``targets`` and all nodes whose elements reach them, in execution order.
 
-        Args:
-            before: writes at or after this node do not count.
-            stop: nodes that are included, but not their inputs.
+        Writes at or after ``before`` do not count. Nodes of ``stop`` are included, but not their inputs.
         """
         return self._in_order(targets, value_inputs, before, stop)
 
     def needed(self, targets: Collection[Node], *, stop: Collection[Node] = ()) -> list[Node]:
-        """Return ``targets`` and every node they need to run, sizes included, in execution order.
-
-        Args:
-            stop: nodes that are included, but not their inputs.
-        """
+        """Return ``targets`` and every node they need to run, sizes included; ``stop`` as for :meth:`sources`."""
         return self._in_order(targets, lambda node: node.all_input_nodes, None, stop)
 
     def _in_order(
@@ -314,23 +290,23 @@ class DataFlow:
 
 def reached(targets: Iterable[Node], inputs: Callable[[Node], Iterable[Node]]) -> set[Node]:
     """Return ``targets`` and all nodes to which ``inputs`` of a node leads from them."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     stack = list(targets)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             stack.extend(inputs(node))
-    return found
+    return nodes
 
 
 def made_of(nodes: Iterable[Node], is_source: Callable[[Node], bool]) -> set[Node]:
     """Return those of the nodes, in execution order, that are a source or whose elements come from one."""
-    found: set[Node] = set()
+    made: set[Node] = set()
     for node in nodes:
-        if is_source(node) or not found.isdisjoint(value_inputs(node)):
-            found.add(node)
-    return found
+        if is_source(node) or not made.isdisjoint(value_inputs(node)):
+            made.add(node)
+    return made
 
 
 def through(node: Node, names: Collection[str]) -> Node:
@@ -366,24 +342,14 @@ def storage_of(node: Node) -> object:
 
 
 def literals_of(nodes: Iterable[Node], *, floats: bool = False) -> set[Any]:
-    """Return ints in calls, slices and fill values, except mere sizes and axes.
-
-    Args:
-        floats: include floats.
-    """
-    kinds = (int, float) if floats else int
-    found: set[Any] = set()
-
-    def add(value: Any) -> Any:
-        if isinstance(value, kinds) and not isinstance(value, bool):
-            found.add(value)
-        return value
-
+    """Return ints, or also floats, in calls, slices and fill values, except mere sizes and axes."""
+    values: list[Any] = []
     for node in nodes:
         if node.op.startswith("call_") and target_name(node) not in _SIZES:
             fills = fills_of(node)
-            map_aggregate((node.args, node.kwargs) if fills is None else fills, add)
-    return found
+            map_aggregate((node.args, node.kwargs) if fills is None else fills, values.append)
+    numbers = (int, float) if floats else int
+    return {value for value in values if isinstance(value, numbers) and not isinstance(value, bool)}
 
 
 def fills_of(node: Node) -> list[Any] | None:
@@ -397,8 +363,8 @@ def numbers_given(node: Node) -> list[Node]:
     if target_name(node) in _SIZES | _PLACES:
         return []
     fills = fills_of(node) if target_name(node) != "setitem" else [node.args[2]]
-    given = node.all_input_nodes if fills is None else fills
-    return [number for number in given if isinstance(number, Node) and is_scalar(number)]
+    operands = node.all_input_nodes if fills is None else fills
+    return [number for number in operands if isinstance(number, Node) and is_scalar(number)]
 
 
 def replace_node(node: Node, other: Node) -> None:
@@ -436,10 +402,8 @@ def token_sizes(nodes: Iterable[Node]) -> set[Dim]:
     """Return the token sizes of the decoder's inputs: the second axis, or the only one."""
     inputs = [node for node in nodes if node.op == "placeholder" and not is_module_tensor(node)]
     sizes = {dim for node in inputs if (shape := shape_of(node)) for dim in (shape[1:2] or shape)}
-    return sizes | {dim_of(recorded(node)) for node in inputs if _is_length(node)}
-
-
-def _is_length(node: Node) -> bool:
-    """Return whether an input is the token size of a tensor, which may be no input."""
-    source = source_of(node)
-    return isinstance(source, TensorPropertySource) and (source.prop, source.idx) == (TensorProperty.SIZE, 1)
+    for node in inputs:  # the token size of a tensor, which may be no input, may itself be one
+        source = source_of(node)
+        if isinstance(source, TensorPropertySource) and (source.prop, source.idx) == (TensorProperty.SIZE, 1):
+            sizes.add(dim_of(recorded(node)))
+    return sizes

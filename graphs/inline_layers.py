@@ -30,11 +30,7 @@ _INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
 def inline_layers_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
-    """Put the graph of each called layer in place of the call; returns how many calls there were.
-
-    Args:
-        inputs: of the graph, fake ones of ``mode``, with which values are recorded anew.
-    """
+    """Put the graph of each called layer in place of the call, with values of fake ``inputs``; return how many."""
     calls = _calls(gm)
     traced: dict[Any, str] = {}  # path of the layer that a graph was traced for
     for call in calls:
@@ -45,14 +41,11 @@ def inline_layers_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTens
 
 
 class DistinctLayers:
-    """A copy of a graph, as Dynamo captured it, without layers that another one stands for.
-
-    Attributes:
-        gm: the copy. like: paths of the layers that are left out, each with that of the one that stands for it.
-    """
+    """A copy ``gm`` of a graph, as Dynamo captured it, without layers that another one stands for."""
 
     def __init__(self, gm: GraphModule) -> None:
-        self.gm, self.like = copy_graph(gm), dict[str, str]()
+        self.gm = copy_graph(gm)
+        self.like = dict[str, str]()  # paths of layers that are left out, each with that of the one that stands for it
         kept: list[Node] = []
         for call in _calls(self.gm):
             alike = next((other for other in kept if _are_alike(call, other)), None)
@@ -68,10 +61,10 @@ class DistinctLayers:
         of_copy, places = dict(self._places(self.gm)), dict(self._places(gm))
         for (path, place), node in places.items():
             layer = next((layer for layer in self.like if path == layer or path.startswith(f"{layer}.")), None)
-            known = of_copy[path if layer is None else path.replace(layer, self.like[layer], 1), place]
-            if known.target != node.target:
-                raise AssertionError(f"{node.name} of a layer is {known.name} in another one like it")
-            node.meta |= {name: known.meta[name] for name in names if name in known.meta}
+            alike = of_copy[path if layer is None else path.replace(layer, self.like[layer], 1), place]
+            if alike.target != node.target:
+                raise AssertionError(f"{node.name} of a layer is {alike.name} in another one like it")
+            node.meta |= {name: alike.meta[name] for name in names if name in alike.meta}
 
     @staticmethod
     def _places(gm: GraphModule) -> Any:
@@ -94,17 +87,16 @@ def _calls(gm: GraphModule) -> list[Node]:
 
 
 def _are_alike(call: Node, other: Node) -> bool:
-    """Whether two layers have one graph and the same inputs, but for weights and for what layers before them give."""
+    """Whether two layers have one graph and the same inputs, but for weights of several floats and others' outputs."""
+
+    def may_differ(x: Any, y: Any) -> bool:
+        if not all(isinstance(recorded(node), Tensor) and recorded(node).is_floating_point() for node in (x, y)):
+            return False
+        is_output = x.target is operator.getitem and x.args[0].target is _INVOKE
+        return is_output or all(is_module_tensor(node) and recorded(node).numel() > 1 for node in (x, y))
+
     pairs = zip(call.args[2:], other.args[2:], strict=True)
-    return call.args[1] == other.args[1] and all(x is y or _may_differ(x, y) for x, y in pairs)
-
-
-def _may_differ(x: Any, y: Any) -> bool:
-    """Whether an input of a layer is the output of one before, or both are weights: neither a number nor whole ones."""
-    if not all(isinstance(recorded(node), Tensor) and recorded(node).is_floating_point() for node in (x, y)):
-        return False
-    is_output = x.target is operator.getitem and x.args[0].target is _INVOKE
-    return is_output or all(is_module_tensor(node) and recorded(node).numel() > 1 for node in (x, y))
+    return call.args[1] == other.args[1] and all(x is y or may_differ(x, y) for x, y in pairs)
 
 
 def _inline(gm: GraphModule, call: Node, traced: str) -> None:
@@ -124,7 +116,7 @@ def _inline(gm: GraphModule, call: Node, traced: str) -> None:
             copied.target = f"{body.target}.{node.target}"
         stack = node.meta.get("nn_module_stack") or {}
         copied.meta["nn_module_stack"] = {
-            key: (str(of_node).replace(traced, path, 1), kind) for key, (of_node, kind) in stack.items()
+            key: (str(of_node).replace(traced, path, 1), module) for key, (of_node, module) in stack.items()
         }
     results: Any = layer.graph.output_node().args[0]
     _replace_results(call, lambda index: copies[results[index]])
@@ -141,8 +133,8 @@ def _replace_results(call: Node, result: Any) -> None:
 
 def _result(call: Node, index: Any) -> Node:
     """A node that reads a result of a call."""
-    known = (pick for pick in call.users if pick.args[1] == index)
-    return next(known, None) or call.graph.call_function(operator.getitem, (call, index))
+    picks = (pick for pick in call.users if pick.args[1] == index)
+    return next(picks, None) or call.graph.call_function(operator.getitem, (call, index))
 
 
 def _path(node: Node) -> str:

@@ -23,9 +23,7 @@ def insert_method(operand: Node, name: str, *args: Any) -> Node:
 def insert_function(like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a function call at the graph's insertion point, with its recorded result.
 
-    Args:
-        like: node whose module path and stack trace are copied.
-        args, kwargs: if they include sizes, the graph's fake mode must be active.
+    Module path and stack trace are those of ``like``. If arguments include sizes, the graph's fake mode must be active.
     """
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: like.meta.get(name) for name in ("nn_module_stack", "stack_trace")}
@@ -48,11 +46,7 @@ def replace_output(node: Node, out: Node) -> None:
 
 
 def emit_site(call: Node, q: Node, k: Node, v: Node, scale: float, band: Band, softcap: float | None = None) -> Node:
-    """Insert an attention op for ``call`` at the graph's insertion point.
-
-    Args:
-        q: ``[B, H, T, D]``. k, v: ``[B, K, T, D]``. band: what the mask does.
-    """
+    """Insert an attention op for ``call``, of ``[B, H, T, D]`` and ``[B, K, T, D]``; ``band`` is what the mask does."""
     site = call.graph.call_function(SITE, (q, k, v, scale, band.window, softcap))
     b, h, t, _ = recorded(q).shape
     example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)

@@ -32,10 +32,9 @@ _GATES = ("sigmoid", "silu")
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """Weight of the linear layer that reads an attention op's output.
+    """Weight ``[hidden, H * Dv]`` of the linear layer that reads an attention op's output.
 
-    Attributes:
-        weight: parameter ``[hidden, H * Dv]``; ``[H * Dv, hidden]`` where ``inputs_first``.
+    Its shape is ``[H * Dv, hidden]`` where ``inputs_first``.
     """
 
     weight: Node
@@ -106,11 +105,11 @@ def attention_input(q: Node, k: Node, v: Node) -> Node | None:
     def before(node: Node) -> list[Node]:
         return node.all_input_nodes if _product_with_weight(node) is None else []
 
-    found: set[Node] = set()
+    inputs: set[Node] = set()
     for node in (q, k, v):
         products = map(_product_with_weight, reached([node], before))
         read = {product[0] for product in products if product is not None}
         if len(read) != 1:
             return None
-        found |= read
-    return found.pop() if len(found) == 1 else None
+        inputs |= read
+    return inputs.pop() if len(inputs) == 1 else None

@@ -29,8 +29,7 @@ from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
 from kvpass.graphs.record_values import record_values
 from kvpass.torch_compat import FakeTensorMode, TensorProperty, ValueRanges, set_symbol_bounds, sizes_of_inputs
 
-_LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)
-"""Lengths for which a guard that excludes one token only must hold."""
+_LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)  # lengths for which a guard that excludes one token only must hold
 
 
 def admit_one_token(shapes: ShapeEnv, tokens: Dim) -> None:
@@ -54,20 +53,20 @@ def _excludes_only_one(guard: sympy.Basic, symbols: Set[sympy.Symbol]) -> bool:
     if guard.free_symbols != symbols:
         return False
     (symbol,) = symbols
-    one, *others = (guard.xreplace({symbol: sympy.Integer(length)}) for length in (1, *_LENGTHS))
-    return isinstance(guard, sympy.Ne) and one == sympy.false and all(other == sympy.true for other in others)
+    of_one, *others = (guard.xreplace({symbol: sympy.Integer(length)}) for length in (1, *_LENGTHS))
+    return isinstance(guard, sympy.Ne) and of_one == sympy.false and all(other == sympy.true for other in others)
 
 
 @contextmanager
 def several_tokens(shapes: ShapeEnv, tokens: Dim) -> Iterator[None]:
     """What is compiled inside may take two tokens or more for granted; the graph of one has none of the symbol."""
-    known = {symbol: shapes.bound_sympy(symbol) for symbol in symbols_of([tokens])}
-    for symbol, bounds in known.items():
+    before = {symbol: shapes.bound_sympy(symbol) for symbol in symbols_of([tokens])}
+    for symbol, bounds in before.items():
         set_symbol_bounds(shapes, symbol, ValueRanges(max(bounds.lower, 2), bounds.upper))
     try:
         yield
     finally:
-        for symbol, bounds in known.items():
+        for symbol, bounds in before.items():
             set_symbol_bounds(shapes, symbol, ValueRanges(bounds.lower, shapes.bound_sympy(symbol).upper))
 
 
@@ -75,7 +74,7 @@ def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -
     """Fake inputs of a capture of several tokens, for one token."""
     symbols = symbols_of([tokens])
 
-    def one(size: Any) -> Any:
+    def of_one_token(size: Any) -> Any:
         dim = dim_of(size)
         if isinstance(dim, int) or not symbols & dim.free_symbols:
             return size
@@ -83,10 +82,10 @@ def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -
 
     def resized(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
-            return one(value)
+            return of_one_token(value)
         if not isinstance(value, Tensor) or not symbols & symbols_of(map(dim_of, (*value.shape, *value.stride()))):
             return value
-        shape, stride = ([one(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        shape, stride = (list(map(of_one_token, sizes)) for sizes in (value.shape, value.stride()))
         with mode:
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
@@ -94,11 +93,7 @@ def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -
 
 
 def one_token_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
-    """Record the values of one token in place of those of several; returns how many calls were recorded.
-
-    Args:
-        inputs: fake ones of all placeholders, from :func:`one_token_inputs`.
-    """
+    """Record values from the inputs of :func:`one_token_inputs`; return how many calls were recorded."""
     for node, value in zip(placeholders(gm), inputs, strict=True):
         if isinstance(value, int) and isinstance(recorded(node), torch.SymInt):
             node.replace_all_uses_with(value)  # type: ignore[arg-type]

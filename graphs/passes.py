@@ -100,9 +100,8 @@ def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLaye
     """Return the passes over a Dynamo capture.
 
     Args:
-        inline: ``inline_layers`` with its settings. layers: attention layers the model is known to have; None when
-            unknown. distinct: the capture with one of each of its layers, after ``FINDING_PASSES``, where it has equal
-            ones.
+        inline: ``inline_layers`` with its settings. layers: attention layers of the model; None when unknown.
+        distinct: the capture without layers that repeat another one, after ``FINDING_PASSES``.
     """
     check = partial(self_check_pass, distinct=distinct)
     return [inline, *FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
@@ -123,19 +122,16 @@ def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, 
 
     Args:
         seen: the input that is the number of tokens in the cache. rewrite, one_token: ``rewrite_cached`` and
-            ``one_token`` with their settings; None where the call has several tokens. decomposes: with
-            ``decompose_linear``.
+            ``one_token`` with their settings; None where the call has several tokens.
     """
-    passes: list[GraphPass] = [partial(offset_positions_pass, seen=seen)]
-    if one_token is not None:
-        passes.append(one_token)
-    passes.append(rewrite)
+    positions: GraphPass = partial(offset_positions_pass, seen=seen)
+    passes = [positions, rewrite] if one_token is None else [positions, one_token, rewrite]
     return [*passes, decompose_linear_pass] if decomposes else passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """What one pass did: changed attention ops, wall seconds, difference in op counts."""
+    """What a pass did: changed attention ops, wall seconds, changed counts: ``kvpass.site.default: 4 -> 0 (-4)``."""
 
     name: str
     sites: int
@@ -153,21 +149,24 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
     """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<ii>.<pass>.before|after``."""
     records = []
     disabled = _disabled()
-    text = partial(gm.print_readable, print_output=False)
     before = _count_ops(gm)
     for index, graph_pass in enumerate(passes):
         name = pass_name(graph_pass)
         if name in disabled:
             continue
         artifact = f"{label}.{index:02d}.{name}"  # sorts in a folder
-        _dump_artifact(f"{artifact}.before", text)
+        dump_graph(f"{artifact}.before", gm)
         began = time.perf_counter()
         sites = graph_pass(gm)
         gm.graph.lint()
         seconds = time.perf_counter() - began
         after = _count_ops(gm)
-        op_diff, before = _diff_ops(before, after), after
-        _dump_artifact(f"{artifact}.after", text)
+        changed = (name for name in sorted(before | after) if before[name] != after[name])
+        op_diff = "\n".join(
+            f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})" for name in changed
+        )
+        before = after
+        dump_graph(f"{artifact}.after", gm)
         _dump_artifact(f"{artifact}.ops", partial(str, op_diff))
         log.info("%s: %d sites changed in %.3f s", artifact, sites, seconds)
         records.append(PassRecord(name=name, sites=sites, seconds=seconds, op_diff=op_diff))
@@ -181,16 +180,12 @@ def dump_graph(name: str, gm: GraphModule) -> None:
 
 
 def _disabled() -> set[str]:
-    """Return the names of passes that the user disabled.
-
-    Raises:
-        ValueError: there is no such pass.
-    """
+    """Return the names of passes that the user disabled; raise ValueError if there is no such pass."""
     names = {name for name in os.environ.get(DISABLE, "").split(",") if name}
-    every: list[Callable[..., int]] = [*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES]
-    known = set(map(pass_name, every))
-    if names - known:
-        raise ValueError(f"{DISABLE}: {sorted(names - known)} are no passes, which are {sorted(known)}")
+    passes: list[Callable[..., int]] = [*CANONICAL_PASSES, check_sites_pass, *_STEP_PASSES, *PROGRAM_PASSES]
+    choices = set(map(pass_name, passes))
+    if names - choices:
+        raise ValueError(f"{DISABLE}: {sorted(names - choices)} are no passes, which are {sorted(choices)}")
     if names:
         warnings.warn(f"{DISABLE}: without {sorted(names)} results may be wrong", stacklevel=2)
     return names
@@ -201,21 +196,8 @@ def _count_ops(gm: GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
 
 
-def _diff_ops(before: Counter[str], after: Counter[str]) -> str:
-    """Return changed counts, one a line: ``kvpass.site.default: 4 -> 0 (-4)``; "" if none changed."""
-    return "\n".join(
-        f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})"
-        for name in sorted(before | after)
-        if before[name] != after[name]
-    )
-
-
 def _dump_artifact(name: str, text: Callable[[], str]) -> None:
-    """Write a text to the structured trace, and to ``$KVPASS_DUMP/<name>.txt`` if that variable is set.
-
-    Args:
-        text: makes the text; not called when no one reads it.
-    """
+    """Write a text, which is made if needed, to the structured trace, and to a file if ``KVPASS_DUMP`` is set."""
     trace_structured("artifact", metadata_fn=lambda: {"name": f"kvpass.{name}", "encoding": "string"}, payload_fn=text)
     folder = os.environ.get(DUMP)
     if folder:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from kvpass.graphs.canonical import Site, SiteLocation
+from kvpass.graphs.canonical import POSITIONS_IN_KEYS, Site, SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.split_layers import Layer, SplitPrompt
 from kvpass.ops import prompt_operators  # noqa: F401 (registers the operators)
@@ -55,8 +55,7 @@ def prompt_program(
     """Return the program that reads a prompt and fills one cache for each policy.
 
     Args:
-        split: the decoder. locations: of the entries of its layers. ranks: the spec of processes that share the heads,
-            "" for one process.
+        locations: of the entries of the layers. ranks: spec of processes that share the heads, "" for one process.
     Raises:
         UnsupportedAttentionError: a policy reads something of the model that is not found in it.
         ValueError: a policy does not go with the model.
@@ -205,12 +204,8 @@ class _Program:
         self.operate("gather_layer", fill, place, cache, attention, scored, *of_layer, **keep, **self.ranks)
 
     def _policy_inputs(self, place: int, site: Site, fill: int, read: Mapping[str, Node]) -> dict[str, Node]:
-        """Add what a policy reads of a layer besides attention.
-
-        Raises:
-            UnsupportedAttentionError: it is not found in the model.
-        """
-        policy, found, shared = self.policies[fill], dict[str, Node](), self.readers[site.layer] > 1
+        """Add what a policy reads of a layer besides attention; raise UnsupportedAttentionError if it is not found."""
+        policy, inputs, shared = self.policies[fill], dict[str, Node](), self.readers[site.layer] > 1
         if shared and (policy.replays_prompt or policy.decode_rule() is not None):
             raise ValueError(
                 f"policy {policy.spec}: several layers of this model attend to the same keys and values, and "
@@ -218,22 +213,23 @@ class _Program:
                 "option, give evict_during_decode=False"
             )
         if "keys" in policy.inputs:
-            site.check_keys()
+            keys = None if POSITIONS_IN_KEYS in site.node.meta else site.k
+            site.needed(keys, "the keys of the model alone, and with ALiBi keys hold the position of their token too")
         if "projection" in policy.inputs:
             what = "one output projection behind the keys and values of a layer, and several layers attend to these"
             site.needed(None if shared else site.output_projection, what)
-            found["projection"] = self.call("projection", place, name=self.named("projection", fill, place))
+            inputs["projection"] = self.call("projection", place, name=self.named("projection", fill, place))
         if "rotation" in policy.inputs:
             rotary_frequencies(site)
-            found["frequencies"] = self.call("frequencies", place, name=self.named("frequencies", fill, place))
+            inputs["frequencies"] = self.call("frequencies", place, name=self.named("frequencies", fill, place))
         if "column_sum" in policy.inputs:
-            found["summed"] = read["summed"]
+            inputs["summed"] = read["summed"]
         if "replays" in policy.inputs:
-            found["replayed"] = self.pick(read["replayed"], fill, self.named("replayed", fill, place))
+            inputs["replayed"] = self.pick(read["replayed"], fill, self.named("replayed", fill, place))
         if "token_scores" in policy.inputs:
             index = self.scoring_tokens.index(fill)
-            found["entered"] = self.pick(read["entered"], index, self.named("token_scores", fill, place))
-        return found
+            inputs["entered"] = self.pick(read["entered"], index, self.named("token_scores", fill, place))
+        return inputs
 
     def compact(self) -> None:
         """Add a second reading of the prompt, which fits what was kept of it."""

@@ -42,11 +42,8 @@ def rewrite_cached_pass(
 ) -> int:
     """Replace attention ops by operators that append to the cache and attend it; return how many.
 
-    If the state has buffers for recompression scores, ``observe_held`` follows ``attend_cache``.
-
-    Args:
-        state: the cache's tensors in the graph, by name. layout: of its entries. impl: "cpp" or "eager", the
-            implementation on a CPU. ranks: processes that share the heads.
+    If the state has buffers for recompression scores, ``observe_held`` follows ``attend_cache``. ``state``: the cache's
+    tensors in the graph, by name; ``impl``: "cpp" or "eager", the implementation on a CPU.
     """
     call, rule, columns = partial(_call, gm), policy.decode_rule(), dict[str, Node]()
     sites, locations = find_sites(gm), site_locations(layout)
@@ -64,19 +61,19 @@ def rewrite_cached_pass(
                 where = (columns[location.prefix], seen, layer, first if site.chunked else None)
                 output = call("attend_ring", *site.call, *ring, *where, impl)
             elif rule is not None:
-                held = location.buffers(EvictBuffers, state).operands
+                lines = location.buffers(EvictBuffers, state).operands
                 entering = site.attention_input if rule.reads_tokens else None
-                output = call("attend_evict", *site.call, *held, layer, policy.spec, impl, ranks.spec, entering)
+                output = call("attend_evict", *site.call, *lines, layer, policy.spec, impl, ranks.spec, entering)
             else:
-                held = location.buffers(AppendBuffers, state)
-                output = call("attend_cache", *site.call, *held.operands, layer, impl)
-                found = location.buffers(RecompressBuffers, state)
-                if None not in found:
+                pool = location.buffers(AppendBuffers, state)
+                output = call("attend_cache", *site.call, *pool.operands, layer, impl)
+                scores = location.buffers(RecompressBuffers, state)
+                if None not in scores:
                     if readers[site.layer] > 1:
                         raise refuse(site.node, "recompression of keys and values that several layers attend to")
                     value_dim = int(recorded(site.v).shape[3])
-                    queries, held = (site.q, value_dim, *site.call[3:]), (*held.operands[:5], held.key_mean)
-                    call("observe_held", *queries, *held, list(found[:3]), found[3], layer, policy.spec, ranks.spec)
+                    operands = (site.q, value_dim, *site.call[3:], *pool.operands[:5], pool.key_mean)
+                    call("observe_held", *operands, list(scores[:3]), scores[3], layer, policy.spec, ranks.spec)
         output.meta = site.node.meta
         replace_node(site.node, output)
     return len(sites)
@@ -88,7 +85,7 @@ def _call(gm: GraphModule, name: str, *operands: Any) -> Node:
 
 def _bind_states(gm: GraphModule, state: Mapping[str, Node], layout: Layout) -> None:
     """Read states from the cache, and write them there."""
-    places = {(held.layer, held.name): index for index, held in enumerate(layout.states)}
+    places = {(shape.layer, shape.name): index for index, shape in enumerate(layout.states)}
     for node in gm.graph.find_nodes(op="call_function", target=READ_STATE):
         replace_node(node, state[f"state{places[state_of(node)]}_held"])
     for node in gm.graph.find_nodes(op="call_function", target=WRITE_STATE):

@@ -15,6 +15,7 @@ that are still calls (``0.35 * 1.0``) are replaced by their numbers here.
 
 from __future__ import annotations
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -30,11 +31,7 @@ from kvpass.torch_compat import (
 
 
 def specialize_attributes_pass(gm: GraphModule) -> int:
-    """Replace calls whose number is the same for every length and batch; return how many.
-
-    Raises:
-        TensorifyScalarRestartAnalysis: makes Dynamo capture again with numbers in place of floats.
-    """
+    """Replace calls whose number is always the same; return how many. It may make Dynamo capture again."""
     _restart_for_floats(gm)
     _guard_ints(gm)
     constants = [(node, number) for node in gm.graph.nodes if (number := _number(node)) is not None]
@@ -60,19 +57,16 @@ def _restart_for_floats(gm: GraphModule) -> None:
 def _guard_ints(gm: GraphModule) -> None:
     """Fix ints, and the sizes of a module's tensors, except those guarded as equal to an input's size."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    given = {
-        symbol
-        for node in inputs
-        if not is_module_tensor(node)
-        for symbol in (
-            symbols_in(node) if isinstance(source_of(node), TensorPropertySource) else symbols_of(shape_of(node) or ())
-        )
-    }
+    free: set[sympy.Symbol] = set()
+    for node in inputs:
+        if not is_module_tensor(node):
+            is_size = isinstance(source_of(node), TensorPropertySource)
+            free |= symbols_in(node) if is_size else symbols_of(shape_of(node) or ())
     for node in inputs:
         value = recorded(node)
         sizes = value.shape if is_module_tensor(node) and isinstance(value, Tensor) else [value]
         for size in sizes:
-            if isinstance(size, torch.SymInt) and symbols_of([dim_of(size)]).isdisjoint(given):
+            if isinstance(size, torch.SymInt) and symbols_of([dim_of(size)]).isdisjoint(free):
                 int(size)
 
 

@@ -32,17 +32,12 @@ class CannotSplitError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """Nodes between two operators on the cache, as a graph of their own.
+    """Nodes between two operators on the cache, as a graph of their own."""
 
-    Attributes:
-        gm: the part, or an equal one; its output is a tuple. inputs, outputs: their nodes in the whole graph. key:
-            equal for parts that differ only in the elements of their inputs.
-    """
-
-    gm: GraphModule
-    inputs: tuple[Node, ...]
+    gm: GraphModule  # the part, or an equal one; its output is a tuple
+    inputs: tuple[Node, ...]  # in the whole graph
     outputs: tuple[Node, ...]
-    key: Hashable
+    key: Hashable  # equal for parts that differ only in the elements of their inputs
 
     @property
     def runs(self) -> bool:
@@ -57,9 +52,7 @@ def is_cache_operator(node: Node) -> bool:
 
 
 def split_graph(gm: GraphModule) -> list[Part | Node]:
-    """Return parts and single nodes in the order in which they run.
-
-    Single nodes are operators on the cache, and what picks one of their outputs.
+    """Return parts, and between them single nodes: operators on the cache, and what picks one of their outputs.
 
     Raises:
         CannotSplitError: a value that is neither a tensor nor a size is needed in two parts, or a part writes into
@@ -79,34 +72,28 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
     return make_parts(gm, pieces)
 
 
-def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]], given: Iterable[Node] = ()) -> list[Part | Node]:
-    """Return a part for each list of nodes, and single nodes as they are.
+def make_parts(gm: GraphModule, pieces: Sequence[Node | list[Node]], results: Iterable[Node] = ()) -> list[Part | Node]:
+    """Return a part for each list of nodes, and single nodes as they are; raise as :func:`split_graph`.
 
     Args:
-        pieces: all calls of the graph, in an order in which they can run. given: results that parts have besides those
-            that others read.
-    Raises:
-        CannotSplitError: as :func:`split_graph`.
+        pieces: all calls of the graph, in an order in which they can run.
+        results: of parts, besides those that other parts read.
     """
-    whole = [piece if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
+    with_sizes = [[piece] if isinstance(piece, Node) else _with_sizes(piece) for piece in pieces]
     sizes = {symbol: node for node in placeholders(gm) if is_scalar(node) for symbol in symbols_in(node)}
-    inputs = [_inputs(piece, sizes) for piece in whole]
-    read = set().union(*inputs, gm.graph.output_node().all_input_nodes, given)
-    known: dict[Hashable, GraphModule] = {}
+    inputs = [_inputs(nodes, sizes) for nodes in with_sizes]
+    read = set().union(*inputs, gm.graph.output_node().all_input_nodes, results)
+    graphs: dict[Hashable, GraphModule] = {}
     return [
-        piece if isinstance(piece, Node) else _part(piece, reads, [node for node in own if node in read], known)
-        for piece, reads, own in zip(whole, inputs, map(_listed, pieces), strict=True)
+        piece if isinstance(piece, Node) else _part(nodes, reads, [node for node in piece if node in read], graphs)
+        for piece, nodes, reads in zip(pieces, with_sizes, inputs, strict=True)
     ]
 
 
 def join(
     gm: GraphModule, pieces: Sequence[Part | Node], functions: Mapping[Hashable, Callable[..., Any]]
 ) -> GraphModule:
-    """Return a graph of the whole in which each part is one call of its function.
-
-    Args:
-        gm: the graph that was split. functions: of the parts, by key; each returns a tuple.
-    """
+    """Return the graph that was split, with one call for each part: of its function by key, which returns a tuple."""
     graph, copies = Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -114,63 +101,50 @@ def join(
     for piece in pieces:
         if isinstance(piece, Node):
             copies[piece] = graph.node_copy(piece, copies.__getitem__)
-            continue
-        if not piece.runs:
-            continue
-        result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
-        for place, node in enumerate(piece.outputs):
-            copies[node] = graph.call_function(operator.getitem, (result, place))
+        elif piece.runs:
+            result = graph.call_function(functions[piece.key], tuple(copies[node] for node in piece.inputs))
+            for place, node in enumerate(piece.outputs):
+                copies[node] = graph.call_function(operator.getitem, (result, place))
     graph.output(map_arg(gm.graph.output_node().args[0], copies.__getitem__))
     return GraphModule(gm, graph)
 
 
-def _listed(piece: Node | list[Node]) -> list[Node]:
-    return [piece] if isinstance(piece, Node) else piece
-
-
 def _with_sizes(nodes: list[Node]) -> list[Node]:
     """The nodes of a part, and before them those that compute sizes for it: only tensors pass between parts."""
-    found = dict[Node, None]()
+    added = dict[Node, None]()
 
     def add(node: Node) -> None:
         for operand in node.all_input_nodes:
-            if operand not in found and is_scalar(operand) and operand.op.startswith("call_"):
+            if operand not in added and is_scalar(operand) and operand.op.startswith("call_"):
                 add(operand)
-        found[node] = None
+        added[node] = None
 
     for node in nodes:
         add(node)
-    return list(found)
+    return list(added)
 
 
-def _inputs(piece: Node | list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
+def _inputs(nodes: list[Node], sizes: Mapping[Any, Node]) -> list[Node]:
     """What a part reads: the sizes that its tensors have, then tensors in the order in which they are read."""
-    nodes = _listed(piece)
-    own = set(nodes)
-    read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in own)
-    if isinstance(piece, Node):
-        return list(read)
+    inside = set(nodes)
+    read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
     tensors = [node for node in read if not is_scalar(node)]
     symbols = {symbol for node in tensors for symbol in symbols_of(_dims(recorded(node)))}
     named = [node for node in read if is_scalar(node)] + [node for symbol, node in sizes.items() if symbol in symbols]
     return [*dict.fromkeys(named), *tensors]
 
 
-def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node], known: dict[Hashable, GraphModule]) -> Part:
-    """Return a part.
-
-    Args:
-        known: graphs of earlier parts by key, to which this one's is added.
-    """
+def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node], graphs: dict[Hashable, GraphModule]) -> Part:
+    """Return a part, and add its graph to those of earlier parts by key."""
     for node in (*inputs, *outputs):
         if not isinstance(recorded(node), (Tensor, torch.SymInt)):
             raise CannotSplitError(f"{node.name}, a {type(recorded(node)).__name__}, is needed in two parts")
-    held = Counter(storage_of(node) for node in inputs)
+    tensors_in = Counter(storage_of(node) for node in inputs)
     for node in nodes:
-        if any(held[storage_of(operand)] > 1 for operand in mutated_inputs(node)):
+        if any(tensors_in[storage_of(operand)] > 1 for operand in mutated_inputs(node)):
             raise CannotSplitError(f"{node.name} writes into memory that two tensors share, which other parts made")
     key = _key(nodes, inputs, outputs)
-    if key not in known:
+    if key not in graphs:
         graph, copies = Graph(), dict[Node, Node]()
         for place, node in enumerate(inputs):
             copies[node] = graph.placeholder(f"input_{place}")
@@ -178,8 +152,8 @@ def _part(nodes: list[Node], inputs: list[Node], outputs: list[Node], known: dic
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))
-        known[key] = GraphModule(nn.Module(), graph)
-    return Part(known[key], tuple(inputs), tuple(outputs), key)
+        graphs[key] = GraphModule(nn.Module(), graph)
+    return Part(graphs[key], tuple(inputs), tuple(outputs), key)
 
 
 def _key(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Hashable:
@@ -189,14 +163,13 @@ def _key(nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node])
     def arguments(node: Node) -> str:
         return repr(map_arg((node.args, node.kwargs), lambda operand: f"%{order[operand]}"))
 
+    def form(value: Any) -> Hashable:
+        if not isinstance(value, Tensor):
+            return str(value)
+        return value.dtype, value.device, value.requires_grad, *map(str, _dims(value))
+
     calls = ((node.op, node.target, arguments(node)) for node in nodes)
-    return *(_kind(recorded(node)) for node in inputs), *calls, *map(order.__getitem__, outputs)
-
-
-def _kind(value: Any) -> Hashable:
-    if not isinstance(value, Tensor):
-        return str(value)
-    return value.dtype, value.device, value.requires_grad, *map(str, _dims(value))
+    return *(form(recorded(node)) for node in inputs), *calls, *map(order.__getitem__, outputs)
 
 
 def _dims(value: Any) -> Iterable[Any]:

@@ -63,26 +63,20 @@ from kvpass.graphs.insert_nodes import insert_function
 from kvpass.graphs.model_parts import attention_input
 from kvpass.graphs.split import CannotSplitError, Part, make_parts
 
-_MANY = 1024
-"""The number of tokens for which bytes are compared."""
+_MANY = 1024  # the number of tokens for which bytes are compared
 _TOO_MANY = 1e15
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention op, with what comes before and after it until the next layer.
-
-    Attributes:
-        results: values that later layers need, or what the decoder returns. read_last: values of earlier layers that no
-            later one needs. entering: what enters attention, where it is found.
-    """
+    """One attention op, with what comes before and after it until the next layer."""
 
     before: Part
     site: Site
     after: Part
-    results: tuple[Node, ...] = ()
-    read_last: frozenset[Node] = frozenset()
-    entering: Node | None = None
+    results: tuple[Node, ...] = ()  # values that later layers need, or what the decoder returns
+    read_last: frozenset[Node] = frozenset()  # values of earlier layers that no later one needs
+    entering: Node | None = None  # what enters attention, where it is found
 
     @property
     def reads(self) -> tuple[Node, ...]:
@@ -93,22 +87,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class SplitPrompt:
-    """A decoder in layers.
+    """A decoder in layers."""
 
-    Attributes:
-        begin: the part that runs once. results: what the decoder returns; in blocks logits alone. axes: token axis of
-            values that have one. states: of the recurrent layers, in the order of ``Layout.states``: an input, the
-            state before a block, and what is the state after it. real: inputs that are 1 for tokens and 0 for padding,
-            ``[B, tokens]``. not_in_blocks: why it runs over all tokens at once; "" where it can run in blocks.
-    """
-
-    begin: Part
+    begin: Part  # runs once
     layers: Sequence[Layer]
-    results: Sequence[Any]
-    axes: Mapping[Node, int]
-    states: Mapping[Node, Node]
-    real: Sequence[Node]
-    not_in_blocks: str = ""
+    results: Sequence[Any]  # of the decoder; in blocks logits alone
+    axes: Mapping[Node, int]  # token axis of values that have one
+    states: Mapping[Node, Node]  # of recurrent layers, before a block and after it, in the order of Layout.states
+    real: Sequence[Node]  # inputs that are 1 for tokens and 0 for padding, [B, tokens]
+    not_in_blocks: str = ""  # why it runs over all tokens at once; "" where it can run in blocks
 
     @property
     def parts(self) -> list[Part]:
@@ -123,25 +110,25 @@ class SplitPrompt:
 def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     """Split a canonical graph, which is changed: values that pass between layers are recorded as contiguous.
 
-    Args:
-        seen: the input from which a decoder counts its positions.
-    Raises:
-        CannotSplitError: a value that is not one for each token is needed in two layers, a layer writes into a tensor
-            of another, or the decoder returns something else than logits.
+    The decoder counts its positions from ``seen``. CannotSplitError: a value that is not one for each token is needed
+    in two layers, a layer writes into a tensor of another, or the decoder returns something else than logits.
     """
     tokens = batch_and_tokens(gm)[1]
     if not isinstance(tokens, sympy.Symbol):
         raise CannotSplitError("the decoder was captured for one number of tokens")
-    result = _logits(gm)
+    results = gm.graph.output_node().all_input_nodes
+    if len(results) != 1 or len(shape_of(results[0]) or ()) != 3:
+        raise CannotSplitError("the decoder does not return logits alone")
+    (logits,) = results
     states, real = _take_states(gm), _take_real_tokens(gm)
     _attend_expanded(gm)
-    given = {node for node in placeholders(gm) if not (is_module_tensor(node) or is_scalar(node) or node is seen)}
+    inputs = {node for node in placeholders(gm) if not (is_module_tensor(node) or is_scalar(node) or node is seen)}
     _read_length_from_input(gm, tokens)
-    position_ids = {node for node in given if argument_of(node) == "position_ids"}
+    position_ids = {node for node in inputs if argument_of(node) == "position_ids"}
     sites = find_sites(gm)
     calls = [node for node in gm.graph.nodes if node.op.startswith("call_") and not is_scalar(node)]
     layer_of = dict.fromkeys(calls, -1)
-    hidden = _dependent(calls, given - position_ids)
+    hidden = _dependent(calls, inputs - position_ids)
     positional = _dependent(calls, {*position_ids, seen}) - hidden
     once = reached(positional, lambda node: [made for made in node.all_input_nodes if made in layer_of])
     order = [node for node in calls if node not in once]
@@ -156,18 +143,10 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
         for node in calls
         if any(layer_of.get(user, -1) > layer_of[node] for user in (*_users(node), entered.get(node, node)))
     ]
-    axes = {node: axis for node in placeholders(gm) if (axis := _token_axis(node, tokens)) is not None}
-    for node in between:
-        axis, value = _token_axis(node, tokens), recorded(node)
-        if axis is not None:
-            axes[node] = axis
-        alike = node in hidden if axis is None else node not in hidden | positional
-        if not isinstance(value, Tensor) or alike:
-            raise CannotSplitError(f"{node.name} is needed in two layers and is not one value for each token")
-        with value.fake_mode:  # type: ignore[attr-defined]
-            node.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if _token_axis(result, tokens) is not None:
-        axes[result] = 1
+    _make_contiguous(between, hidden, positional, tokens)
+    axes = {node: axis for node in (*placeholders(gm), *between) if (axis := _token_axis(node, tokens)) is not None}
+    if _token_axis(logits, tokens) is not None:
+        axes[logits] = 1
 
     pieces: list[Node | list[Node]] = [[node for node in calls if layer_of[node] == -1]]
     for site, (first, end) in zip(sites, pairwise([*cuts, len(order)]), strict=True):
@@ -176,17 +155,22 @@ def split_layers(gm: GraphModule, seen: Node) -> SplitPrompt:
     begin, layers = _layers(gm, sites, pieces)
     if any(node.op.startswith("call_") for node in begin.inputs):
         raise CannotSplitError("sizes of positions are read from a layer")
-    return SplitPrompt(begin, _with_lives(layers, {result}), [result], axes, states, real)
+    return SplitPrompt(begin, _with_lives(layers, {logits}), [logits], axes, states, real)
+
+
+def _make_contiguous(between: Sequence[Node], hidden: Set[Node], positional: Set[Node], tokens: Dim) -> None:
+    """Record values that pass between layers as contiguous; raise if one is not a value for each token."""
+    for node in between:
+        value = recorded(node)
+        by_token = node in hidden | positional if _token_axis(node, tokens) is not None else node not in hidden
+        if not isinstance(value, Tensor) or not by_token:
+            raise CannotSplitError(f"{node.name} is needed in two layers and is not one value for each token")
+        with value.fake_mode:  # type: ignore[attr-defined]
+            node.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
 def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
-    """Split a canonical graph, which is changed, before and behind its attention ops.
-
-    Args:
-        reason: why it does not run in blocks.
-    Raises:
-        CannotSplitError: as :func:`_layers`.
-    """
+    """Split a canonical graph, which is changed, at its attention ops; ``reason``: why it does not run in blocks."""
     _attend_expanded(gm)
     results: Any = gm.graph.output_node().args[0]
     states, real = _take_states(gm), _take_real_tokens(gm)
@@ -203,11 +187,9 @@ def split_at_attention(gm: GraphModule, reason: str) -> SplitPrompt:
 def _layers(gm: GraphModule, sites: Sequence[Site], pieces: Sequence[Node | list[Node]]) -> tuple[Part, list[Layer]]:
     """Return what runs once, and the layers.
 
-    Args:
-        pieces: nodes of what runs once, then for each layer those before its attention op, the op, and those after it.
-    Raises:
-        CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`; or what comes after an attention op writes into
-            its queries, keys or values, of which entries are kept when it has run.
+    ``pieces``: nodes of what runs once, then for each layer those before its attention op, the op, and those after it.
+    CannotSplitError: as :func:`~kvpass.graphs.split.make_parts`; or what comes after an attention op writes into its
+    queries, keys or values, of which entries are kept when it has run.
     """
     for site, after in zip(sites, pieces[3::3], strict=True):
         assert isinstance(after, list)
@@ -226,27 +208,26 @@ def _layers(gm: GraphModule, sites: Sequence[Site], pieces: Sequence[Node | list
 
 def _take_states(gm: GraphModule) -> dict[Node, Node]:
     """Make the states that recurrent layers read inputs, those that they write results; return both."""
-    reads, held = gm.graph.find_nodes(op="call_function", target=READ_STATE), dict[tuple[int, str], Node]()
-    for node in reads:
-        if state_of(node) not in held:
-            held[state_of(node)] = append_input(gm, f"state{len(held)}_held", recorded(node))
-        replace_node(node, held[state_of(node)])
-    written = dict[tuple[int, str], Node]()
+    before, written = dict[tuple[int, str], Node](), dict[tuple[int, str], Node]()
+    for node in gm.graph.find_nodes(op="call_function", target=READ_STATE):
+        if state_of(node) not in before:
+            before[state_of(node)] = append_input(gm, f"state{len(before)}_held", recorded(node))
+        replace_node(node, before[state_of(node)])
     for node in gm.graph.find_nodes(op="call_function", target=WRITE_STATE):
         (written[state_of(node)],) = node.all_input_nodes
         gm.graph.erase_node(node)
     output = gm.graph.output_node()
     output.args = ([*output.all_input_nodes, *written.values()],)
-    return {node: written[state] for state, node in held.items()}
+    return {node: written[state] for state, node in before.items()}
 
 
 def _take_real_tokens(gm: GraphModule) -> list[Node]:
     """Make what tells tokens from padding an input: a block does not show where its rows begin."""
-    found = list[Node]()
+    inputs = list[Node]()
     for node in gm.graph.find_nodes(op="call_function", target=REAL_TOKENS):
-        found.append(append_input(gm, f"real{len(found)}", recorded(node)))
-        replace_node(node, found[-1])
-    return found
+        inputs.append(append_input(gm, f"real{len(inputs)}", recorded(node)))
+        replace_node(node, inputs[-1])
+    return inputs
 
 
 def _attend_expanded(gm: GraphModule) -> None:
@@ -257,42 +238,30 @@ def _attend_expanded(gm: GraphModule) -> None:
         (expanded,) = site.node.users
         q, up, nope = site.q.args
         with gm.graph.inserting_before(site.node):
-            whole = insert_function(site.node, SITE, q, *site.node.args[1:], up=up, nope=nope, **site.node.kwargs)
-        replace_node(expanded, whole)
+            attention = insert_function(site.node, SITE, q, *site.node.args[1:], up=up, nope=nope, **site.node.kwargs)
+        replace_node(expanded, attention)
         gm.graph.erase_node(site.node)
         gm.graph.erase_node(site.q)
 
 
 def _read_length_from_input(gm: GraphModule, tokens: Dim) -> None:
     """Replace the prompt's length, where it is read from the size of a tensor, by the input that is the length."""
-    lengths = [node for node in gm.graph.nodes if is_scalar(node) and _is_length(node, tokens)]
+    sizes = [node for node in gm.graph.nodes if isinstance(recorded(node), torch.SymInt)]
+    lengths = [node for node in sizes if dim_of(recorded(node)) == tokens]
     for node in lengths:
         if node.op.startswith("call_") and lengths[0].op == "placeholder":
             replace_node(node, lengths[0])
 
 
-def _is_length(node: Node, tokens: Dim) -> bool:
-    value = recorded(node)
-    return isinstance(value, torch.SymInt) and dim_of(value) == tokens
-
-
-def _logits(gm: GraphModule) -> Node:
-    """Return the only result of a graph, ``[B, tokens, vocabulary]``."""
-    results = gm.graph.output_node().all_input_nodes
-    if len(results) != 1 or len(shape_of(results[0]) or ()) != 3:
-        raise CannotSplitError("the decoder does not return logits alone")
-    return results[0]
-
-
 def _dependent(calls: Sequence[Node], inputs: Collection[Node]) -> set[Node]:
     """Return the inputs, and the calls whose elements or shapes depend on theirs."""
-    own, shared = set(calls), defaultdict[object, list[Node]](list)
+    users, sharing = set(calls), defaultdict[object, list[Node]](list)
     for node in calls:
-        shared[storage_of(node)].append(node)
+        sharing[storage_of(node)].append(node)
 
     def dependents(node: Node) -> list[Node]:
-        written = [held for operand in mutated_inputs(node) for held in shared[storage_of(operand)]]
-        return [*written, *own.intersection(node.users)]
+        written = [other for operand in mutated_inputs(node) for other in sharing[storage_of(operand)]]
+        return [*written, *users.intersection(node.users)]
 
     return reached(inputs, dependents)
 
@@ -338,10 +307,8 @@ def _bytes(node: Node, hidden: Collection[Node], tokens: Dim) -> float:
         return 0
     if shape is None or (node not in hidden and symbols_of([tokens]) & symbols_of(shape)):
         return _TOO_MANY
-    sizes = [
-        dim if isinstance(dim, int) else int(dim.xreplace(dict.fromkeys(dim.free_symbols, _MANY))) for dim in shape
-    ]
-    return math.prod(sizes) * value.itemsize
+    sizes = (dim if isinstance(dim, int) else dim.xreplace(dict.fromkeys(dim.free_symbols, _MANY)) for dim in shape)
+    return math.prod(map(int, sizes)) * value.itemsize
 
 
 def _check_writes(gm: GraphModule, layer_of: Mapping[Node, int]) -> None:
@@ -356,22 +323,20 @@ def _check_writes(gm: GraphModule, layer_of: Mapping[Node, int]) -> None:
 
 def _token_axis(node: Node, tokens: Dim) -> int | None:
     """Return the axis of a tensor that has an index for each token, None if no size depends on their number."""
-    symbols = symbols_of([tokens])
-    axes = [axis for axis, dim in enumerate(shape_of(node) or ()) if symbols & symbols_of([dim])]
-    if not axes:
-        return None
-    if len(axes) > 1 or (shape_of(node) or ())[axes[0]] != tokens:
+    symbols, shape = symbols_of([tokens]), shape_of(node) or ()
+    axes = [axis for axis, dim in enumerate(shape) if symbols & symbols_of([dim])]
+    if len(axes) > 1 or any(shape[axis] != tokens for axis in axes):
         raise CannotSplitError(f"{node.name} has no axis of one index for each token")
-    return axes[0]
+    return axes[0] if axes else None
 
 
 def _with_lives(layers: Sequence[Layer], results: Set[Node]) -> list[Layer]:
     """Note which values each layer makes for later ones or as results of the decoder, and which it reads last."""
-    found, later = [], set(results)
+    with_lives, later = [], set(results)
     for layer in reversed(layers):
-        made = dict.fromkeys([*layer.before.outputs, layer.site.node, *layer.after.outputs])
-        read = {node for node in layer.reads if node not in made}
+        values = dict.fromkeys([*layer.before.outputs, layer.site.node, *layer.after.outputs])
+        read = {node for node in layer.reads if node not in values}
         last = frozenset(node for node in read - later if node.op.startswith("call_"))
-        found.append(replace(layer, results=tuple(node for node in made if node in later), read_last=last))
+        with_lives.append(replace(layer, results=tuple(node for node in values if node in later), read_last=last))
         later |= read
-    return found[::-1]
+    return with_lives[::-1]

@@ -2,21 +2,18 @@
 
 One program for each new token of a KV head quantises its key and its value, as ``entry_formats.py`` says. Divisions
 are rounded as IEEE 754 has it (``/`` is not): codes of 8 bits are those of the eager reference.
-
-Legend: B batch, T new tokens, K KV heads, D head dim of keys, Dv of values, E pool slots, C tail capacity.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from kvpass.kernels.cached_attention import held_row
 from kvpass.kernels.launch import KernelConfig, launch, strides
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.kernels.slot_lines import first_empty
-from kvpass.operands import AppendBuffers, Attention, SlotCache, by_name, levels
+from kvpass.operands import AppendBuffers, Attention, Entries, SlotCache, by_name, levels
 
 ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: added and subtracted, it rounds a small fp32 to the nearest even integer."""
@@ -110,17 +107,16 @@ def append_codes(
     the attention kernels, which call this when they have checked them.
     """
     k, v = call.k, call.v
-    rows, kv_heads, tokens, key_dim = k.shape
-    value_dim = v.shape[3]
-    names = ("pool_k", "pool_v", "pool_k_scale", "pool_v_scale", "tail_k", "tail_v", "tail_k_scale", "tail_v_scale")
+    (rows, kv_heads, tokens, key_dim), value_dim = k.shape, v.shape[3]
     named, tail_k = by_name(held), held.tail.k
-    buffers: dict[str, Tensor | None] = {name: named.get(name) for name in names}
+    names = (f"{side}_{name}" for side in ("pool", "tail") for name in Entries._fields)
     position = held.position if isinstance(held, SlotCache) else None
     row_stride, head_stride, width = (0, 0, 0) if position is None else (*position.stride()[:2], position.shape[2])
     bits, row = 8 * tail_k.shape[-1] // key_dim, tail_k.shape[-1]
     tail_used, row_index = (held.tail_used, held.row_index) if isinstance(held, AppendBuffers) else (None, None)
     arguments = {
-        "k": k, "v": v, **buffers, "levels": levels(bits, k.device) if bits < 8 else None,
+        "k": k, "v": v, **{name: named.get(name) for name in names},
+        "levels": levels(bits, k.device) if bits < 8 else None,
         "tail_used": tail_used, "row_index": row_index, "position": position, "offsets": held.offsets,
         **strides("bht", k=k, v=v),
         "stride_tl": tail_k.stride(0) // row, "stride_tb": tail_k.stride(1) // row,

@@ -49,8 +49,7 @@ HALF_TERMS = LEVEL_TERMS | {
     4: (2.052734375, 0.48974609375, 0.0902099609375, 0.78369140625, -1.1435546875, 0.9736328125)
 }
 """The same for sums in fp16: with fewer terms, the levels rounded to fp16."""
-APPEND_BLOCK = 16
-"""New entries per loop step, when they are appended and when the decode kernel attends them."""
+APPEND_BLOCK = 16  # new entries per loop step, when they are appended and when the decode kernel attends them
 
 
 @triton.jit
@@ -157,19 +156,25 @@ def levels_of(b_word, dtype: tl.constexpr, BITS: tl.constexpr):  # type: ignore[
 
 @triton.jit
 def absorb_entries(  # type: ignore[no-untyped-def]
-    b_q, b_m, b_l, b_acc, p_k, p_v, k_stride, v_stride, first, last, o_t, scale, softcap, D: tl.constexpr,
-    DV: tl.constexpr, BDV: tl.constexpr, BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    p_position=None, p_scores=None, m_r=None, p_k_scale=None, p_v_scale=None, BITS: tl.constexpr = 8, taken=None,
+    b_q, state, entries, first, last, o_t, logits, D: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    BLOCK_S: tl.constexpr, IS_CAUSAL: tl.constexpr, p_k_scale=None, p_v_scale=None, BITS: tl.constexpr = 8,
+    p_position=None, p_scores=None, m_r=None, taken=None,
 ):  # fmt: skip
-    """Attend rows first..last-1 of p_k and p_v by online softmax, base 2. Queries are in parts of :func:`load_parts`.
+    """Attend entries first..last-1 by online softmax, base 2. Queries are in parts of :func:`load_parts`.
 
-    If causal, each query row attends only up to row o_t. The first block has an entry that every query row attends
-    (entry 0 if causal), so b_m is finite from then on. If p_position is given, rows with a negative position, but row
-    ``taken``, hold no entry, and b_m must be finite at the start. If p_scores is given, one pointer per query row, the
-    scores of query rows m_r are stored there, -inf for rows without an entry. If p_k_scale and p_v_scale are given,
-    rows of p_k and p_v are codes, and an entry is its codes, as :func:`as_floats` has them, times its scale; of BITS
-    below 8 as :func:`levels_of` has them, and strides are not read.
+    state: maximum, mass and output of each query row so far, which are returned anew. entries: pointers of keys and
+    values, and their strides. logits: scale and soft-capping.
+
+    If causal, each query row attends only up to entry o_t. The first block has an entry that every query row attends
+    (entry 0 if causal), so the maximum is finite from then on. If p_position is given, rows with a negative position,
+    but row ``taken``, hold no entry, and the maximum must be finite at the start. If p_scores is given, one pointer per
+    query row, the scores of query rows m_r are stored there, -inf for rows without an entry. With scales an entry is
+    its codes, as :func:`as_floats` has them, times its scale; of BITS below 8 as :func:`levels_of` has them, and
+    strides are not read.
     """
+    b_m, b_l, b_acc = state
+    p_k, p_v, k_stride, v_stride = entries
+    scale, softcap = logits
     UNIT: tl.constexpr = 256.0 if p_k.dtype.element_ty == tl.uint8 and BITS == 8 else 1.0
     LEVEL: tl.constexpr = tl.float32 if b_q[0].dtype == tl.float32 else tl.float16
     o_e = tl.arange(0, BDV)
@@ -217,26 +222,32 @@ def absorb_entries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def begin_merge(sinks, o_h, BLOCK_M: tl.constexpr, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Initialise maximum, mass and output of query rows, whose query heads are o_h, from their sinks if given."""
-    if sinks is None:
-        b_m = tl.full([BLOCK_M], FLOOR, tl.float32)
-        b_l = tl.zeros([BLOCK_M], tl.float32)
-    else:
-        b_m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + o_h).to(tl.float32) * LOG2E
-        b_l = tl.full([BLOCK_M], 1.0, tl.float32)
-    return b_m, b_l, tl.zeros([BLOCK_M, BDV], tl.float32)
+def empty_state(maximum, BLOCK_M: tl.constexpr, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return maximum, mass and output of query rows that have attended nothing."""
+    b_m = tl.full([BLOCK_M], maximum, tl.float32)
+    return b_m, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BDV], tl.float32)
 
 
 @triton.jit
-def merge_partials(  # type: ignore[no-untyped-def]
-    b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
+def begin_merge(sinks, o_h, BLOCK_M: tl.constexpr, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return maximum, mass and output of query rows, whose query heads are o_h, that have attended their sinks."""
+    b_m, b_l, b_acc = empty_state(FLOOR, BLOCK_M, BDV)
+    if sinks is not None:
+        b_m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + o_h).to(tl.float32) * LOG2E
+        b_l = tl.full([BLOCK_M], 1.0, tl.float32)
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def merge_partials(state, partials, o_partial, m_p, DV: tl.constexpr, BDV: tl.constexpr):  # type: ignore[no-untyped-def]
     """Merge the partial results o_partial ``[BLOCK_P, BLOCK_M]`` of some query rows, where m_p, by log-sum-exp.
 
-    They are read past the first-level cache, which may hold older values of what other programs wrote. ``partial``
-    holds num_partials outputs not divided by their mass; ``partial_ml`` their maxima, then their masses.
+    state: as of :func:`absorb_entries`. partials: pointer of outputs not divided by their mass, pointer of their maxima
+    and then their masses, and how many there are. They are read past the first-level cache, which may hold older values
+    of what other programs wrote.
     """
+    b_m, b_l, b_acc = state
+    partial, partial_ml, num_partials = partials
     o_e = tl.arange(0, BDV)
     # [BLOCK_P, BLOCK_M]
     b_m_tile = tl.load(partial_ml + o_partial, mask=m_p, other=float("-inf"), cache_modifier=".cg")
@@ -259,17 +270,16 @@ def merge_partials(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def append_entries(  # type: ignore[no-untyped-def]
-    p_k, p_v, k_stride, v_stride, p_tail_k, p_tail_v, first, last, room, D: tl.constexpr, DV: tl.constexpr,
-    SV: tl.constexpr, BLOCK_T: tl.constexpr,
+    entries, tail, first, last, room, D: tl.constexpr, DV: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Copy new entries first..last-1 to the same rows of the tail pointers, which have ``room`` rows."""
+    """Copy new entries first..last-1, as of :func:`absorb_entries`, to the same rows of a tail of ``room`` rows."""
     for i_t in range(first, tl.minimum(last, room), BLOCK_T):
         o_t = (i_t + tl.arange(0, BLOCK_T)).to(tl.int64)
         m_t = (o_t < last) & (o_t < room)
-        b_k = load_parts(p_k + o_t * k_stride, m_t, D)
-        b_v = load_parts(p_v + o_t * v_stride, m_t, DV)
-        store_parts(p_tail_k + o_t * D, b_k, m_t, D)
-        store_parts(p_tail_v + o_t * SV, b_v, m_t, DV)
+        b_k = load_parts(entries[0] + o_t * entries[2], m_t, D)
+        b_v = load_parts(entries[1] + o_t * entries[3], m_t, DV)
+        store_parts(tail[0] + o_t * tail[2], b_k, m_t, D)
+        store_parts(tail[1] + o_t * tail[3], b_v, m_t, DV)
 
 
 def check_call(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:

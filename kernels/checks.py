@@ -14,36 +14,29 @@ Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 
 
 def of_table(buffers: Mapping[str, Tensor | None], sizes: Mapping[str, int], entry: torch.dtype) -> Expected:
-    """What the table of buffers says of those of it that are given.
-
-    Args:
-        sizes: by their names in the table. entry: dtype of keys and values.
-    """
-    given = {name: tensor for name, tensor in buffers.items() if tensor is not None and name in BUFFERS}
-    scales = [given.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
+    """Return shape and dtype of buffers by their table, from sizes by name and the dtype of keys and values."""
+    tensors = {name: tensor for name, tensor in buffers.items() if tensor is not None and name in BUFFERS}
+    scales = [tensors.get(f"{side}_{name}_scale") for side in ("pool", "tail") for name in "kv"]
     codes, columns = entry, sizes
     if any(scale is not None for scale in scales):
-        bits = code_bits(given["tail_k"], sizes["key_dim"], scales, sizes["value_dim"])
+        bits = code_bits(tensors["tail_k"], sizes["key_dim"], scales, sizes["value_dim"])
         columns = {**sizes, **{dim: sizes[dim] * bits // 8 for dim in ("key_dim", "value_dim")}}
-        codes = given["tail_k"].dtype
-    return {
-        name: (
-            x,
-            BUFFERS[name].shape(columns if BUFFERS[name].packed else sizes),
-            codes if BUFFERS[name].packed else BUFFERS[name].dtype or entry,
-        )
-        for name, x in given.items()
-    }
+        codes = tensors["tail_k"].dtype
+    expected = {}
+    for name, tensor in tensors.items():
+        buffer = BUFFERS[name]
+        if buffer.packed:
+            expected[name] = tensor, buffer.shape(columns), codes
+        else:
+            expected[name] = tensor, buffer.shape(sizes), buffer.dtype or entry
+    return expected
 
 
 def code_bits(tail_k: Tensor, key_dim: int, scales: Sequence[Tensor | None], value_columns: int) -> int:
     """Return the bits of a code of a cache with scales, for keys of ``key_dim`` numbers.
 
-    Args:
-        scales: of keys and values of the pool, then of the tail. value_columns: of stored values; 0: they are in the
-            keys, and have no scales.
-    Raises:
-        ValueError: some scales are missing, or keys with scales are no codes.
+    ``scales``: of keys and values of the pool, then of the tail. ``value_columns``: of stored values; 0: they are in
+    the keys, and have no scales.
     """
     if any(scale is None for scale in (scales if value_columns else scales[::2])):
         raise ValueError("scales of keys and values, of pool and tail, must be given together")
@@ -57,12 +50,7 @@ def code_bits(tail_k: Tensor, key_dim: int, scales: Sequence[Tensor | None], val
 
 
 def check_tensors(expected: Expected, device: torch.device, strided: Collection[str] = ()) -> None:
-    """Raise at the first tensor with a wrong shape, dtype, layout or device.
-
-    Args:
-        device: where all tensors must be.
-        strided: names of tensors of which only the last dim must be contiguous; all others must be contiguous.
-    """
+    """Raise at the first tensor of wrong shape, dtype, device or layout: contiguous, if ``strided`` in the last dim."""
     for name, (tensor, shape, dtype) in expected.items():
         if tensor.shape != tuple(shape) or tensor.dtype != dtype:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}: expected {dtype} {list(shape)}")
@@ -90,11 +78,7 @@ def check_cache(
     call: Attention, held: Mapping[str, Tensor | None], layer: int, line: Expected | None = None,
     strided: Collection[str] = ("q", "k", "v"),
 ) -> None:  # fmt: skip
-    """Check a call of attention to pool and tail.
-
-    Args:
-        held: buffers by name, tails among them. line: tables of the slots. strided: as in :func:`check_tensors`.
-    """
+    """Check a call of attention to pool and tail: buffers by name, tables of slots, and which tensors are strided."""
     q, k, v, _, _, sinks = call
     tail_k, tail_v, pool_k = held["tail_k"], held["tail_v"], held.get("pool_k")
     assert tail_k is not None and tail_v is not None
@@ -107,10 +91,10 @@ def check_cache(
     if tokens > slots:
         raise ValueError(f"q has {tokens} tokens: the tail has {slots} slots")
     tail_used, row_index = held.get("tail_used"), held.get("row_index")
-    held_rows = rows if row_index is None else tail_k.shape[1]
+    buffer_rows = rows if row_index is None else tail_k.shape[1]
     sizes = {
-        **{"batch": held_rows, "layers": layers, "kv_heads": kv_heads, "key_dim": key_dim, "tail": slots},
-        "pool_batch": 1 if pool_k is not None and len(pool_k) == 1 and line is None else held_rows,
+        **{"batch": buffer_rows, "layers": layers, "kv_heads": kv_heads, "key_dim": key_dim, "tail": slots},
+        "pool_batch": 1 if pool_k is not None and len(pool_k) == 1 and line is None else buffer_rows,
         "value_dim": 0 if values_in_keys(tail_v, key_dim, value_dim) else value_dim,
         "pool": 0 if pool_k is None else pool_k.shape[1],
         **{"bounds": layers * kv_heads + 1, "programs": rows * kv_heads, "*": rows},
@@ -127,7 +111,7 @@ def check_cache(
     free = set(strided)
     if row_index is not None:
         assert tail_used is not None
-        expected["tail_used"] = (tail_used, (held_rows,), torch.int64)
+        expected["tail_used"] = (tail_used, (buffer_rows,), torch.int64)
         free |= {f"{side}_{name}" for side in ("pool", "tail") for name in ("k", "v", "k_scale", "v_scale")}
         check_packed_rows(held)
     check_tensors(expected, q.device, free)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,12 +57,9 @@ def source(name: str, defines: str = "") -> str:
 
 
 def attend_source(dtype: torch.dtype, held: str = "") -> str:
-    """Return the text of decode_cpu.cpp for queries and new entries of ``dtype``.
+    """Return the text of decode_cpu.cpp for queries and new entries of ``dtype``; ValueError: there is no kernel.
 
-    Args:
-        held: C++ type of the codes that the cache holds; empty: it holds entries of ``dtype``.
-    Raises:
-        ValueError: there is no kernel for ``dtype``.
+    ``held``: C++ type of the codes that the cache holds; empty: it holds entries of ``dtype``.
     """
     if dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {dtype}: CPU decode attention takes float32, bfloat16 or float16")
@@ -71,11 +68,7 @@ def attend_source(dtype: torch.dtype, held: str = "") -> str:
 
 
 def build(text: str) -> Any:
-    """Compile a source, or load it from Inductor's cache; the first build takes about a second.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or it fails.
-    """
+    """Compile a source, or load it from Inductor's cache; RuntimeError: there is no C++ compiler, or it fails."""
     try:
         return CppCodeCache.load(text, "cpu")
     except (inductor_exc.InvalidCxxCompiler, inductor_exc.CppCompileError) as error:
@@ -87,87 +80,79 @@ def build(text: str) -> Any:
 
 @functools.cache
 def attend_function(dtype: torch.dtype, held: str = "") -> Callable[[bytes], int]:
-    """Return ``kvpass_attend_decode`` for entries of ``dtype``; it takes a packed ``Call`` and returns 0 or a fault.
-
-    Args:
-        held: as in :func:`attend_source`.
-    Raises:
-        ValueError: there is no kernel for ``dtype``.
-        RuntimeError: as :func:`build`.
-    """
+    """Return ``kvpass_attend_decode`` of :func:`attend_source`; it takes a packed ``Call`` and returns 0 or a fault."""
     function = build(attend_source(dtype, held)).kvpass_attend_decode
     function.argtypes = [ctypes.c_char_p]
     function.restype = ctypes.c_int64
     return cast("Callable[[bytes], int]", function)
 
 
+class _Lines(NamedTuple):
+    """What a call of the kernel says of slots beside the buffers."""
+
+    used: int  # slots of the tail that are used
+    start: Tensor | None = None  # the first of them of each row
+    row_index: Tensor | None = None  # where rows are not those of the call, and tail_used of them
+    tail_used: Tensor | None = None
+    position: Tensor | None = None  # of reused slots, as now and weights
+    now: Tensor | None = None
+    weights: Tensor | None = None
+
+
 def _call_attend(
-    call: Attention,
-    held: AppendBuffers | SlotCache,
-    layer: int,
-    used: int,
-    *,
-    start: Tensor | None = None,
-    line: Sequence[Tensor | None] = (None,) * 3,
-    line_sizes: tuple[int, int, int] = (0, 0, 0),
-    rows_held: tuple[Tensor | None, Tensor | None] = (None, None),
+    call: Attention, cache: AppendBuffers | SlotCache, layer: int, lines: _Lines
 ) -> tuple[Tensor, int, int]:
     """Pack the arguments, already checked, and call the kernel.
 
-    Args:
-        used: slots of the tail. start: first of them, of each row.
-        line: position, now and weights; for reused slots. line_sizes: row and head stride of position, slots of a line.
-        rows_held: row_index, and used slots of each tail, where rows are not those of the call.
-
-    Returns:
-        output ``[B, H, T, Dv]``, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; the row with the fault.
+    Returns the output, stored as ``[B, T, H, Dv]``; the :class:`InvalidCall` or 0; and the row with the fault.
     """
     q, k, v, scale, softcap, sinks = call
-    (rows, heads, tokens, key_dim), kv_heads, asked = q.shape, k.shape[1], v.shape[3]
-    pool_k, pool_v, *pool_scales = held.pool or (None,) * 4
-    tail_k, tail_v, *tail_scales = held.tail
+    (rows, heads, tokens, key_dim), kv_heads, result_dim = q.shape, k.shape[1], v.shape[3]
+    pool_k, pool_v, *pool_scales = cache.pool or (None,) * 4
+    tail_k, tail_v, *tail_scales = cache.tail
     layers, _, _, slots, width = tail_k.shape
     rotations: tuple[Tensor | None, Tensor | None] = (None, None)
-    value_row = value_dim = asked
+    value_row = value_dim = result_dim
     if tail_v.shape[-1] == 0:  # values are stored in keys
         pool_v, tail_v, value_row = pool_k, tail_k, key_dim
         pool_scales, tail_scales = pool_scales[:1] * 2, tail_scales[:1] * 2
     if width < key_dim:  # rotated; then a part of a key is that of the whole key's output
-        v, value_dim = (k, key_dim) if tail_v is tail_k else (v, asked)
+        v, value_dim = (k, key_dim) if tail_v is tail_k else (v, result_dim)
         rotations = rotation_parts(key_dim, value_dim)
-    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    if q_strides[3] != 1 or k_strides[3] != 1 or v_strides[3] != 1:
+    if any(x.stride(3) != 1 for x in (q, k, v)):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     if sinks is not None:
         if sinks.shape != (heads,):
             raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected {(heads,)}")
         sinks = sinks.to("cpu", torch.float32).contiguous()
     shape, strides = (rows, heads, tokens, value_dim), (tokens * heads * value_dim, value_dim, heads * value_dim, 1)
     out = torch.empty_strided(shape, strides, dtype=q.dtype, device="cpu")
-    tensors = (q, k, v, pool_k, pool_v, held.offsets, tail_k, tail_v, start, sinks, out)
-    pointers = (*tensors, *line, *rows_held, *pool_scales, *tail_scales, *rotations)
+    tensors = (q, k, v, pool_k, pool_v, cache.offsets, tail_k, tail_v, lines.start, sinks, out)
+    of_lines = (lines.position, lines.now, lines.weights, lines.row_index, lines.tail_used)
+    pointers = (*tensors, *of_lines, *pool_scales, *tail_scales, *rotations)
+    position = lines.position
     codes = "" if tail_scales[0] is None else CODE_TYPES[tail_k.dtype, width * 8 // key_dim]
     fault = attend_function(q.dtype, codes)(
         _ATTEND_CALL.pack(
             *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
             *(rows, heads, kv_heads, tokens, key_dim, value_dim, value_row),
             *((0, 0) if pool_k is None else pool_k.shape[:2]),
-            *(layers * kv_heads + 1, slots, used, layer),
+            *(layers * kv_heads + 1, slots, lines.used, layer),
             0 if pool_k is None else pool_k.stride(0) // width,
             *(tail_k.stride(0) // width, tail_k.stride(1) // width),
-            *(*q_strides[:3], *k_strides[:3], *v_strides[:3], *line_sizes),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            *((0, 0, 0) if position is None else (*position.stride()[:2], position.shape[2])),
             *(scale, 0.0 if softcap is None else softcap),
         )
     )
-    if value_dim > asked:
-        out = out[..., :asked].transpose(1, 2).contiguous().transpose(1, 2)
+    if value_dim > result_dim:
+        out = out[..., :result_dim].transpose(1, 2).contiguous().transpose(1, 2)
     return out, fault % 4, fault // 4
 
 
-def _check_once(kind: str, tensors: Sequence[Tensor | None], check: Callable[[], None]) -> None:
+def _check_once(name: str, tensors: Sequence[Tensor | None], check: Callable[[], None]) -> None:
     """Check arguments of a layout that was not seen yet: a check takes longer than a small step."""
-    layout = (kind, *[None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu) for x in tensors])
+    layout = (name, *[None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu) for x in tensors])
     if layout not in _CHECKED:
         for x in tensors:
             if x is not None and not x.is_cpu:
@@ -185,27 +170,18 @@ def _packed(call: Attention) -> Attention:
 
 
 def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
-    """Append the new entries of one layer to its tail, then attend pool segment and tail.
+    """CPU version of :func:`kvpass.kernels.ragged_decode.attend_ragged`: append to the tail, attend pool and tail.
 
     New token t of row b attends to ``pool[b, offsets[b, layer*K + head] : offsets[b, layer*K + head + 1]]`` and to the
     tail slots ``tail_start[b] .. used + t``; a pool of one row serves all. One softmax over both, in fp32: online
     (Milakov and Gimelshein, arXiv:1805.02867), with the log-sum-exp merge over chunks of FlashDecoding (Dao et al.
-    2023).
+    2023). q, k and v are copied if the last dim is not contiguous. With a row_index pool and tail are packed in each
+    row.
 
-    All tensors are on the CPU; q, k, v, pool and tail share one dtype (fp32, bf16 or fp16), or pool and tail hold codes
-    with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits), which become numbers while they are read. q, k and v
-    may have any strides, but are copied if the last dim is not contiguous; the buffers are contiguous. With a
-    row_index pool and tail are packed in each row.
-
-    Returns:
-        [B, H, T, Dv] in the dtype of q; its ``transpose(1, 2)`` is contiguous.
-
-    Raises:
-        ValueError: used + T > C, or an argument that would be read out of bounds; nothing was written.
-        RuntimeError: there is no C++ compiler.
+    ValueError, before anything is written: used + T > C, or an argument would be read out of bounds.
     """
     tail_start, tail_used, row_index = held.tail_start, held.tail_used, held.row_index
-    (layers, held_rows, _, slots, _), tokens = held.tail.k.shape, call.q.shape[2]
+    (layers, buffer_rows, _, slots, _), tokens = held.tail.k.shape, call.q.shape[2]
     used = 0 if row_index is not None else int(tail_used)
     if used < 0 or used + tokens > slots:
         raise ValueError(f"tail_used={used}: appending {tokens} entries exceeds the tail capacity of {slots} slots")
@@ -213,10 +189,10 @@ def attend_cache(call: Attention, held: AppendBuffers, layer: int) -> Tensor:
         raise ValueError(f"layer={layer}: must be in 0..{layers - 1}")
     tensors = (*call[:3], *held.pool, held.offsets, *held.tail, *held[3:])
     _check_once("cache", tensors, lambda: check_cache(_packed(call), by_name(held), layer))
-    if row_index is not None and any(not 0 <= row < held_rows for row in row_index.tolist()):
-        raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{held_rows - 1}")
-    rows_held = (None, None) if row_index is None else (row_index, tail_used)
-    out, fault, row = _call_attend(call, held, layer, used, start=tail_start, rows_held=rows_held)
+    if row_index is not None and any(not 0 <= row < buffer_rows for row in row_index.tolist()):
+        raise ValueError(f"row_index={row_index.tolist()}: must be in 0..{buffer_rows - 1}")
+    lines = _Lines(used, tail_start, row_index, None if row_index is None else tail_used)
+    out, fault, row = _call_attend(call, held, layer, lines)
     if fault:
         if row_index is not None:
             row = int(row_index[row])
@@ -233,11 +209,8 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     """CPU version of :func:`kvpass.ops.slots.attend_slots`; slots without an entry are not read.
 
     All tensors are on the CPU and contiguous, with two exceptions: q, k and v may have any strides (they are copied if
-    the last dim is not contiguous), and position may repeat over rows and KV heads.
-
-    Raises:
-        ValueError: a line has no empty slot, or an argument would be read out of bounds; nothing was written.
-        RuntimeError: there is no C++ compiler.
+    the last dim is not contiguous), and position may repeat over rows and KV heads. ValueError, before anything is
+    written: a line has no empty slot, or an argument would be read out of bounds.
     """
     pool, position, now = lines.pool, lines.position, lines.now
     (layers, rows, _, slots, _), heads, width = lines.tail.k.shape, call.q.shape[1], position.shape[2]
@@ -246,8 +219,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     tensors = (*call[:3], *(pool or ()), lines.offsets, *lines.tail, position, now)
     _check_once("slots", tensors, lambda: check_slots(_packed(call), lines, layer))
     weights = None if now is None else torch.empty(rows, heads, width, dtype=torch.float32, device="cpu")
-    line, line_sizes = (position, now, weights), (position.stride(0), position.stride(1), width)
-    out, fault, row = _call_attend(call, lines, layer, slots, line=line, line_sizes=line_sizes)
+    out, fault, row = _call_attend(call, lines, layer, _Lines(slots, position=position, now=now, weights=weights))
     if fault == InvalidCall.OFFSETS:
         assert pool is not None
         most = f"by at most {width - slots}, the slots of a line before the tail's"
@@ -266,43 +238,28 @@ def _function(name: str, pointers: int, numbers: int) -> Callable[..., None]:
 
 
 def evict_lowest(worth: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """CPU version of :func:`kvpass.ops.slots.evict_lowest`; all tensors on the CPU and contiguous.
-
-    Raises:
-        ValueError: an argument would be read out of bounds; nothing was written.
-        RuntimeError: there is no C++ compiler.
-    """
-    given = (worth.contiguous(), position, quota)
-    _check_once("evict", given, lambda: check_eviction(*given))
+    """CPU version of :func:`kvpass.ops.slots.evict_lowest`; all tensors on the CPU and contiguous, else ValueError."""
+    tensors = (worth.contiguous(), position, quota)
+    _check_once("evict", tensors, lambda: check_eviction(*tensors))
     rows, kv_heads, width = position.shape
     keep = torch.empty(position.shape, dtype=torch.bool, device="cpu")
     run = _function("kvpass_evict_lowest", 4, 3)
-    run(*[x.data_ptr() for x in (*given, keep)], rows * kv_heads, width, window)
+    run(*[x.data_ptr() for x in (*tensors, keep)], rows * kv_heads, width, window)
     return keep
 
 
 def pool_in_order(
-    attention: Tensor,
-    position: Tensor,
-    storage_order: Tensor,
-    window: int,
-    pool: str | None,
-    kernel_size: int,
-    group: str,
+    attention: Tensor, position: Tensor, order: Tensor, window: int, pool: str | None, kernel_size: int, group: str
 ) -> Tensor:
     """CPU version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
-    All tensors are on the CPU and contiguous; position and storage_order are int32.
-
-    Raises:
-        ValueError: an argument would be read out of bounds.
-        RuntimeError: there is no C++ compiler.
+    All tensors are on the CPU and contiguous; position and storage order are int32; else ValueError.
     """
-    given = (attention, position, storage_order)
-    _check_once("order", given, lambda: check_order(*given))
+    tensors = (attention, position, order)
+    _check_once("order", tensors, lambda: check_order(*tensors))
     rows, kv_heads, width = position.shape
     worth = torch.empty(position.shape, dtype=torch.float32, device="cpu")
-    how = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
+    pooling = (window, _POOLS.index(pool), kernel_size, _GROUPS.index(group))
     run = _function("kvpass_pool_in_order", 4, 7)
-    run(*[x.data_ptr() for x in (*given, worth)], rows * kv_heads, attention.shape[1] // kv_heads, width, *how)
+    run(*[x.data_ptr() for x in (*tensors, worth)], rows * kv_heads, attention.shape[1] // kv_heads, width, *pooling)
     return worth

@@ -62,16 +62,14 @@ def gather_winners(
 
     Args:
         source: int32 ``[B, E]``: flat index ``head * N + column``, or -1 for slots that stay as they are.
-        rank: order of entry, int32 ``[B, K, N]``.
+        rank: order of entry, int32 ``[B, K, N]``. layer: of k and v.
         candidates: k and v with any strides but a contiguous last dim; true positions count from ``start``.
         buffers: pool, slots and slot_stats are written.
-        layer: the layer of k and v.
     """
     k, v, stats, start = candidates.k, candidates.v, candidates.stats, candidates.start
-    pool_k, pool_v, slots, slot_stats = buffers[:4]
+    written = dict(zip(PrefillBuffers._fields[:4], buffers, strict=False))
     rows, kv_heads, columns, dim = k.shape
-    value_dim, entries, planes = v.shape[3], pool_k.shape[1], stats.shape[0]
-    held = dict(zip(PrefillBuffers._fields[:4], buffers, strict=False))
+    value_dim, entries, planes = v.shape[3], buffers.pool_k.shape[1], stats.shape[0]
     sizes = {"batch": rows, "pool": entries, "key_dim": dim, "value_dim": value_dim, "stat_planes": planes}
     check_tensors(
         {
@@ -81,14 +79,13 @@ def gather_winners(
             "rank": (rank, (rows, kv_heads, columns), torch.int32),
             "stats": (stats, (planes, rows, kv_heads, columns), torch.float32),
             "start": (start, (rows,), torch.int64),
-            **of_table(held, sizes, k.dtype),
+            **of_table(written, sizes, k.dtype),
         },
         k.device,
         strided=("k", "v"),
     )
     arguments = {
-        "source": source, "k": k, "v": v, "rank": rank, "stats": stats, "start": start,
-        "pool_k": pool_k, "pool_v": pool_v, "slots": slots, "slot_stats": slot_stats,
+        "source": source, "k": k, "v": v, "rank": rank, "stats": stats, "start": start, **written,
         **strides("bhn", k=k, v=v),
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
         "STATS": planes,

@@ -26,21 +26,17 @@ import torch
 import triton
 from torch import Tensor
 
-TABLE = Path(__file__).with_name("configs.json")
-"""The table of configs; it says itself where its figures come from."""
+TABLE = Path(__file__).with_name("configs.json")  # the table of configs; it says itself where its figures come from
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Block sizes (under the names of the kernel's arguments), warps, pipeline stages and limit of registers.
-
-    registers: most that a thread may have, so that more programs fit on a multiprocessor; None: what it would take.
-    """
+    """Block sizes (under the names of the kernel's arguments), warps, pipeline stages and limit of registers."""
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: int
-    registers: int | None = None
+    registers: int | None = None  # of a thread, so that more programs fit on a multiprocessor; None: what it would take
 
     @classmethod
     def of(cls, num_warps: int, num_stages: int, registers: int | None = None, **blocks: int) -> KernelConfig:
@@ -99,11 +95,9 @@ def strides(dims: str, **tensors: Tensor) -> dict[str, int]:
 
 
 def launch(kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, config: KernelConfig | None = None) -> None:
-    """Run a kernel on its tensors' device, with the given config or the one that the table pins for the case.
+    """Run a kernel on its tensors' device, with a config or the one that the table pins for the case.
 
-    Args:
-        grid: a tuple, or a function from the dict of all arguments (blocks included) to a tuple.
-        arguments: all arguments except the blocks.
+    ``grid``: a tuple, or a function from the dict of all arguments to a tuple. ``arguments``: all except the blocks.
     """
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     config = config or pinned(case, architecture_of(tensor.device))

@@ -51,23 +51,19 @@ def merge_attention(
 ) -> PartialAttention:
     """Return the attention of the same queries to the keys of both, as :meth:`PartialAttention.merged` does.
 
-    Args:
-        one, other: out ``[B, H, T, Dv]`` fp32, fp16 or bf16, any strides but a contiguous last dim; lse fp32
-            ``[B, H, T]``, any strides, for each query finite in at least one of them.
-        config: block size; None: the pinned one.
-
-    Returns:
-        Output in the dtype of both, stored as ``[B, T, H, Dv]``; log-sum-exp contiguous.
+    Outputs ``[B, H, T, Dv]`` are fp32, fp16 or bf16, with any strides but a contiguous last dim; log-sum-exps fp32
+    ``[B, H, T]``, with any strides, for each query finite in at least one of them. The merged output is stored as
+    ``[B, T, H, Dv]``.
     """
-    b, heads, t, dv = one.out.shape
-    shape, dtype = one.out.shape, one.out.dtype
+    shape, dtype, device = one.out.shape, one.out.dtype, one.out.device
+    b, heads, t, dv = shape
     expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {}
     for name, part in (("one", one), ("other", other)):
         expected[f"{name}.out"] = (part.out, shape, dtype)
         expected[f"{name}.lse"] = (part.lse[..., None], (b, heads, t, 1), torch.float32)  # any strides
-    check_tensors(expected, one.out.device, strided=expected)
-    out = torch.empty(b, t, heads, dv, dtype=dtype, device=one.out.device)
-    lse = torch.empty(b, heads, t, dtype=torch.float32, device=one.out.device)
+    check_tensors(expected, device, strided=expected)
+    out = torch.empty(b, t, heads, dv, dtype=dtype, device=device)
+    lse = torch.empty(b, heads, t, dtype=torch.float32, device=device)
     arguments = {
         "out_a": one.out, "out_b": other.out, "lse_a": one.lse, "lse_b": other.lse,
         "out": out, "lse": lse, "queries": t,

@@ -21,10 +21,8 @@ FLOOR = tl.constexpr(-1e30)
 
 PART = tl.constexpr(256)
 """Columns of a row that one block of a kernel holds at most: wider rows are loaded, and multiplied, in parts."""
-FLOATS = tl.constexpr(64)
-"""Columns of wide rows of fp32 that are multiplied at a time."""
-WIDEST = (576, 512)
-"""Head dims of keys and values, the widest: latent rows of DeepSeek-V3."""
+FLOATS = tl.constexpr(64)  # columns of wide rows of fp32 that are multiplied at a time
+WIDEST = (576, 512)  # head dims of keys and values, the widest: latent rows of DeepSeek-V3
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -256,14 +254,7 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a prompt without padding; FlashAttention-2 (Dao, arXiv 2307.08691).
 
-    Args:
-        call: as in :func:`kvpass.kernels.prompt_attention.attend`; its sinks are not read.
-        sliding_window: query i attends key j only if ``i - j < sliding_window``; >= 1.
-        config: block sizes; None: the pinned ones.
-
-    Returns:
-        Output ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``; natural log-sum-exp of each query's
-        logits, fp32 ``[B, H, T]``.
+    Arguments and results are those of :func:`kvpass.kernels.prompt_attention.attend`; sinks are not read.
     """
     q, k, v, scale, softcap, _ = call
     b, heads, t, d = q.shape

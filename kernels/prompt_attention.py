@@ -24,17 +24,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Machine(NamedTuple):
-    """What the choice of a kernel depends on beside the call.
+    """What the choice of a kernel depends on beside the call."""
 
-    capability: of the device, (0, 0) for a CPU. cudnn: version of cuDNN that torch may use, 0 for none. flash: whether
-    torch may use FlashAttention. flash_impl: the one that ``torch.nn.attention.activate_flash_attention_impl`` put in
-    its place ("FA3", "FA4"), None for torch's own, FlashAttention-2.
-    """
-
-    capability: tuple[int, int] = (0, 0)
-    cudnn: int = 0
-    flash: bool = False
-    flash_impl: str | None = None
+    capability: tuple[int, int] = (0, 0)  # of the device, (0, 0) for a CPU
+    cudnn: int = 0  # version of cuDNN that torch may use, 0 for none
+    flash: bool = False  # whether torch may use FlashAttention
+    flash_impl: str | None = None  # "FA3", "FA4": that of activate_flash_attention_impl; None: FlashAttention-2
 
     @classmethod
     def of(cls, device: torch.device) -> Machine:
@@ -109,12 +104,9 @@ _KERNELS: dict[str, Callable[[Attention, int | None], tuple[Tensor, Tensor]]] = 
 
 
 def choose(call: Attention, sliding_window: int | None, machine: Machine) -> Literal["cudnn", "flash", "triton"]:
-    """Choose the kernel for rows without padding; values are not read.
+    """Choose the kernel for rows without padding, and a sliding window that is shorter than the prompt, if any.
 
-    A FlashAttention that was put in the place of torch's own comes before cuDNN.
-
-    Args:
-        sliding_window: shorter than the prompt, or None.
+    Values are not read. A FlashAttention that was put in the place of torch's own comes before cuDNN.
     """
     takes_flash = _flash_takes(call, machine)
     if machine.flash_impl and takes_flash:

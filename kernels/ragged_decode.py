@@ -26,6 +26,7 @@ from kvpass.kernels.cached_attention import (
     channels,
     check_call,
     codes_case,
+    empty_state,
     held_row,
     hold_queries,
     merge_partials,
@@ -35,21 +36,15 @@ from kvpass.kernels.launch import KernelConfig, kind, launch
 from kvpass.kernels.prefill_attention import block_dim, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
-TAIL_TILE = 64
-"""Tail slots per program."""
-CHUNK = 128
-"""Pool entries of a chunk, of a layer of mean length. On an H200, 64 entries were slower at every batch."""
+TAIL_TILE = 64  # tail slots per program
+CHUNK = 128  # pool entries of a chunk, of a layer of mean length. On an H200, 64 entries were slower at every batch
 MOST_CHUNKS = 1024
 """Approximate limit per row: eight for each multiprocessor of an H100 or H200. More only cost merging."""
-CHUNK_STEP = 16
-"""Of which the length of a chunk is a multiple."""
+CHUNK_STEP = 16  # of which the length of a chunk is a multiple
 
 
 def chunks_of(entries: int) -> int:
-    """Return into how many chunks the pool of a row and layer is cut, for the mean ``entries`` of its layers.
-
-    It does not depend on the batch, so a row is rounded as it is alone.
-    """
+    """Return the chunks of the pool of a row and layer of ``entries`` on average, the same for any batch."""
     return max(1, min(MOST_CHUNKS, -(-entries // CHUNK)))
 
 
@@ -85,15 +80,14 @@ def _merge_head(  # type: ignore[no-untyped-def]
         o_m = i_m + tl.arange(0, BLOCK_M)
         m_m = o_m < G * tokens
         o_h = i_h * G + o_m % G
-        b_m, b_l, b_acc = begin_merge(sinks, o_h, BLOCK_M, BDV)
+        state = begin_merge(sinks, o_h, BLOCK_M, BDV)
         for i_p in range(0, count, BLOCK_P):
             o_p = i_p + tl.arange(0, BLOCK_P)
             m_p = (o_p < count)[:, None] & m_m[None, :]
             o_partial = tl.where(o_p < pieces, first_piece + o_p, first_tail + o_p).to(tl.int64)
-            b_m, b_l, b_acc = merge_partials(
-                b_m, b_l, b_acc, partial, partial_ml, num_partials * G * tokens,
-                o_partial[:, None] * G * tokens + o_m[None, :], m_p, DV, BDV,
-            )  # fmt: skip
+            partials = (partial, partial_ml, num_partials * G * tokens)
+            state = merge_partials(state, partials, o_partial[:, None] * G * tokens + o_m[None, :], m_p, DV, BDV)
+        _, b_l, b_acc = state
         b_out = b_acc / tl.where(m_m, b_l, 1.0)[:, None]
         p_row = p_out + (o_m // G * (K * G) + o_h).to(tl.int64) * DV
         m_out = m_m[:, None] & (o_e < DV)[None, :]
@@ -182,32 +176,25 @@ def _attend_piece(  # type: ignore[no-untyped-def]
         m_r = o_r < G * tokens
         p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r % G).to(tl.int64) * stride_qh
         b_q = hold_queries(p_q + o_t.to(tl.int64) * stride_qt, m_r, D, BITS)
-        b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-        b_l = tl.zeros([BLOCK_R], tl.float32)
-        b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
-            p_k_scale=k_scale, p_v_scale=v_scale, BITS=BITS,
+        state = empty_state(float("-inf"), BLOCK_R, BDV)
+        logits = (scale, softcap)
+        state = absorb_entries(
+            b_q, state, (p_k, p_v, D, SV), first, last, o_t, logits, D, DV, BDV, BLOCK_S, False, k_scale, v_scale, BITS,
         )  # fmt: skip
-        p_tail_k = p_k + used.to(tl.int64) * (D * BITS // 8)
-        p_tail_v = p_v + used.to(tl.int64) * (SV * BITS // 8)
+        i_used = used.to(tl.int64)
+        tail = (p_k + i_used * (D * BITS // 8), p_v + i_used * (SV * BITS // 8), D, SV)
         if k_scale is None:
             p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
             p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-            b_m, b_l, b_acc = absorb_entries(
-                b_q, b_m, b_l, b_acc, p_k_new, p_v_new, stride_kt, stride_vt, 0, new, o_t, scale, softcap, D, DV, BDV,
-                BLOCK_T, True,
-            )  # fmt: skip
+            entries = (p_k_new, p_v_new, stride_kt, stride_vt)
+            state = absorb_entries(b_q, state, entries, 0, new, o_t, logits, D, DV, BDV, BLOCK_T, True)
             if i_r == 0:
-                append_entries(
-                    p_k_new, p_v_new, stride_kt, stride_vt, p_tail_k, p_tail_v, 0, new, slots - used, D, DV, SV,
-                    BLOCK_T,
-                )  # fmt: skip
+                append_entries(entries, tail, 0, new, slots - used, D, DV, BLOCK_T)
         else:
-            b_m, b_l, b_acc = absorb_entries(
-                b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, new, o_t, scale, softcap, D, DV, BDV, BLOCK_T, True,
-                p_k_scale=k_scale + used, p_v_scale=v_scale + used, BITS=BITS,
+            state = absorb_entries(
+                b_q, state, tail, 0, new, o_t, logits, D, DV, BDV, BLOCK_T, True, k_scale + used, v_scale + used, BITS,
             )  # fmt: skip
+        b_m, b_l, b_acc = state
         o_partial = i_p * G * tokens.to(tl.int64) + o_r
         tl.store(partial_ml + o_partial, b_m, mask=m_r)
         tl.store(partial_ml + num_partials * G * tokens + o_partial, b_l, mask=m_r)
@@ -237,36 +224,27 @@ def attend_ragged(
 
     All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or pool and tail hold
     codes with scales (int8, fp8 e4m3, or of 4, 3 or 2 bits; of 4 and fewer with q, k and v rotated), which become
-    numbers of that dtype as they are read. New entries are attended as they are held.
-    The caller must ensure that ``tail_used + T <= C``; the device is not asked. Entries beyond the last slot are not
-    stored, and it is undefined whether they are attended.
+    numbers of that dtype as they are read. New entries are attended as they are stored. The caller must ensure that
+    ``tail_used + T <= C``: entries beyond the last slot are not stored, and perhaps not attended.
 
     Args:
         call: K divides H; q, k and v with any strides but a contiguous last dim.
         held: contiguous, unless it has a row_index. arrivals are zero, and are so again afterwards; calls that may run
             at the same time must not share them.
-        layer: index of the layer in offsets and tail. config: block sizes; None: the pinned ones.
         chunks: into how many the pool of each row is cut; None: :func:`chunks_of` the mean entries of a layer.
 
     Returns:
-        ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
-
-    Raises:
-        ValueError: an argument's shape, dtype, strides or device do not fit, or there are more query rows than
-            counters; nothing was written.
+        ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``. ValueError, before anything is written: an
+        argument's shape, dtype, strides or device do not fit, or there are more query rows than counters.
     """
-    q, v = call.q, call.v
+    q, (rows, heads, tokens, key_dim), (_, kv_heads, _, value_dim) = call.q, call.q.shape, call.v.shape
     if held.arrivals is None:
         raise ValueError("arrivals are None: kernels on CUDA need counters of the programs of a KV head")
-    rows, heads, tokens, key_dim = q.shape
-    kv_heads, value_dim = v.shape[1], v.shape[3]
-    layers, _, _, slots, _ = held.tail.k.shape
     check_call(call, held, layer)
     if held.tail.k_scale is not None:
         append_codes(call, held, layer)
-    query_rows = heads // kv_heads * tokens
-    tail_tiles = triton.cdiv(slots, TAIL_TILE)
-    chunks = chunks_of(held.pool.k.shape[1] // layers) if chunks is None else chunks
+    query_rows, tail_tiles = heads // kv_heads * tokens, triton.cdiv(held.tail.k.shape[3], TAIL_TILE)
+    chunks = chunks_of(held.pool.k.shape[1] // held.tail.k.shape[0]) if chunks is None else chunks
     num_pieces = rows * (chunks + kv_heads)
     num_partials = num_pieces + rows * kv_heads * tail_tiles
     partial = torch.empty(num_partials, query_rows, value_dim, dtype=torch.float32, device=q.device)
@@ -283,8 +261,6 @@ def attend_ragged(
         "tail_tiles": tail_tiles, "BK": triton.next_power_of_2(kv_heads), "TAIL_TILE": TAIL_TILE,
         "CHUNK_STEP": CHUNK_STEP, "BLOCK_R": block_rows, "MOST_BLOCKS": most,
     }  # fmt: skip
-    grid = (num_partials, blocks)
-    case = case_of(q.dtype, key_dim, value_dim, held)
-    launch(_attend_piece, grid, arguments, case, config)
+    launch(_attend_piece, (num_partials, blocks), arguments, case_of(q.dtype, key_dim, value_dim, held), config)
     out: Tensor = arguments["out"]
     return out.transpose(1, 2)

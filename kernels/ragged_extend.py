@@ -19,6 +19,7 @@ from kvpass.kernels.cached_attention import (
     append_entries,
     channels,
     check_call,
+    empty_state,
     held_row,
     hold_queries,
     shared_arguments,
@@ -62,9 +63,8 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     o_h = (i_h * G + o_r % G).to(tl.int64)
     p_q = q + i_b.to(tl.int64) * stride_qb + o_h * stride_qh + o_t.to(tl.int64) * stride_qt
     b_q = hold_queries(p_q, m_r, D, BITS)
-    b_m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    b_l = tl.zeros([BLOCK_R], tl.float32)
-    b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
+    state = empty_state(float("-inf"), BLOCK_R, BDV)
+    logits = (scale, softcap)
 
     i_row, used = held_row(row_index, tail_used, i_b)
     begin = tl.load(tail_start + i_row).to(tl.int32)
@@ -80,39 +80,35 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     if pool_k_scale is not None:
         p_k_scale = pool_k_scale + i_row
         p_v_scale = pool_v_scale + i_row
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_pool_k, p_pool_v, D, SV, first, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
-        False, p_k_scale=p_k_scale, p_v_scale=p_v_scale, BITS=BITS,
+    state = absorb_entries(
+        b_q, state, (p_pool_k, p_pool_v, D, SV), first, last, o_t, logits, D, DV, BDV, BLOCK_S, False, p_k_scale,
+        p_v_scale, BITS,
     )  # fmt: skip
     p_tail_k = tail_k + i_tail * (D * BITS // 8)
     p_tail_v = tail_v + i_tail * (SV * BITS // 8)
     if pool_k_scale is not None:
         p_k_scale = tail_k_scale + i_tail
         p_v_scale = tail_v_scale + i_tail
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, begin, used, o_t, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_k_scale=p_k_scale, p_v_scale=p_v_scale, BITS=BITS,
+    state = absorb_entries(
+        b_q, state, (p_tail_k, p_tail_v, D, SV), begin, used, o_t, logits, D, DV, BDV, BLOCK_S, False, p_k_scale,
+        p_v_scale, BITS,
     )  # fmt: skip
     last = tl.minimum((i_r * BLOCK_R + BLOCK_R - 1) // G + 1, tokens)
-    p_tail_k += used.to(tl.int64) * (D * BITS // 8)
-    p_tail_v += used.to(tl.int64) * (SV * BITS // 8)
+    i_used = used.to(tl.int64)
+    tail = (p_tail_k + i_used * (D * BITS // 8), p_tail_v + i_used * (SV * BITS // 8), D, SV)
     if pool_k_scale is None:
         p_k = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
         p_v = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k, p_v, stride_kt, stride_vt, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S,
-            True,
-        )  # fmt: skip
+        entries = (p_k, p_v, stride_kt, stride_vt)
+        state = absorb_entries(b_q, state, entries, 0, last, o_t, logits, D, DV, BDV, BLOCK_S, True)
         share = tl.cdiv(tokens, tl.num_programs(0))
-        append_entries(
-            p_k, p_v, stride_kt, stride_vt, p_tail_k, p_tail_v, i_r * share,
-            tl.minimum(i_r * share + share, tokens), slots - used, D, DV, SV, BLOCK_T,
-        )  # fmt: skip
+        stop = tl.minimum(i_r * share + share, tokens)
+        append_entries(entries, tail, i_r * share, stop, slots - used, D, DV, BLOCK_T)
     else:
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_tail_k, p_tail_v, D, SV, 0, last, o_t, scale, softcap, D, DV, BDV, BLOCK_S, True,
-            p_k_scale=p_k_scale + used, p_v_scale=p_v_scale + used, BITS=BITS,
+        state = absorb_entries(
+            b_q, state, tail, 0, last, o_t, logits, D, DV, BDV, BLOCK_S, True, p_k_scale + used, p_v_scale + used, BITS,
         )  # fmt: skip
+    b_m, b_l, b_acc = state
     if sinks is not None:
         b_sink = tl.load(sinks + o_h).to(tl.float32) * LOG2E
         b_m_new = tl.maximum(b_m, b_sink)
@@ -127,10 +123,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
 def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
     """Append many new entries of one layer to its tail; attend pool, tail and new tokens.
 
-    Arguments and contract as in ``ragged_decode.attend_ragged``; arrivals are not read.
-
-    Returns:
-        ``[B, H, T, Dv]`` in the dtype of q, stored as ``[B, T, H, Dv]``.
+    Contract as in ``ragged_decode.attend_ragged``; arrivals are not read.
     """
     rows, heads, tokens, key_dim = call.q.shape
     kv_heads, value_dim = call.v.shape[1], call.v.shape[3]

@@ -26,6 +26,7 @@ from kvpass.kernels.cached_attention import (
     channels,
     check_call,
     codes_case,
+    empty_state,
     entry_arguments,
     hold_queries,
     merge_partials,
@@ -35,8 +36,7 @@ from kvpass.kernels.prefill_attention import FLOOR, block_dim, in_parts, wide_ca
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, SlotCache
 
-TILE = 64
-"""Slots per program."""
+TILE = 64  # slots per program
 
 
 @triton.jit(do_not_specialize=["stride_pb", "stride_ph", "layer", "rows", "entries", "slots", "width", "pool_tiles"])
@@ -92,9 +92,6 @@ def _attend_slots(  # type: ignore[no-untyped-def]
     m_r = o_r < G
     p_q = q + i_b.to(tl.int64) * stride_qb + (i_h * G + o_r).to(tl.int64) * stride_qh
     b_q = hold_queries(p_q, m_r, D, BITS)
-    b_m = tl.full([BLOCK_R], FLOOR, tl.float32)
-    b_l = tl.zeros([BLOCK_R], tl.float32)
-    b_acc = tl.zeros([BLOCK_R, BDV], tl.float32)
     p_scores = None
     p_score = None
     if weights is not None:
@@ -103,9 +100,10 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_score = p_line + taken
     at = taken - behind
     at_codes = None if tail_k_scale is None else at
-    b_m, b_l, b_acc = absorb_entries(
-        b_q, b_m, b_l, b_acc, p_k, p_v, D, SV, first, last, o_r, scale, softcap, D, DV, BDV, BLOCK_S, False,
-        p_position + behind, p_scores, m_r, p_k_scale, p_v_scale, BITS, at_codes,
+    logits = (scale, softcap)
+    state = absorb_entries(
+        b_q, empty_state(FLOOR, BLOCK_R, BDV), (p_k, p_v, D, SV), first, last, o_r, logits, D, DV, BDV, BLOCK_S, False,
+        p_k_scale, p_v_scale, BITS, p_position + behind, p_scores, m_r, at_codes,
     )  # fmt: skip
     if tail_k_scale is None:
         tl.debug_barrier()  # the taken slot's score is stored twice; the new entry's score must come last
@@ -114,12 +112,13 @@ def _attend_slots(  # type: ignore[no-untyped-def]
         p_v_at = p_v + at.to(tl.int64) * SV
         p_k_new = k + i_b.to(tl.int64) * stride_kb + i_h.to(tl.int64) * stride_kh
         p_v_new = v + i_b.to(tl.int64) * stride_vb + i_h.to(tl.int64) * stride_vh
-        b_m, b_l, b_acc = absorb_entries(
-            b_q, b_m, b_l, b_acc, p_k_new, p_v_new, D, DV, 0, mine, o_r, scale, softcap, D, DV, BDV, BLOCK_T, False,
-            None, p_score, m_r,
+        entries = (p_k_new, p_v_new, D, DV)
+        state = absorb_entries(
+            b_q, state, entries, 0, mine, o_r, logits, D, DV, BDV, BLOCK_T, False, p_scores=p_score, m_r=m_r,
         )  # fmt: skip
         if i_r == 0:
-            append_entries(p_k_new, p_v_new, D, DV, p_k_at, p_v_at, 0, mine, 1, D, DV, SV, BLOCK_T)
+            append_entries(entries, (p_k_at, p_v_at, D, SV), 0, mine, 1, D, DV, BLOCK_T)
+    b_m, b_l, b_acc = state
     o_partial = (i_line.to(tl.int64) * num_tiles + i_p) * G + o_r
     tl.store(partial_ml + o_partial, b_m, mask=m_r)
     tl.store(partial_ml + tl.num_programs(1).to(tl.int64) * num_tiles * G + o_partial, b_l, mask=m_r)
@@ -141,12 +140,13 @@ def _finish_slots(  # type: ignore[no-untyped-def]
     i_h = i_line % K
     num_partials = tl.num_programs(0).to(tl.int64) * num_tiles
     o_e = tl.arange(0, BDV)
-    b_m, b_l, b_acc = begin_merge(sinks, i_o % (K * G), 1, BDV)
+    state = begin_merge(sinks, i_o % (K * G), 1, BDV)
     for i_p in range(0, num_tiles, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
         m_p = (o_p < num_tiles)[:, None]
         o_partial = ((i_line.to(tl.int64) * num_tiles + o_p) * G + i_o % G)[:, None]
-        b_m, b_l, b_acc = merge_partials(b_m, b_l, b_acc, partial, partial_ml, num_partials, o_partial, m_p, DV, BDV)
+        state = merge_partials(state, (partial, partial_ml, num_partials), o_partial, m_p, DV, BDV)
+    b_m, b_l, b_acc = state
     b_out = b_acc / b_l[:, None]
     p_out = out + i_o.to(tl.int64) * DV + o_e[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=(o_e < DV)[None, :])
@@ -171,16 +171,10 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 def attend_slots(
     call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """CUDA version of :func:`kvpass.ops.slots.attend_slots`.
+    """CUDA version of :func:`kvpass.ops.slots.attend_slots`; arguments as of ``ragged_decode.attend_ragged``.
 
-    All tensors are on one device; q, k, v, pool and tail share one dtype (fp32, fp16 or bf16), or pool and tail hold
-    codes as in ``ragged_decode.attend_ragged``. A line without an empty slot attends to its entries and stores nothing.
-
-    Args:
-        call: q, k and v with any strides but a contiguous last dim.
-        lines: contiguous; but position may repeat over rows and KV heads if the entry is not recorded. A recorded
-            entry has a pool.
-        config: of the first launch; None: the pinned one.
+    A line without an empty slot attends to its entries and stores nothing. Position may repeat over rows and KV heads
+    if the entry is not recorded; a recorded entry has a pool. ``config``: of the first launch.
     """
     q, k, v, scale, softcap, sinks = call
     pool, offsets, tail, position, now = lines
@@ -200,10 +194,9 @@ def attend_slots(
     most = 16 if q.dtype == torch.float32 or in_parts(key_dim, value_dim) else 32
     block_rows = min(most, max(16, triton.next_power_of_2(group)))
     shared: dict[str, Any] = {
-        "offsets": offsets, "position": position, "weights": weights, "partial": partial,
-        "partial_ml": partial_ml, "layer": layer, "slots": slots,
-        "width": width, "segments": tail.k.shape[0] * kv_heads + 1, "K": kv_heads, "G": group, "DV": value_dim,
-        "BDV": block_dim(value_dim),
+        "offsets": offsets, "position": position, "weights": weights, "partial": partial, "partial_ml": partial_ml,
+        "layer": layer, "slots": slots, "width": width, "segments": tail.k.shape[0] * kv_heads + 1, "K": kv_heads,
+        "G": group, "DV": value_dim, "BDV": block_dim(value_dim),
     }  # fmt: skip
     attend = {
         **shared, "q": q, "k": k, "v": v, **entry_arguments(lines, key_dim, value_dim),

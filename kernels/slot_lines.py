@@ -17,8 +17,7 @@ from torch import Tensor
 from kvpass.kernels.checks import check_eviction, check_order
 from kvpass.kernels.launch import launch
 
-EMPTY = tl.constexpr(-1)
-"""Position of a free slot."""
+EMPTY = tl.constexpr(-1)  # position of a free slot
 HIGHEST_KEY = tl.constexpr((1 << 63) - 1)
 
 _LINE_BLOCK = 1024
@@ -168,22 +167,20 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
 
 
 def pool_in_order(
-    attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: str | None, kernel_size: int,
-    group: str,
-) -> Tensor:  # fmt: skip
+    attention: Tensor, position: Tensor, order: Tensor, window: int, pool: str | None, kernel_size: int, group: str
+) -> Tensor:
     """CUDA version of :func:`kvpass.policies.decode_rules.pool_in_order`.
 
-    All tensors are contiguous and on one device; attention is not negative, and storage_order differs for the entries
-    of a line.
+    All tensors are contiguous and on one device; attention is not negative, and the storage order differs for the
+    entries of a line.
     """
-    check_order(attention, position, storage_order)
-    rows, kv_heads, width = line = position.shape
-    in_order = torch.empty_like(attention)
-    rank = torch.empty_like(position)
-    worth = torch.empty(line, dtype=torch.float32, device=position.device)
+    check_order(attention, position, order)
+    rows, kv_heads, width = position.shape
+    in_order, rank = torch.empty_like(attention), torch.empty_like(position)
+    worth = torch.empty_like(position, dtype=torch.float32)
     group_size = attention.shape[1] // kv_heads
     shared = {"in_order": in_order, "rank": rank, "width": width, "G": group_size, "LINE_BLOCK": _LINE_BLOCK}
-    tensors = {"attention": attention, "position": position, "storage_order": storage_order}
+    tensors = {"attention": attention, "position": position, "storage_order": order}
 
     def grid(given: dict[str, int]) -> tuple[int, int]:
         return rows * kv_heads, triton.cdiv(width, given["BLOCK_S"])

@@ -150,16 +150,14 @@ def window_statistics(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute statistics of the window rows of a left-padded prompt.
 
-    In a batch row shorter than the window, all tokens are window. ``lse`` includes sinks.
+    In a batch row shorter than the window, all tokens are window.
 
     Args:
         call: q are the last R prompt queries, RoPE applied, ``[B, H, R, D]`` fp32, fp16 or bf16; any strides but a
             contiguous last dim (keys alike). ``R >= min(max(window, 1), N)``. D up to 576. Values are not read.
         start: first real column of each row, int32 or int64 ``[B]``.
-        lse: natural log-sum-exp of the same R queries, fp32 ``[B, H, R]``, as attention gave it.
+        lse: natural log-sum-exp of the same R queries, sinks included, fp32 ``[B, H, R]``, as attention gave it.
         window: rows that observe; 0 means the last row alone.
-        spread: whether to compute variance and entropy beside the mean.
-        config: block sizes; None: the pinned ones.
 
     Returns:
         fp32 ``[B, H, N]``, zero in padding columns: the mean of a over the window rows; with ``spread`` also the
@@ -168,25 +166,23 @@ def window_statistics(
     if window < 0:
         raise ValueError(f"window={window}: must be at least 0")
     site = _site(call, start, lse, max(window, 1))
-    keys = call.k
+    keys, rows = call.k, max(window, 1)
     b, heads, n, d = *call.q.shape[:2], keys.shape[2], keys.shape[3]
-    found = [torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) for _ in range(3 if spread else 1)]
-    mean, variance, entropy = found if spread else (*found, None, None)
-    rows = max(window, 1)
+    sums = [torch.empty(b, heads, n, dtype=torch.float32, device=keys.device) for _ in range(3 if spread else 1)]
+    mean, variance, entropy = sums if spread else (*sums, None, None)
     fit = {"GROUP_BLOCK": triton.next_power_of_2(site["GROUP"]), "WINDOW_BLOCK": triton.next_power_of_2(rows)}
     arguments = {**site, **fit, "mean": mean, "variance": variance, "entropy": entropy, "rows": rows}
     grid = blocks(n, "BLOCK_K", b * keys.shape[1])
     launch(_window_kernel, grid, arguments, f"window {dims_case(keys.dtype, d)}", config)
-    return tuple(found)
+    return tuple(sums)
 
 
 def column_sums(
     call: Attention, start: Tensor, lse: Tensor, rows: int, *, config: KernelConfig | None = None
 ) -> Tensor:
-    """Sum a over the last ``rows`` rows: H2O's score (2306.14048), fp32 ``[B, H, N]``, zero in padding.
+    """Sum a over the last ``rows <= R`` rows, or all N of N: H2O's score (2306.14048), fp32 ``[B, H, N]``.
 
-    Args:
-        rows: N or more: all rows. ``R >= min(rows, N)``. Other arguments as in :func:`window_statistics`.
+    Zero in padding; arguments as in :func:`window_statistics`.
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")
@@ -202,21 +198,17 @@ def column_sums(
 
 def _site(call: Attention, start: Tensor, lse: Tensor, rows: int) -> dict[str, Any]:
     """Check and return the arguments that the kernels over queries and keys share."""
-    queries, keys = call.q, call.k
-    b, heads, given, d = queries.shape
-    n = keys.shape[2]
-    check_site(queries, keys, keys, min(rows, n), start)
+    b, heads, queries, d = call.q.shape
+    kv_heads, n = call.k.shape[1:3]
+    check_site(call.q, call.k, call.k, min(rows, n), start)
     check_dims(d, 1)
-    if lse.shape != (b, heads, given) or lse.dtype != torch.float32 or (given > 1 and lse.stride(2) != 1):
+    if lse.shape != (b, heads, queries) or lse.dtype != torch.float32 or (queries > 1 and lse.stride(2) != 1):
         raise ValueError(
             f"lse is {lse.dtype} {tuple(lse.shape)} with strides {lse.stride()}: "
-            f"expected torch.float32 {(b, heads, given)}, contiguous in the last dim"
+            f"expected torch.float32 {(b, heads, queries)}, contiguous in the last dim"
         )
-    kv_heads = keys.shape[1]
     return {
-        "q": queries, "k": keys, "lse": lse, "start": start, "scale": call.scale, "softcap": call.softcap,
-        "tokens": n, "queries": given,
-        **strides("bhn", q=queries, k=keys), **strides("bh", l=lse),
-        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads,
-        "D": d,
+        "q": call.q, "k": call.k, "lse": lse, "start": start, "scale": call.scale, "softcap": call.softcap,
+        "tokens": n, "queries": queries, **strides("bhn", q=call.q, k=call.k), **strides("bh", l=lse),
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "D": d,
     }  # fmt: skip

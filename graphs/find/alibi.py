@@ -32,11 +32,7 @@ STEP = 256
 
 
 def fold_alibi_pass(gm: GraphModule) -> int:
-    """Fold the ALiBi slopes that ``emit_site`` recorded; return how many attention ops changed.
-
-    Raises:
-        UnsupportedAttentionError: the op also uses soft-capping, which would cap the slopes too.
-    """
+    """Fold the slopes that ``emit_site`` recorded, refused beside soft-capping; return how many ops changed."""
     changed = 0
     for site in find_sites(gm):
         slopes = site.node.meta.pop(SLOPES, None)

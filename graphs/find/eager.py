@@ -59,14 +59,10 @@ class _Match:
 
 
 def find_eager_attention_pass(gm: GraphModule) -> int:
-    """Replace written-out attention by ``kvpass::site``; return how many.
-
-    Raises:
-        UnsupportedAttentionError: two products around a softmax are not proved to be causal self-attention.
-    """
-    split_baddbmm(gm)
+    """Replace written-out attention by ``kvpass::site``, refused if it is not proved causal; return how many."""
+    _split_baddbmm(gm)
     tokens = token_sizes(gm.graph.nodes)
-    found = 0
+    changed = 0
     proofs: dict[str, LogitRule] = {}
     for softmax in [node for node in gm.graph.nodes if target_name(node) in SOFTMAX]:
         flow = DataFlow(gm)
@@ -80,20 +76,25 @@ def find_eager_attention_pass(gm: GraphModule) -> int:
             rule = _prove(flow, match, int(recorded(heads[0]).shape[1]), proofs)
         except NotCausalError as error:
             raise refuse(softmax, str(error)) from error
-        _replace(flow, match, heads, rule)
-        found += 1
-    return found
+        out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
+        between = flow.needed([match.out.left.node])
+        with gm.graph.inserting_before(out):
+            result = insert_result(emit_site(out, *heads, scale, rule.band, rule.softcap), match.out)
+        replace_node(out, result)
+        erase_dead_nodes(gm, between)
+        changed += 1
+    return changed
 
 
-def split_baddbmm(gm: GraphModule) -> None:
+def _split_baddbmm(gm: GraphModule) -> None:
     """Rewrite ``baddbmm(bias, q, k)`` as ``bmm(q, k) * alpha + bias * beta``, with the product as a node."""
     for node in [node for node in gm.graph.nodes if target_name(node) == "baddbmm"]:
-        names = ("input", "batch1", "batch2")
-        given: dict[str, Any] = {"beta": 1, "alpha": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+        call: dict[str, Any] = {"beta": 1, "alpha": 1, **node.kwargs}
+        call.update(zip(("input", "batch1", "batch2"), node.args, strict=False))
         insert = partial(insert_function, node)
         with gm.graph.inserting_before(node):
-            scaled = insert(torch.mul, insert(torch.bmm, given["batch1"], given["batch2"]), given["alpha"])
-            total = insert(torch.add, insert(torch.mul, given["input"], given["beta"]), scaled)
+            scaled = insert(torch.mul, insert(torch.bmm, call["batch1"], call["batch2"]), call["alpha"])
+            total = insert(torch.add, insert(torch.mul, call["input"], call["beta"]), scaled)
         replace_node(node, total)
 
 
@@ -129,10 +130,7 @@ def _product_before(flow: DataFlow, logits: Node, softmax: Node) -> Node | None:
 
 
 def _product_after(softmax: Node) -> tuple[Node, Node] | None:
-    """Return the one product that uses the weights, and the weights as passed to it.
-
-    Between softmax and product only operations of one operand are allowed.
-    """
+    """Return the only product that uses the weights, perhaps behind calls of one operand, and the weights in it."""
 
     def unary(node: Node) -> list[Node]:
         return [user for user in node.users if target_name(user) not in MATMULS and len(value_inputs(user)) == 1]
@@ -143,11 +141,7 @@ def _product_after(softmax: Node) -> tuple[Node, Node] | None:
 
 
 def _prove(flow: DataFlow, match: _Match, heads: int, proofs: dict[str, LogitRule]) -> LogitRule:
-    """Return the proved rule from products to logits.
-
-    Args:
-        heads: query heads. proofs: rules already proved, keyed by the text of what was evaluated; layers share masks.
-    """
+    """Return the proved rule from products to logits; ``proofs`` has earlier ones by the text of what was evaluated."""
     scores, shape = match.scores.node, shape_of(match.scores.node)
     assert shape is not None
 
@@ -174,13 +168,3 @@ def _text(part: MaskPart, scores: Node) -> str:
             lines.append(node.name)
     shape = shape_of(scores)
     return "\n".join([f"{shape} {recorded(scores).dtype}", *lines])
-
-
-def _replace(flow: DataFlow, match: _Match, heads: tuple[Node, Node, Node], rule: LogitRule) -> None:
-    out, scale = match.out.node, snap(rule.scale, int(recorded(heads[0]).shape[3]))
-    between = flow.needed([match.out.left.node])
-    with out.graph.inserting_before(out):
-        site = emit_site(out, *heads, scale, rule.band, rule.softcap)
-        result = insert_result(site, match.out)
-    replace_node(out, result)
-    erase_dead_nodes(flow.gm, between)

@@ -36,12 +36,8 @@ _KNOWN = set(
 
 
 def find_flash_attention_pass(gm: GraphModule) -> int:
-    """Replace calls of flash-attn by ``kvpass::site``; return how many.
-
-    Raises:
-        UnsupportedAttentionError: a call is not causal self-attention of a batch without dropout.
-    """
-    found = 0
+    """Replace calls of flash-attn by ``kvpass::site``, refused if not causal, or with dropout; return how many."""
+    changed = 0
     for node in list(gm.graph.nodes):
         name = _called(node)
         if _PACKED.fullmatch(name):
@@ -49,8 +45,8 @@ def find_flash_attention_pass(gm: GraphModule) -> int:
             raise refuse(node, reason)
         if _OPERATOR.fullmatch(name) or name == "flash_attn_func":
             _replace(node, arguments_of(node))
-            found += 1
-    return found
+            changed += 1
+    return changed
 
 
 def _called(node: Node) -> str:
@@ -63,8 +59,8 @@ def _called(node: Node) -> str:
     if node.op != "call_function":
         return ""
     module = getattr(target, "__module__", None) or ""
-    known = module.split(".")[0] == "flash_attn" or module == "torch.nn.attention.varlen"
-    return str(getattr(target, "__name__", "")) if known else ""
+    of_library = module.split(".")[0] == "flash_attn" or module == "torch.nn.attention.varlen"
+    return str(getattr(target, "__name__", "")) if of_library else ""
 
 
 def _replace(node: Node, call: dict[str, Any]) -> None:

@@ -49,9 +49,9 @@ class Operand:
 
     def emit(self) -> Node:
         """Insert the node in that layout; missing axes have size 1."""
-        node, own = self.node, [axis for axis in self.axes if axis is not None]
-        if own != sorted(own):
-            node = insert_method(node, "permute", *own)
+        node, axes = self.node, [axis for axis in self.axes if axis is not None]
+        if axes != sorted(axes):
+            node = insert_method(node, "permute", *axes)
         for position, axis in enumerate(self.axes):
             if axis is None:
                 node = insert_method(node, "unsqueeze", position)
@@ -60,18 +60,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of two tensors.
-
-    Attributes:
-        left: ``[lead..., query tokens, features]``, or the weights ``[lead..., query tokens, key tokens]``.
-        right: ``[lead..., key tokens, features]``.
-        result: for each axis of the node, its axis in ``[lead..., query tokens, last]``.
-    """
+    """A product of two tensors."""
 
     node: Node
-    left: Operand
-    right: Operand
-    result: tuple[int, ...]
+    left: Operand  # [lead..., query tokens, features], or the weights [lead..., query tokens, key tokens]
+    right: Operand  # [lead..., key tokens, features]
+    result: tuple[int, ...]  # for each axis of the node, its axis in [lead..., query tokens, last]
 
 
 def product_of(node: Node, weights: Node | None = None) -> Product | None:
@@ -138,16 +132,11 @@ def _labels(node: Node) -> tuple[tuple[Node, list[str]], tuple[Node, list[str]],
 
 
 def insert_heads(flow: DataFlow, scores: Product, out: Product) -> tuple[Node, Node, Node]:
-    """Insert queries, keys and values ``[B, heads, T, D]`` of the two products around a softmax.
-
-    Raises:
-        NotCausalError: batch and heads cannot be told apart, or the three are of several dtypes.
-    """
+    """Insert queries, keys and values ``[B, heads, T, D]`` of products around a softmax, or raise NotCausalError."""
     dtype = recorded(out.right.node).dtype
-    q = _in_dtype(flow, scores.left, _rows(flow, scores.left), dtype)
+    q = _in_dtype(flow, scores.left, _rows(flow, scores.left, scores.left), dtype)
     k = _in_dtype(flow, scores.right, _rows(flow, scores.right, scores.left), dtype)
-    v = _rows(flow, out.right, out.left)
-    return q, k, v
+    return q, k, _rows(flow, out.right, out.left)
 
 
 def insert_result(site: Node, out: Product) -> Node:
@@ -165,14 +154,9 @@ def insert_result(site: Node, out: Product) -> Node:
     return node
 
 
-def _rows(flow: DataFlow, operand: Operand, queries: Operand | None = None) -> Node:
-    """Insert the operand as ``[B, heads, T, D]``.
-
-    Args:
-        queries: left side of its product, for keys and values.
-    """
-    lead = operand.shape[:-2]
-    full = lead if queries is None else queries.shape[:-2]
+def _rows(flow: DataFlow, operand: Operand, left: Operand) -> Node:
+    """Insert the operand as ``[B, heads, T, D]``; ``left`` is the left side of its product."""
+    lead, full = operand.shape[:-2], left.shape[:-2]
     if lead[0] != full[0]:
         raise NotCausalError(f"its products have leading axes {full} and {lead}")
     if len(lead) == 2 and lead[1] in (full[1], 1):
@@ -185,7 +169,9 @@ def _rows(flow: DataFlow, operand: Operand, queries: Operand | None = None) -> N
         split = _split_heads(flow, operand)
         if split is not None:
             return split.emit()
-        if lead[0] in _batch_sizes(flow):
+        tokens = token_sizes(flow.nodes)
+        inputs = [shape for node in flow.nodes if node.op == "placeholder" and (shape := shape_of(node))]
+        if lead[0] in {shape[0] for shape in inputs if len(shape) > 1 and shape[1] in tokens}:  # a head, no heads axis
             return insert_method(operand.emit(), "unsqueeze", 1)
     raise NotCausalError(f"its products have leading axes {full} and {lead}, which are not batch and heads")
 
@@ -197,9 +183,9 @@ def _in_dtype(flow: DataFlow, operand: Operand, rows: Node, dtype: torch.dtype) 
     sizes = example_sizes(operand.shape[0], operand.shape[-2], EXAMPLE_LENGTHS[0])
     for base, chain in chains_to(flow, operand.node):
         if recorded(base).dtype == dtype and (example := run_chain(base, chain, sizes)) is not None:
-            given, got = example
-            if torch.equal(got.flatten().sort().values, given.to(got.dtype).flatten().sort().values):  # moved and cast
-                return insert_method(rows, "to", dtype)
+            before, after = example
+            if torch.equal(after.flatten().sort().values, before.to(after.dtype).flatten().sort().values):
+                return insert_method(rows, "to", dtype)  # elements are moved and cast, nothing else
     raise NotCausalError(f"{operand.node.name} has dtype {recorded(operand.node).dtype} beside values of {dtype}")
 
 
@@ -235,18 +221,11 @@ def holds_for_examples(base: Operand, chain: Sequence[Node], is_right: Callable[
     return all(example is not None and is_right(base.read(example[0]), example[1]) for example in examples)
 
 
-def _batch_sizes(flow: DataFlow) -> set[Dim]:
-    """Return the first sizes of inputs whose second axis is the tokens."""
-    tokens = token_sizes(flow.nodes)
-    shapes = [shape for node in flow.nodes if node.op == "placeholder" and (shape := shape_of(node))]
-    return {shape[0] for shape in shapes if len(shape) > 1 and shape[1] in tokens}
-
-
 def base_of(
-    flow: DataFlow, made: Node, orders: Sequence[Axes], is_base: Callable[[Operand, Sequence[Node]], bool]
+    flow: DataFlow, result: Node, orders: Sequence[Axes], is_base: Callable[[Operand, Sequence[Node]], bool]
 ) -> Operand | None:
-    """Return the nearest 4-D tensor, its axes in one of these orders, that is one with the calls that make a tensor."""
-    for node, chain in chains_to(flow, made):
+    """Return the nearest 4-D tensor, its axes in one of these orders, for which ``is_base`` of it and the calls."""
+    for node, chain in chains_to(flow, result):
         for axes in orders if len(shape_of(node) or ()) == 4 else ():
             if is_base(Operand(node, axes), chain):
                 return Operand(node, axes)
@@ -256,12 +235,10 @@ def base_of(
 def _split_heads(flow: DataFlow, operand: Operand) -> Operand | None:
     """Return the tensor ``[B, heads, T, D]`` of which ``operand``, ``[B * heads, T, D]``, is a reshape."""
 
-    def is_flattened(rows: Tensor, made: Tensor) -> bool:
-        return torch.equal(operand.read(made), rows.flatten(0, 1))
-
     def is_split(base: Operand, chain: Sequence[Node]) -> bool:
         batch, heads, tokens, dim = base.shape
-        fits = isinstance(heads, int) and operand.shape == (batch * heads, tokens, dim)
-        return fits and holds_for_examples(base, chain, is_flattened)
+        if not isinstance(heads, int) or operand.shape != (batch * heads, tokens, dim):
+            return False
+        return holds_for_examples(base, chain, lambda x, y: torch.equal(operand.read(y), x.flatten(0, 1)))
 
     return base_of(flow, operand.node, [*itertools.permutations(range(4))], is_split)

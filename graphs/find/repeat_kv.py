@@ -30,18 +30,18 @@ from kvpass.graphs.fx_utils import DataFlow, erase_dead_nodes, shape_of
 def strip_repeat_kv_pass(gm: GraphModule) -> int:
     """Remove the repeat of keys and values; return how many attention ops changed."""
     flow = DataFlow(gm)
-    found: list[tuple[Site, Operand, Operand]] = []
+    repeats: list[tuple[Site, Operand, Operand]] = []
     for site in find_sites(gm):
         k, v = _find_base(flow, site.k), _find_base(flow, site.v)
         if k is not None and v is not None and k.shape[1] == v.shape[1]:
-            found.append((site, k, v))
-    replaced = flow.needed([node for site, _, _ in found for node in (site.k, site.v)])
-    for site, k, v in found:
+            repeats.append((site, k, v))
+    replaced = flow.needed([node for site, _, _ in repeats for node in (site.k, site.v)])
+    for site, k, v in repeats:
         with gm.graph.inserting_before(site.node):
             site.node.update_arg(1, k.emit())
             site.node.update_arg(2, v.emit())
     erase_dead_nodes(gm, replaced)
-    return len(found)
+    return len(repeats)
 
 
 def _find_base(flow: DataFlow, repeated: Node) -> Operand | None:
@@ -54,9 +54,9 @@ def _find_base(flow: DataFlow, repeated: Node) -> Operand | None:
         if not (isinstance(heads, int) and isinstance(kv_heads, int)) or kv_heads >= heads or heads % kv_heads:
             return False
 
-        def is_repeat(rows: Tensor, got: Tensor) -> bool:
+        def is_repeat(rows: Tensor, result: Tensor) -> bool:
             expected = rows.repeat_interleave(heads // kv_heads, dim=1)
-            return got.dtype == expected.dtype and torch.equal(got, expected)
+            return result.dtype == expected.dtype and torch.equal(result, expected)
 
         return holds_for_examples(base, chain, is_repeat)
 

@@ -43,11 +43,7 @@ def is_raw_attention(node: Node) -> bool:
 
 
 def find_attention_pass(gm: GraphModule) -> int:
-    """Replace ``scaled_dot_product_attention`` calls by ``kvpass::site``, in order; return how many.
-
-    Raises:
-        UnsupportedAttentionError: a call is not proved to be causal self-attention without dropout.
-    """
+    """Replace ``scaled_dot_product_attention`` by ``kvpass::site``, refused if not proved causal; return how many."""
     raw = [node for node in gm.graph.nodes if is_raw_attention(node)]
     if not raw:
         return 0
@@ -76,9 +72,7 @@ def find_attention_pass(gm: GraphModule) -> int:
 def _check(flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> Band:
     """Prove that a call is causal self-attention and return what its mask does.
 
-    Args:
-        proofs: results for masks already proved, keyed by mask, query shape and the calls that make the mask so far,
-            in-place writes included; layers share masks.
+    ``proofs`` has earlier results: layers share masks. A key holds all calls that make the mask, in-place writes too.
     """
     call = arguments_of(node)
     q = check_heads(node, call["query"], call["key"], call["value"], call["enable_gqa"])
@@ -112,11 +106,7 @@ def _check(flow: DataFlow, node: Node, proofs: dict[tuple[Any, ...], Band]) -> B
 
 
 def check_heads(node: Node, query: Any, key: Any, value: Any, enable_gqa: Any) -> tuple[Dim, ...]:
-    """Return the shape of the queries of self-attention with grouped or equal heads.
-
-    Raises:
-        UnsupportedAttentionError: the three tensors are not that.
-    """
+    """Return the shape of the queries of self-attention with grouped or equal heads; raise for other tensors."""
     shapes = []
     for name, operand in (("query", query), ("key", key), ("value", value)):
         shape = shape_of(operand) if isinstance(operand, Node) else None

@@ -47,55 +47,38 @@ from kvpass.torch_compat import FakeTensor
 
 _OFFSET = 5
 
-_MAX_EXAMPLE_TOKENS = 8192
-"""Longest example that is evaluated; a window that cannot be seen within it is not decided."""
-
+_MAX_EXAMPLE_TOKENS = 8192  # longest example that is evaluated; a window that cannot be seen within it is not decided
 _FLOOR = 2048
 _MAX_FLOOR_ELEMENTS = 2**22
 """The longest example has 2048 tokens even where no number asks for that, or fewer to have no more elements."""
 
-_COST_OF_LOGITS = 8
-"""Cost of evaluating logits several times in float64, relative to a mask once."""
-
+_COST_OF_LOGITS = 8  # cost of evaluating logits several times in float64, relative to a mask once
 _ODD_ROW = (0, 0, 1, 1, 1, 0)
 _LEAVE_OUT = (
     "Leave that argument out: a causal mask of the decoder's own is found, and kvpass.session takes the padding"
 )
-NEGLIGIBLE_LOGIT = -1e9
-"""An additive mask at or below this value hides an entry."""
+NEGLIGIBLE_LOGIT = -1e9  # an additive mask at or below this value hides an entry
 _BIAS = "its mask adds a bias to the logits, or hides tokens by a small number only, such as -10000"
 
 
 @dataclass(frozen=True)
 class Band:
-    """What a mask does.
+    """What a mask does."""
 
-    Attributes:
-        window: most keys that a query attends, itself included; None when there is no limit.
-        slopes: what each query head adds per position of the key; None when nothing.
-    """
-
-    window: int | None
-    slopes: tuple[float, ...] | None = None
+    window: int | None  # most keys that a query attends, itself included
+    slopes: tuple[float, ...] | None = None  # what each query head adds per position of the key
 
 
 class MaskPart:
-    """The nodes that make a mask, or logits, ready to run on examples.
-
-    Attributes:
-        name: of the node that holds the result. tokens: size of its two token axes.
-        calls: the nodes to run, in order.
-    """
+    """The nodes that make a mask, or logits, ready to run on examples; ``tokens`` is the size of its two token axes."""
 
     def __init__(
         self, flow: DataFlow, result: Node, *, before: Node, batch: Dim, tokens: Dim, given: Collection[Node] = ()
     ) -> None:
         """Select the nodes that make ``result`` from inputs and ``given`` nodes, as of ``before``.
 
-        Args:
-            result: a mask, bool (True = attend) or additive, broadcastable to ``[B, H, T, T]``, or logits.
-        Raises:
-            NotCausalError: its content cannot be read, or that of a tensor of a module that it depends on.
+        ``result`` is a mask, bool (True = attend) or additive, broadcastable to ``[B, H, T, T]``, or logits.
+        NotCausalError is raised where it is an input, or depends on a tensor that cannot be read.
         """
         writes = [write for node in given for write in flow.writes_to(node, before=before)]
         sources = flow.sources([result, *writes], before=before, stop=given)
@@ -105,14 +88,13 @@ class MaskPart:
         self.calls = [node for node in sources if node not in self.inputs and node not in given]
         if not self.calls and not given:
             raise NotCausalError(f"its mask is the input {self.name}, whose content is unknown. {_LEAVE_OUT}")
-        self.tensors = {node: self._content(node) for node in self.inputs if is_module_tensor(node)}
         self.products = made_of([*given, *self.calls], given.__contains__)
-
-    def _content(self, node: Node) -> Tensor:
-        value = module_tensor(node)
-        if value is None:
-            raise NotCausalError(f"its mask depends on {node.name}, whose content is out of reach")
-        return value
+        self.tensors: dict[Node, Tensor] = {}
+        for node in filter(is_module_tensor, self.inputs):
+            value = module_tensor(node)
+            if value is None:
+                raise NotCausalError(f"its mask depends on {node.name}, whose content is out of reach")
+            self.tensors[node] = value
 
     def sizes(self, length: int) -> SizeMap:
         """Return values of the symbols when the token symbol is ``length``."""
@@ -123,18 +105,12 @@ class MaskPart:
         return int(concrete(self.tokens, self.sizes(length)))
 
     def run(self, length: int, start: int, given: Mapping[Node, Tensor] | None = None) -> Tensor:
-        """Return the result for positions ``start``, ``start + 1``...
-
-        Args:
-            given: values of nodes, inputs among them.
-        Raises:
-            NotCausalError: it cannot be evaluated, or is no tensor.
-        """
+        """Return the result, a tensor, for positions ``start``, ``start + 1``..., from ``given`` values of nodes."""
         sizes = self.sizes(length)
-        values = {node: value.clone() for node, value in (given or {}).items()}
         feeds = {node: self._feed(node, start, sizes) for node in self.inputs if not is_scalar(node)}
+        feeds |= {node: value.clone() for node, value in (given or {}).items()}
         try:
-            value = evaluate(self.result, self.calls, {**feeds, **values}, sizes)
+            value = evaluate(self.result, self.calls, feeds, sizes)
         except EvaluationError as error:
             raise NotEvaluatedError(f"its mask cannot be evaluated: {error}") from error
         if not isinstance(value, Tensor):
@@ -183,13 +159,7 @@ class MaskPart:
         return list(dict.fromkeys(length for length in longest if length <= longest[0])), None
 
     def check_content(self, length: int, given: Mapping[Node, Tensor] | None = None) -> None:
-        """Check that the result depends on an input only if it holds the tokens' positions.
-
-        Args:
-            given: values of nodes, as for :meth:`run`.
-        Raises:
-            NotCausalError: the result depends on other content.
-        """
+        """Raise NotCausalError if the result depends on an input that does not hold the tokens' positions."""
         for node in self.inputs:
             if self.tokens == 1 or is_scalar(node) or node in self.tensors:
                 continue
@@ -204,10 +174,10 @@ class MaskPart:
 
 def _holds_positions(node: Node) -> bool:
     """Return whether rows of a captured input count tokens, some possibly after left padding."""
-    given = getattr(node.meta.get("grapharg"), "example", None)
-    if not isinstance(given, Tensor) or isinstance(given, FakeTensor) or given.ndim == 0:
+    example = getattr(node.meta.get("grapharg"), "example", None)
+    if not isinstance(example, Tensor) or isinstance(example, FakeTensor) or example.ndim == 0:
         return False
-    rows = given.reshape(-1, given.shape[-1])
+    rows = example.reshape(-1, example.shape[-1])
     steps = rows.diff(dim=1) == 1
     padded = (~steps).long().flip(1).cumsum(1).flip(1) > 0
     constant = (rows[:, :-1] == rows[:, :1]) | ~padded
@@ -220,14 +190,10 @@ def starts_of(length: int) -> tuple[int, ...]:
 
 
 def prove_causal(part: MaskPart, heads: int) -> Band:
-    """Prove a mask causal and return what it does.
-
-    Raises:
-        NotCausalError: with the reason.
-    """
-    found, lengths = prove_band(part, part.run, heads, NEGLIGIBLE_LOGIT)
+    """Return what a mask does; raise NotCausalError where it is not proved causal."""
+    proved, lengths = prove_band(part, part.run, heads, NEGLIGIBLE_LOGIT)
     part.check_content(lengths[0])
-    return found
+    return proved
 
 
 def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, floor: float) -> tuple[Band, list[int]]:
@@ -236,14 +202,14 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
     Args:
         part: of the mask, or of logits. mask: called with token symbol and first position. heads: query heads.
         floor: an additive mask at or below this hides the entry.
-    Raises:
-        NotCausalError: with the reason.
     """
     candidates, undecided = part.lengths()
     longest, value = _longest(mask, candidates, part.count)
     short = [length for length in EXAMPLE_LENGTHS if length < longest and part.tokens != longest]
-    window = window_of(attended_of(value, floor), part.count(longest))
-    slopes: list[tuple[tuple[float, ...] | None, float]] = []
+    tokens, row = part.count(longest), attended_of(value, floor).reshape(-1, value.shape[-1])[-1]
+    seen = int(row.expand(tokens).sum()) if row.shape[0] in (1, tokens) else tokens  # by the last query
+    window = None if seen in (0, tokens) else seen
+    slopes: list[tuple[tuple[float, ...] | None, float]] = []  # with their tolerances
     for length in (longest, *short):
         rounding = torch.finfo(torch.bfloat16).eps if length > EXAMPLE_LENGTHS[-1] else 0.0
         tokens = part.count(length)
@@ -252,12 +218,12 @@ def prove_band(part: MaskPart, mask: Callable[[int, int], Tensor], heads: int, f
             attended = attended_of(value, floor)
             slopes.append((_slopes(value, attended, tokens, heads, rounding), max(2 * rounding, 1e-5)))
             check_band(attended, window, tokens, start, part.name)
-    found = slopes[-1][0]
-    if not all(_are_close(found or (), other or (), tolerance) for other, tolerance in slopes):
+    of_last = slopes[-1][0]
+    if not all(_are_close(of_last or (), other or (), tolerance) for other, tolerance in slopes):
         raise NotCausalError(_BIAS)
     if undecided is not None:
         raise NotCausalError(undecided)
-    return Band(window, found), [*short, longest]
+    return Band(window, of_last), [*short, longest]
 
 
 def _are_close(slopes: Sequence[float], others: Sequence[float], tolerance: float) -> bool:
@@ -285,11 +251,7 @@ def band(length: int, window: int | None, device: torch.device | None = None) ->
 
 
 def attended_of(mask: Tensor, floor: float) -> Tensor:
-    """Convert a bool or additive mask to bool, True = attend.
-
-    Raises:
-        NotCausalError: it is neither.
-    """
+    """Convert a bool or additive mask to bool, True = attend; raise NotCausalError if it is neither."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
@@ -300,12 +262,9 @@ def attended_of(mask: Tensor, floor: float) -> Tensor:
 
 
 def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: float) -> tuple[float, ...] | None:
-    """Return what an additive mask adds per position of the key, by query head.
+    """Return what an additive mask adds per position of the key, by query head; raise where it adds something else.
 
-    Args:
-        rounding: relative tolerance: models that make the mask in 16 bits (Falcon) round it at later positions.
-    Raises:
-        NotCausalError: it adds something else.
+    ``rounding`` is a relative tolerance: models that make the mask in 16 bits (Falcon) round it at later positions.
     """
     if mask.dtype == torch.bool or not bool((mask[attended] != 0).any()):
         return None
@@ -327,19 +286,8 @@ def _slopes(mask: Tensor, attended: Tensor, tokens: int, heads: int, rounding: f
     return tuple(by_row.reshape(-1, heads)[0].tolist())
 
 
-def window_of(attended: Tensor, length: int) -> int | None:
-    """Return the window of a banded mask, read from its last row."""
-    row = attended.reshape(-1, attended.shape[-1])[-1]
-    seen = int(row.expand(length).sum()) if row.shape[0] in (1, length) else length
-    return None if seen in (0, length) else seen
-
-
 def check_band(attended: Tensor, window: int | None, length: int, start: int, name: str) -> None:
-    """Raise unless the mask is the causal mask of that window.
-
-    Raises:
-        NotCausalError: naming the node ``name``.
-    """
+    """Raise NotCausalError, naming the node ``name``, unless the mask is the causal mask of that window."""
     sizes = attended.shape[-2:] if attended.ndim >= 2 else (1, *attended.shape)
     fits = attended.ndim <= 5 and all(size in (1, length) for size in sizes)
     if not fits or not bool((attended == band(length, window, attended.device)).all()):

@@ -6,7 +6,6 @@ mask, ``text_length`` for a whole graph.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -37,15 +36,11 @@ from kvpass.graphs.fx_utils import (
 from kvpass.ranks import ALONE
 from kvpass.torch_compat import TorchDispatchMode
 
-SizeMap: TypeAlias = Mapping[sympy.Symbol, int]
-"""Concrete values for the symbols of a capture."""
+SizeMap: TypeAlias = Mapping[sympy.Symbol, int]  # concrete values for the symbols of a capture
+Functions: TypeAlias = Mapping[Any, Callable[..., Any]]  # to call in place of others
 
-EXAMPLE_LENGTHS = (7, 13)
-"""Token counts of examples."""
-
-EXAMPLE_BATCH = 2
-"""Rows of examples, where the batch is symbolic."""
-
+EXAMPLE_LENGTHS = (7, 13)  # token counts of examples
+EXAMPLE_BATCH = 2  # rows of examples, where the batch is symbolic
 _BY_AXIS = set(
     "index_select index_add index_copy index_fill index_reduce gather scatter scatter_add scatter_reduce".split()
 )
@@ -54,15 +49,9 @@ _BY_AXIS = set(
 LOOKUPS = {*_BY_AXIS, *"embedding take index index_put unsafe_index index_put_impl".split()}
 """Aten operators that look something up."""
 
-_MAX_TEXT_TOKENS = 4096
-"""Longest example of a text; what a graph does only beyond is not seen."""
-
-MARGIN = 5
-"""By how many tokens an example goes beyond a number."""
-
-_LARGEST_NUMBER = 1e9
-"""Numbers from here on hide entries, they are no windows."""
-
+_MAX_TEXT_TOKENS = 4096  # longest example of a text; what a graph does only beyond is not seen
+MARGIN = 5  # by how many tokens an example goes beyond a number
+_LARGEST_NUMBER = 1e9  # numbers from here on hide entries, they are no windows
 _FILLS = {torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _SCALING = {"floordiv", "ifloordiv", "floor_divide", "mul", "imul", "multiply", "div", "divide", "truediv", "rshift"}
 
@@ -83,17 +72,14 @@ def concrete(value: Any, sizes: SizeMap) -> Any:
     """A recorded size, symbol or tuple of them with its symbols replaced by ``sizes``."""
     if isinstance(value, (tuple, list)):
         return type(value)([concrete(part, sizes) for part in value])
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-        return kind(_substitute(value.node.expr, sizes))
-    return int(_substitute(value, sizes)) if isinstance(value, sympy.Expr) else value
-
-
-def _substitute(expr: sympy.Basic, sizes: SizeMap) -> sympy.Basic:
+    numbers = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    number, expr = numbers.get(type(value), int), value.node.expr if type(value) in numbers else value
+    if not isinstance(expr, sympy.Basic):
+        return value
     result = sympy.sympify(expr.xreplace(dict(sizes)))
     if result.free_symbols:
         raise EvaluationError(f"size {expr} depends on what is neither the number of tokens nor of rows")
-    return result
+    return number(result)
 
 
 def example_sizes(batch: Dim, tokens: Dim, length: int) -> dict[sympy.Symbol, int]:
@@ -103,8 +89,8 @@ def example_sizes(batch: Dim, tokens: Dim, length: int) -> dict[sympy.Symbol, in
 
 def hinted_sizes(gm: GraphModule) -> dict[sympy.Symbol, int]:
     """Values that the symbols of scalar inputs had when the graph was captured."""
-    symbols = [recorded(node) for node in gm.graph.find_nodes(op="placeholder")]
-    nodes = [value.node for value in symbols if isinstance(value, torch.SymInt)]
+    values = map(recorded, gm.graph.find_nodes(op="placeholder"))
+    nodes = [value.node for value in values if isinstance(value, torch.SymInt)]
     return {node.expr: int(node.hint) for node in nodes if node.expr.is_Symbol and node.hint is not None}
 
 
@@ -118,27 +104,17 @@ def random_like(value: Tensor, sizes: SizeMap) -> Tensor:
 
 
 def evaluate(
-    result: Node,
-    nodes: Sequence[Node],
-    feeds: Mapping[Node, Tensor],
-    sizes: SizeMap,
-    *,
-    instead: Mapping[Any, Callable[..., Any]] | None = None,
+    result: Node, nodes: Sequence[Node], feeds: Mapping[Node, Tensor], sizes: SizeMap, instead: Functions | None = None
 ) -> Any:
-    """Run ``nodes`` in the given order with the operators' real semantics; value of ``result`` after the last.
+    """Run ``nodes`` in order with the operators' real semantics; return the value of ``result`` after the last.
 
     Args:
-        result: one of ``nodes`` or of ``feeds``.
         nodes: in execution order; tensor operands of calls are earlier nodes or ``feeds``. What is fed is not run.
-        feeds: tensors to start from.
-        sizes: values for the symbols. Operands of which only the shape matters are made up.
-        instead: functions to call in place of others.
-    Raises:
-        EvaluationError: a value is missing, or an operator fails on the example.
+        feeds, sizes, instead: as :class:`ExampleRun` takes them, which raises EvaluationError.
     """
     gm = result.graph.owning_module
     assert gm is not None
-    run = ExampleRun(gm, sizes, feeds, instead or {})
+    run = ExampleRun(gm, sizes, feeds, instead)
     last_user = {operand: node for node in nodes for operand in node.all_input_nodes}
     with torch.no_grad(), LookupsInRange():
         for node in nodes:
@@ -154,18 +130,11 @@ class LookupsInRange(TorchDispatchMode):
     """Looks at indices ahead of the call: one out of range is an error on the CPU, but the end of a process on CUDA."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _name_of_lookup(func)
-        for index, rows in _looked_up(name, args) if name else ():
+        name = func.overloadpacket.__name__.strip("_")
+        for index, rows in _looked_up(name, args) if name in LOOKUPS else ():
             if index.numel() and not (int(index.min()) >= -rows and int(index.max()) < rows):
                 raise IndexError(f"one of {int(index.min())} to {int(index.max())} is looked up among {rows}")
         return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _name_of_lookup(func: torch._ops.OpOverload) -> str:
-    """Of an operator that :func:`_looked_up` knows, the name without underscores; "" of any other."""
-    name = func.overloadpacket.__name__.strip("_")
-    return name if name in LOOKUPS else ""
 
 
 def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
@@ -185,28 +154,23 @@ def _looked_up(name: str, args: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 class ExampleRun(Interpreter):
-    """Runs nodes on an example, calling some functions in place of others, and no other process.
+    """Runs nodes on an example from tensors ``feeds``, calling some functions ``instead``, and no other process.
 
-    Args:
-        sizes: values for the symbols. feeds: tensors to start from. instead: functions to call in place of others.
+    Operands of which only the shape matters are made up.
     """
 
     def __init__(
-        self, gm: GraphModule, sizes: SizeMap, feeds: Mapping[Node, Any], instead: Mapping[Any, Callable[..., Any]]
+        self, gm: GraphModule, sizes: SizeMap, feeds: Mapping[Node, Any], instead: Functions | None = None
     ) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.sizes, self.instead, self.extra_traceback = sizes, instead, False
+        self.sizes, self.instead, self.extra_traceback = sizes, instead or {}, False
         self.env: dict[Node, Any] = dict(feeds)
 
     def call(self, node: Node) -> Any:
-        """Run a node, and keep its value in ``env``.
-
-        Raises:
-            EvaluationError: an operand is missing, or the operator fails on the example.
-        """
+        """Run a node, and keep its value in ``env``; EvaluationError: an operand is missing, or the operator fails."""
         for operand in node.all_input_nodes:
             if operand not in self.env:
-                self.env[operand] = stand_in(operand, node, self.sizes)
+                self.env[operand] = self._stand_in(operand, node)
         try:
             self.env[node] = self.run_node(node)
         except UnsupportedAttentionError:
@@ -218,19 +182,14 @@ class ExampleRun(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return super().call_function(self.instead.get(target, ALONE.get(target, target)), args, kwargs)
 
-
-def stand_in(operand: Node, user: Node, sizes: SizeMap) -> Any:
-    """What an operand is to a call that reads no element of it.
-
-    Raises:
-        EvaluationError: it reads them.
-    """
-    value = recorded(operand)
-    if is_scalar(operand):
-        return concrete(value, sizes)
-    if operand in shape_only_inputs(user) and isinstance(value, Tensor):
-        return torch.empty(concrete(tuple(value.shape), sizes), dtype=value.dtype, device=value.device)
-    raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
+    def _stand_in(self, operand: Node, user: Node) -> Any:
+        """Return what an operand is to a call that reads no element of it; raise EvaluationError if it reads them."""
+        value = recorded(operand)
+        if is_scalar(operand):
+            return concrete(value, self.sizes)
+        if operand in shape_only_inputs(user) and isinstance(value, Tensor):
+            return torch.empty(concrete(tuple(value.shape), self.sizes), dtype=value.dtype, device=value.device)
+        raise EvaluationError(f"{user.name} needs {operand.name}, which has no example")
 
 
 def input_dependent_nodes(live: Sequence[Node]) -> set[Node]:
@@ -239,15 +198,10 @@ def input_dependent_nodes(live: Sequence[Node]) -> set[Node]:
 
 
 def text_inputs(flow: DataFlow, live: Sequence[Node], tokens: Dim, sizes: SizeMap) -> dict[Node, Tensor]:
-    """Inputs for an example of a text: weights, and numbers that differ from token to token.
+    """Return inputs of the nodes to be run, for an example of a text: weights, and numbers that differ by token.
 
     Whole numbers go from 0 up to the token count, as positions do, or as far as the tables reach in which they are
-    looked up.
-
-    Args:
-        live: nodes of the graph, in execution order, that are to be run.
-    Raises:
-        EvaluationError: the content of a weight is out of reach.
+    looked up. EvaluationError: the content of a weight is out of reach.
     """
     inputs = [node for node in live if node.op == "placeholder" and not is_scalar(node)]
     inputs += [node for node in live if node.op == "get_attr" and flow.writes_to(node)]
@@ -271,14 +225,13 @@ def _text_input(node: Node, tokens: Dim, sizes: SizeMap, numbers: int) -> Tensor
     if len(axes) > 1:
         raise EvaluationError(f"the input {node.name} has several axes of tokens")
     size = concrete(shape, sizes)
-    axis = axes[0] if axes else 0
     if like.is_floating_point():
         value = torch.randn(size, generator=torch.Generator().manual_seed(0), device="cpu")
     elif like.dtype == torch.bool:
         value = torch.ones(size, device="cpu")
     else:
         value = torch.zeros(size, dtype=torch.int64, device="cpu")
-        if axes:
+        for axis in axes:
             spread = torch.arange(size[axis], device="cpu") * (numbers - 1) // max(size[axis] - 1, 1)
             value = (value.movedim(axis, -1) + spread).movedim(-1, axis).contiguous()
     return value.to(dtype=like.dtype, device=like.device)
@@ -293,10 +246,9 @@ def token_wise_site(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tens
 
 
 def numbers_of(calls: Collection[Node], products: Collection[Node] = ()) -> set[int]:
-    """Numbers in calls that may be windows, rounded up; where positions are scaled, the product with the scales too.
+    """Return numbers in calls that may be windows, rounded up; where positions are scaled, times the scales too.
 
-    Args:
-        products: nodes made from the products of queries and keys: what they are multiplied with is no window.
+    ``products`` are made from the products of queries and keys: what they are multiplied with is no window.
     """
     numbers = windows_of(literals_of([node for node in calls if node not in products], floats=True))
     numbers |= windows_of(literals_of([node for node in calls if node in products]))
@@ -315,16 +267,16 @@ def windows_of(numbers: Iterable[float]) -> set[int]:
 
 
 def stored_numbers(tensors: Iterable[Tensor]) -> set[int]:
-    """Numbers in tensors of modules that may be windows: one, or ints that are no table by position."""
-    found: set[float] = set()
+    """Return numbers in tensors of modules that may be windows: one, or ints that are no table by position."""
+    numbers: set[float] = set()
     for value in tensors:
         if value.dtype == torch.bool or value.numel() == 0 or value.is_complex():
             continue
         if value.numel() == 1:
-            found.add(float(value))
+            numbers.add(float(value))
         elif not value.is_floating_point() and int(value.abs().max()) >= value.numel():
-            found.add(int(value.abs().max()))
-    return windows_of(found)
+            numbers.add(int(value.abs().max()))
+    return windows_of(numbers)
 
 
 def text_length(live: Sequence[Node], tokens: Dim) -> int:
@@ -343,9 +295,6 @@ def counting_calls(live: Sequence[Node], tokens: Dim) -> tuple[list[Node], list[
 
     What is made of the latter is in neither list, nor what meets a weight: a float of a module that is more than one.
     Nor is memory that is yet to be written.
-
-    Args:
-        live: nodes in execution order.
     """
     symbols = symbols_of([tokens])
     counting: set[Node] = set()

@@ -17,19 +17,15 @@ from torch.fx import GraphModule
 from kvpass.graphs.fx_utils import dim_of, shape_of, symbols_of
 from kvpass.torch_compat import ShapeGuard, int_oo
 
-_SHORT = range(2, 130)
-"""Lengths tried for a guard of no simple form, besides those near its numbers."""
+_SHORT = range(2, 130)  # lengths tried for a guard of no simple form, besides those near its numbers
 
 
 def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 2) -> int | None:
     """Return the most tokens the capture holds for; None when unlimited or captured for one length.
 
     Call it before the graph is compiled: Inductor has guards on lengths too, and compiles again where they fail.
-
-    Args:
-        shortest: tokens for which the capture must hold; one token is let in later, see ``one_token``.
-    Raises:
-        ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
+    ``shortest``: tokens for which the capture must hold; one token is let in later, see ``one_token``.
+    ValueError: it holds for some lengths and not for shorter ones, or for even ones...: the decoder branches.
     """
     if isinstance(tokens, int) or isinstance(dim_of(tokens), int):
         return None
@@ -37,8 +33,8 @@ def longest_length(gm: GraphModule, tokens: int | torch.SymInt, shortest: int = 
     sizes = symbols_of(dim for node in gm.graph.find_nodes(op="placeholder") for dim in shape_of(node) or ())
     bounds = environment.bound_sympy(symbol)
     numbers: dict[Any, dict[Any, str]] = {sympy.Ge: {bounds.lower: ""}, sympy.Le: {bounds.upper: ""}, sympy.Ne: {}}
-    for known in environment.guards:
-        guard, line = environment.replace(known.expr), _line_of(known)
+    for recorded in environment.guards:
+        guard, line = environment.replace(recorded.expr), _line_of(recorded)
         equates = isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
         if not symbol.free_symbols & guard.free_symbols or not guard.free_symbols <= sizes or equates:
             continue
@@ -90,11 +86,7 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
 
 
 def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
-    """Return the last length, from short ones on, for which a guard holds, as where mpt cuts its table of biases.
-
-    Raises:
-        ValueError: there is none, for example when it holds for even lengths.
-    """
+    """Return the last length, from short ones on, for which a guard holds (mpt cuts a table); raise if none is."""
     numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
     tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})
     holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]

@@ -20,8 +20,7 @@ from kvpass.graphs.verify.examples import NotCausalError, concrete, random_like
 
 _LARGE = 1e6
 _TOLERANCE = 2e-6
-_MAX_PRODUCTS = 2**24
-"""Most products in an example that has all rows and heads at once."""
+_MAX_PRODUCTS = 2**24  # most products in an example that has all rows and heads at once
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,11 @@ class LogitRule:
 
 
 def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) -> LogitRule:
-    """Return scale, soft-capping and mask of an attention call.
+    """Return scale, soft-capping and mask of an attention call; raise NotCausalError where there are none.
 
     Args:
         part: of the logits. weights: of what the values are multiplied with. scores: the products, ``[..., T, T]``.
         heads: query heads.
-    Raises:
-        NotCausalError: with the reason.
     """
     like = recorded(scores)
     floor = max(NEGLIGIBLE_LOGIT, torch.finfo(like.dtype).min)
@@ -65,15 +62,15 @@ def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
     def mask(length: int, start: int) -> Tensor:
         return logits(length, start, zeros(length))
 
-    found, lengths = prove_band(part, mask, heads, floor)
+    hidden, lengths = prove_band(part, mask, heads, floor)
     rule: LogitRule | None = None
     for length in lengths:
         for start in starts_of(length):
             nothing, grid = mask(length, start), random_like(zeros(length), {})
             if rule is None:
                 filled = (logits(length, start, torch.full_like(grid, fill)) for fill in (1.0, _LARGE))
-                one, most = (float(each.flatten()[0] - nothing.flatten()[0]) for each in filled)
-                rule = _rule_of(one, most, found)
+                one, most = (float(value.flatten()[0] - nothing.flatten()[0]) for value in filled)
+                rule = _rule_of(one, most, hidden)
             _check_logits(rule, grid, logits(length, start, grid), nothing, floor, part.name)
             if length < lengths[-1] or len(lengths) == 1:
                 generator = torch.Generator().manual_seed(1)
@@ -87,11 +84,7 @@ def prove_logits(part: MaskPart, weights: MaskPart, scores: Node, heads: int) ->
 
 
 def _check_logits(rule: LogitRule, products: Tensor, got: Tensor, nothing: Tensor, floor: float, name: str) -> None:
-    """Check logits ``got`` for some products, and ``nothing`` for products of zero.
-
-    Raises:
-        NotCausalError: they do not follow the rule.
-    """
+    """Raise unless logits ``got`` for some products, and ``nothing`` for products of zero, follow the rule."""
     got, nothing = _as(got, products), _as(nothing, products)
     seen = band(products.shape[-1], rule.band.window, got.device).expand(got.shape)
     without_mask = rule.logits(products)
@@ -104,11 +97,7 @@ def _check_logits(rule: LogitRule, products: Tensor, got: Tensor, nothing: Tenso
 
 
 def _check_softmax(rule: LogitRule, products: Tensor, got: Tensor, nothing: Tensor, name: str) -> None:
-    """Check that the weights ``got`` for some products are the softmax of the logits, without dropout.
-
-    Raises:
-        NotCausalError: they are not.
-    """
+    """Raise unless the weights ``got`` for some products are the softmax of the logits, without dropout."""
     expected = (rule.logits(products) + _as(nothing, products)).softmax(-1)
     tolerance = max(_TOLERANCE, 4 * torch.finfo(got.dtype).eps) if got.is_floating_point() else 0.0
     if got.numel() != expected.numel() or not torch.allclose(
@@ -124,10 +113,7 @@ def _as(logits: Tensor, products: Tensor) -> Tensor:
 
 def snap(value: float, head_dim: int) -> float:
     """Return the exact scale that was rounded to fp32 (1 or ``head_dim**-0.5``), else ``value``."""
-    for exact in (1.0, head_dim**-0.5):
-        if math.isclose(value, exact, rel_tol=_TOLERANCE):
-            return exact
-    return value
+    return next((exact for exact in (1.0, head_dim**-0.5) if math.isclose(value, exact, rel_tol=_TOLERANCE)), value)
 
 
 def _rule_of(one: float, most: float, band: Band) -> LogitRule:

@@ -27,9 +27,6 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     Ops marked unsupported while tracing raise first. Then, among nodes that reach the output: a call named like
     attention; a recurrence, or a convolution along the tokens; a tensor with two token axes, as attention weights and
     masks have.
-
-    Raises:
-        UnsupportedAttentionError: naming the node and the reason.
     """
     for site in find_sites(gm):
         if site.refusal is not None:
@@ -38,44 +35,33 @@ def check_no_raw_attention_pass(gm: GraphModule) -> int:
     batch, tokens = batch_and_tokens(gm) if find_sites(gm) else (None, None)
     symbols = symbols_of(token_sizes(live) if tokens is None else [tokens])
     for node in live:
-        reason = (
-            _named_attention(node)
-            or _carries_state(node)
-            or _attention_in_subgraph(node)
-            or _couples_tokens(node, batch, symbols)
-        )
+        reason = _mixes_tokens(node) or _attention_in_subgraph(node) or _couples_tokens(node, batch, symbols)
         if reason is not None:
             raise refuse(node, reason)
     return 0
 
 
-def _named_attention(node: Node) -> str | None:
+def _mixes_tokens(node: Node) -> str | None:
+    """Return the reason for other attention, recurrent layers, dropout, and convolutions that reach other tokens."""
     if not node.op.startswith("call_") or node.target is SITE:
         return None
     name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else target_name(node)
-    return f"{name} is not a canonical attention site" if _ATTENTION_NAME.search(name) else None
-
-
-def _carries_state(node: Node) -> str | None:
-    """Return the reason for recurrent layers, and convolutions whose kernel reaches other tokens."""
-    name = target_name(node)
-    if node.op not in ("call_function", "call_method"):
+    if _ATTENTION_NAME.search(name):
+        return f"{name} is not a canonical attention site"
+    if node.op == "call_module":
         return None
+    name = target_name(node)
     if _RECURRENT.fullmatch(name):
         return f"{name} carries a state from token to token that no attention site holds"
-    if name.endswith("dropout") and _is_training(node):
-        return "dropout in training mode: call eval() on the module"
+    if name.endswith("dropout"):
+        arguments = dict(zip(("p", "training"), node.args[1:3], strict=False)) | node.kwargs
+        if arguments.get("training") is not False and arguments.get("p", 0.5):
+            return "dropout in training mode: call eval() on the module"
     weight = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None)
     shape = shape_of(weight) if name == "conv1d" and isinstance(weight, Node) else None
     if shape is not None and shape[-1] != 1:
         return f"conv1d with a kernel of {shape[-1]} mixes neighbouring tokens outside of an attention site"
     return None
-
-
-def _is_training(node: Node) -> bool:
-    """Whether a call of ``torch.nn.functional.dropout`` drops anything."""
-    given = dict(zip(("p", "training"), node.args[1:3], strict=False)) | node.kwargs
-    return given.get("training") is not False and bool(given.get("p", 0.5))
 
 
 def _attention_in_subgraph(node: Node) -> str | None:

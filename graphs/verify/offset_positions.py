@@ -28,11 +28,8 @@ from torch.fx import GraphModule, Node
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import DataFlow, Dim, dim_of, mutated_inputs, recorded, shape_of, storage_of, target_name
 
-MARK = "kvpass_positions"
-"""Note of a node whose operands are positions; copies carry none."""
-
-COUNTED = "kvpass_positions_counted"
-"""Note of a node of how many of these count tokens, and not only their distances."""
+MARK = "kvpass_positions"  # note of a node whose operands are positions; copies carry none
+COUNTED = "kvpass_positions_counted"  # note of a node of how many of these count tokens, and not only their distances
 
 
 def counts_positions(gm: GraphModule) -> bool:
@@ -41,26 +38,19 @@ def counts_positions(gm: GraphModule) -> bool:
 
 
 def offset_positions_pass(gm: GraphModule, *, seen: Node) -> int:
-    """Offset the marked positions by the tokens seen; returns how many.
-
-    Args:
-        seen: int64 tensor without axes.
-    """
+    """Offset the marked positions by ``seen``, an int64 tensor without axes; return how many."""
     flow = DataFlow(gm)
-    marked = [node for node in flow.nodes if node.meta.get(MARK)]
     tokens = batch_and_tokens(gm)[1]
-    done: dict[tuple[Node, ...], Node | None] = {}
+    done: dict[tuple[Node, ...], Node] = {}
     changed = 0
-    for node in marked:
+    for node in flow.nodes:
         operands = node.all_input_nodes
-        for index in node.meta.pop(MARK):
+        for index in node.meta.pop(MARK, ()):
             sources = flow.sources([operands[index]], before=node)
             key = (operands[index], *sources)
-            if key not in done:
-                done[key] = shift(sources, node, seen, tokens).get(operands[index])
-            shifted = done[key]
-            assert shifted is not None, "self_check showed that there is an offset"
-            node.replace_input_with(operands[index], shifted)
+            if key not in done:  # self_check showed that there is an offset
+                done[key] = shift(sources, node, seen, tokens)[operands[index]]
+            node.replace_input_with(operands[index], done[key])
             changed += 1
     return changed
 
@@ -75,18 +65,16 @@ def shift(sources: Sequence[Node], user: Node, seen: Node, tokens: Dim) -> dict[
         for node in sources:
             if node.op in ("placeholder", "get_attr"):
                 continue
-            copies[node] = _shifted_slice(node, seen, tokens, copies) or _copy(node, copies)
+            copied = _shifted_slice(node, seen, tokens, copies)
+            if copied is None:
+                copied = node.graph.node_copy(node, lambda operand: copies.get(operand, operand))
+                copied.meta.pop(MARK, None)
+            copies[node] = copied
             if _is_counter(node, tokens):
                 copies[node] = _shifted_counter(node, seen, copies)
             elif target_name(node) == "cumsum":
                 copies[node] = _shifted_sum(node, seen, copies)
     return copies
-
-
-def _copy(node: Node, copies: dict[Node, Node]) -> Node:
-    copied = node.graph.node_copy(node, lambda operand: copies.get(operand, operand))
-    copied.meta.pop(MARK, None)
-    return copied
 
 
 def _with(like: Node, target: Any, args: tuple[Any, ...]) -> Node:
@@ -99,9 +87,9 @@ def _is_counter(node: Node, tokens: Dim) -> bool:
     """Whether the node is ``arange`` over the tokens, from some number in steps of 1."""
     if target_name(node) != "arange" or shape_of(node) != (tokens,):
         return False
-    given = dict(zip(("start", "end", "step") if len(node.args) > 1 else ("end",), node.args, strict=False))
-    given.update({name: value for name, value in node.kwargs.items() if name in ("start", "end", "step")})
-    return isinstance(given.get("start", 0), int) and bool(given.get("step", 1) == 1)
+    names = ("start", "end", "step") if len(node.args) > 1 else ("end",)
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return isinstance(arguments.get("start", 0), int) and bool(arguments.get("step", 1) == 1)
 
 
 def _shifted_counter(node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
@@ -126,10 +114,10 @@ def _shifted_sum(node: Node, seen: Node, copies: dict[Node, Node]) -> Node:
 
 def _shifted_slice(node: Node, seen: Node, tokens: Dim, copies: dict[Node, Node]) -> Node | None:
     """``table[a : a + T]``, ``seen`` rows further on; None for any other node."""
-    found = _rows_of_tokens(node, tokens)
-    if found is None:
+    picked_rows = _rows_of_tokens(node, tokens)
+    if picked_rows is None:
         return None
-    axis, bounds, rest = found
+    axis, bounds, rest = picked_rows
     table = node.args[0]
     assert isinstance(table, Node)
     rows = node.graph.call_function(torch.arange, bounds, {"device": recorded(table).device})

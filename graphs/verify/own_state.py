@@ -50,35 +50,32 @@ _ANEW = (
 
 
 def check_own_state_pass(gm: GraphModule) -> int:
-    """Raise if the graph changes a tensor that it reads, or stores a size or table.
+    """Raise if the graph changes a tensor that it reads, or stores a size or table; the graph is not changed.
 
     Checked are tensors of the module, and floating-point arguments, which may be a cache. A stored table counts if its
-    size depends on the length. The graph is not changed.
-
-    Raises:
-        UnsupportedAttentionError: naming the call that makes the state; or the call counts, or keeps results in a dict
-            or list, as forward hooks may, and would be captured anew each time.
+    size depends on the length. A call that counts, or keeps results in a dict or list, as forward hooks may, is refused
+    too: it would be captured anew each time.
     """
-    held = {
+    places = {
         node: source_of(node).name
         for node in gm.graph.find_nodes(op="placeholder")
         if isinstance(recorded(node), Tensor)
         and (is_module_tensor(node) or recorded(node).is_floating_point())
         and not isinstance(recorded(node), Parameter)  # a call that writes to weights invalidates caches filled before
     }
-    written = {storage_of(node): name for node, name in held.items()}
+    place_of = {storage_of(node): name for node, name in places.items()}
     dependent = {node.name for node in input_dependent_nodes(list(gm.graph.nodes))}
     for node in DataFlow(gm).sources(results_of(gm)):
         for operand in mutated_inputs(node):
             # allowed: rewritten whole in every call before it is read, such as the frequencies of longrope
-            made_anew = target_name(node) == "copy_" and operand in held and min(operand.users) is node
-            if storage_of(operand) in written and not made_anew:
-                raise _refusal(node, written[storage_of(operand)])
+            made_anew = target_name(node) == "copy_" and operand in places and min(operand.users) is node
+            if storage_of(operand) in place_of and not made_anew:
+                raise _refusal(node, place_of[storage_of(operand)])
     lengths = symbols_of(token_sizes(gm.graph.nodes))
     for place, node, in_container in _replaced():
         size = symbols_in(node) & lengths
         table = symbols_of(shape_of(node) or ()) & lengths
-        read = any(source == place or source.startswith((f"{place}.", f"{place}[")) for source in held.values())
+        read = any(source == place or source.startswith((f"{place}.", f"{place}[")) for source in places.values())
         if in_container and node.name in dependent and not size:
             raise refuse(node, _ANEW)
         if size or (read and node.name in dependent):
@@ -89,26 +86,27 @@ def check_own_state_pass(gm: GraphModule) -> int:
                 f"it leaves a table for the length of this call in {dotted(place)}, and would take it for another. "
                 "Call the decoder once on the longest text before it is compiled: then the table is there",
             )
-    for variable, stored in changed_objects():
-        if _counts(variable, stored):  # of a hook's variable, the module that has the hook is named
+    for variable, attributes in changed_objects():
+        if _counts(variable, attributes):  # of a hook's variable, the module that has the hook is named
             source: Any = variable.source
             raise UnsupportedAttentionError(dotted(source.name.partition("._forward_")[0]), "a counter", _ANEW)
     return 0
 
 
-def _counts(variable: VariableTracker, stored: Mapping[str, VariableTracker]) -> bool:
+def _counts(variable: VariableTracker, attributes: Mapping[str, VariableTracker]) -> bool:
     """Whether a changed object holds other whole numbers after the call, in an attribute or as a container."""
-    if not stored:
-        return not any(isinstance(part, TensorVariable | SymNodeVariable) for part in _parts(variable))
-    now = getattr(variable, "value", None)
-    numbers = {name: x.value for name, x in stored.items() if isinstance(x, ConstantVariable)}
-    return any(type(new) is int and getattr(now, name, None) != new for name, new in numbers.items())
+    if not attributes:
+        return not _computed(variable)
+    before = getattr(variable, "value", None)
+    numbers = {name: x.value for name, x in attributes.items() if isinstance(x, ConstantVariable)}
+    return any(type(new) is int and getattr(before, name, None) != new for name, new in numbers.items())
 
 
-def _parts(variable: VariableTracker) -> list[VariableTracker]:
-    found: list[VariableTracker] = []
-    VariableTracker.visit(found.append, variable)
-    return found
+def _computed(variable: VariableTracker) -> list[Any]:
+    """Return the tensors and sizes that the call computes in a variable."""
+    variables: list[VariableTracker] = []
+    VariableTracker.visit(variables.append, variable)
+    return [part for part in variables if isinstance(part, TensorVariable | SymNodeVariable)]
 
 
 def _replaced() -> Iterator[tuple[str, Node, bool]]:
@@ -120,8 +118,7 @@ def _replaced() -> Iterator[tuple[str, Node, bool]]:
             continue
         stored = {f"{source.name}.{name}": value for name, value in attributes.items()}
         for place, value in (stored or {source.name: variable}).items():
-            parts = (part for part in _parts(value) if isinstance(part, TensorVariable | SymNodeVariable))
-            yield from ((place, part.proxy.node, not stored) for part in parts)
+            yield from ((place, part.proxy.node, not stored) for part in _computed(value))
 
 
 def _refusal(node: Node, place: str) -> Exception:

@@ -14,7 +14,7 @@ tokens, special treatment of the first or last token of a call, and positions th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -61,23 +61,15 @@ from kvpass.graphs.verify.examples import (
 from kvpass.graphs.verify.offset_positions import COUNTED, MARK, shift
 from kvpass.torch_compat import tree_leaves
 
-PIECES = (9, 5, 1)
-"""Tokens of the first, the further and the last piece of the short example."""
-
-_TOLERANCE = 2e-5
-"""Of the largest number a call gives: rounding differs between the rows of a matrix product."""
+PIECES = (9, 5, 1)  # tokens of the first, the further and the last piece of the short example
+_TOLERANCE = 2e-5  # of the largest number a call gives: rounding differs between the rows of a matrix product
 
 
 def self_check_pass(gm: GraphModule, *, distinct: DistinctLayers | None = None) -> int:
-    """Mark the positions that the decoder counts by itself; returns how many of them count.
+    """Mark the positions that the decoder counts by itself; return how many of them count.
 
-    Where ``distinct`` has one of each of the layers, the text is run through that.
-
-    With any, rows of a batch must be at the same position: left padding is not possible. A capture of one token is not
-    looked at.
-
-    Raises:
-        UnsupportedAttentionError: naming the first call that gives a piece of a text something else than the text.
+    Where ``distinct`` has one of each of the layers, the text is run through that. A capture of one token is not looked
+    at. Where positions are counted, rows of a batch must be at the same one: left padding is not possible.
     """
     if not find_sites(gm) or batch_and_tokens(gm)[1] == 1:
         return 0
@@ -93,9 +85,9 @@ def self_check_pass(gm: GraphModule, *, distinct: DistinctLayers | None = None) 
             "of it, or a table of positions ends there",
         )
     live = DataFlow(gm).sources(results_of(gm))
-    given = symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([batch])
-    _check_length_as_number(live, symbols_of([tokens]) | given)
-    _check_reduced(live, tokens, given=False)
+    lengths = symbols_of(token_sizes(gm.graph.nodes)) - symbols_of([batch])
+    _check_length_as_number(live, symbols_of([tokens]) | lengths)
+    _check_reduced(live, tokens, of_inputs=False)
     offsets = _Offsets(gm)
     shortest, longest = sum(PIECES), text_length(live, tokens)
     try:
@@ -115,66 +107,53 @@ def _no_example(node: Node, why: str) -> UnsupportedAttentionError:
     return refuse(node, f"no example shows whether a text in pieces is what the whole text is: {why}")
 
 
-def _check_length_as_number(live: Sequence[Node], lengths: Collection[object]) -> None:
-    """Refuse a length as a number that a tensor is made of: a piece of the text has another one.
-
-    Args:
-        lengths: symbols of the lengths of all inputs.
-    """
+def _check_length_as_number(live: Sequence[Node], lengths: Set[object]) -> None:
+    """Refuse an input's length as a number that a tensor is made of: a piece of the text has another one."""
     for node in live:
-        if not node.op.startswith("call_") or is_scalar(node):
-            continue
-        for operand in numbers_given(node):
-            if symbols_in(operand) & set(lengths):
-                reason = (
+        for operand in numbers_given(node) if node.op.startswith("call_") and not is_scalar(node) else ():
+            if symbols_in(operand) & lengths:
+                raise refuse(
+                    node,
                     f"it computes with {operand.name}, a number made from the length of the input; against a cache "
-                    "that would be the length of a piece of the text"
+                    "that would be the length of a piece of the text",
                 )
-                raise refuse(node, reason)
 
 
 def check_reduced_inputs_pass(gm: GraphModule) -> int:
-    """Refuse a graph in which ids or positions that are given make a number for all tokens; changes nothing.
+    """Refuse a graph in which ids or positions that are inputs make a number for all tokens; changes nothing.
 
     No example shows what it does beyond: ``positions.amax()`` may be held against any length.
-
-    Raises:
-        UnsupportedAttentionError: naming the call.
     """
     tokens = batch_and_tokens(gm)[1]
     if tokens != 1:
-        _check_reduced(DataFlow(gm).sources(results_of(gm)), tokens, given=True)
+        _check_reduced(DataFlow(gm).sources(results_of(gm)), tokens, of_inputs=True)
     return 0
 
 
-def _check_reduced(live: Sequence[Node], tokens: Dim, *, given: bool) -> None:
-    """Refuse one number for all tokens, of ids or positions that are given, or of those that are made in the graph."""
+def _check_reduced(live: Sequence[Node], tokens: Dim, *, of_inputs: bool) -> None:
+    """Refuse one number for all tokens, of ids or positions that are inputs, or of those that are made in the graph."""
     dependent = input_dependent_nodes(live)
     for node in counting_calls(live, tokens)[1]:
-        if (node in dependent) == given:
+        if (node in dependent) == of_inputs:
             raise refuse(
                 node,
                 f"{target_name(node)} makes one number of the ids or positions of all tokens: it relates tokens to "
-                f"tokens outside of an attention site{'' if given else ' (positions are made in the graph)'}",
+                f"tokens outside of an attention site{'' if of_inputs else ' (positions are made in the graph)'}",
             )
 
 
 def _check_text(offsets: _Offsets, tokens: int) -> None:
-    """Compare a text of so many tokens with two ways to cut it in pieces.
-
-    Raises:
-        UnsupportedAttentionError: they differ. EvaluationError: the graph does not take so many tokens.
-    """
+    """Compare a text of so many tokens with two ways to cut it; EvaluationError: the graph does not take so many."""
     first, further, last = tokens - PIECES[1] - PIECES[2], PIECES[1], PIECES[2]
     calls = [node for node in offsets.live if node not in offsets.inserted]
     text = text_inputs(offsets.flow, calls, offsets.tokens, offsets.sizes(tokens))
     for pieces in ((first, further, last), (further, first, last)):
         try:
             _Lockstep(offsets, text, pieces).run()
-        except _DiffersError as found:
-            result = f"its result {shape_of(found.node) or ''}".strip()
+        except _DiffersError as error:
+            result = f"its result {shape_of(error.node) or ''}".strip()
             raise refuse(
-                found.node,
+                error.node,
                 f"{result} for {tokens} tokens at once is not that for pieces of {pieces} against a cache: it relates "
                 "tokens to tokens outside of an attention site, or depends on a token's place in the input, as the "
                 "first or the last, or positions are made in the graph that kvpass cannot offset. Pass positions in as "
@@ -196,11 +175,9 @@ class _Offsets:
     Attributes:
         seen: input of the copy that is the number of tokens seen.
         shifted: by call and operand, the shifted operand. shifted_match: by call, whether its result was right with
-            them in all examples so far; a call that no example had is not there. changed: calls and operands that had
-            another value when shifted.
+            them in all examples so far. changed: calls and operands that had another value when shifted.
         live: nodes that reach the output or a state, in execution order, and what makes the shifted operands.
         inserted: the latter. input_dependent: those of the former whose elements come from the inputs of the decoder.
-        writes: those of the former that write states.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -216,16 +193,16 @@ class _Offsets:
         self.shifted: dict[Node, dict[Node, Node]] = {}
         self.shifted_match: dict[Node, bool] = {}
         self.changed: set[tuple[Node, Node]] = set()
-        known: dict[tuple[Node, ...], Node | None] = {}
+        shifts: dict[tuple[Node, ...], Node | None] = {}
         for user in (node for node in live if node in self.input_dependent):
             for operand in filter(self._may_count, value_inputs(user)):
                 sources = flow.sources([operand], before=user)
                 key = (operand, *sources)
-                if key not in known and self.input_dependent.isdisjoint(sources):
+                if key not in shifts and self.input_dependent.isdisjoint(sources):
                     before = len(self.seen.users)
                     shifted = shift(sources, user, self.seen, self.tokens).get(operand)
-                    known[key] = shifted if len(self.seen.users) > before else None
-                if (shifted := known.get(key)) is not None:
+                    shifts[key] = shifted if len(self.seen.users) > before else None
+                if (shifted := shifts.get(key)) is not None:
                     self.shifted.setdefault(user, {})[operand] = shifted
         self._axes: dict[Node, tuple[int, bool] | None] = {}
         self.flow = DataFlow(self.gm)
@@ -240,8 +217,8 @@ class _Offsets:
             return False
         return bool(symbols_of(shape_of(operand) or ()) & symbols_of([self.tokens]))
 
-    def _is_given_number(self, operand: Node) -> bool:
-        """Whether an operand is made of nothing but given whole numbers that are the same for all tokens."""
+    def _is_input_number(self, operand: Node) -> bool:
+        """Whether an operand is made of nothing but whole numbers of inputs that are the same for all tokens."""
         leaves = [node for node in self.flow.sources([operand]) if node.op in ("placeholder", "get_attr")]
         tokens = symbols_of([self.tokens])
         return operand in self.input_dependent and all(
@@ -268,10 +245,10 @@ class _Offsets:
         for user in (user for user, match in self.shifted_match.items() if match):
             for operand in self.shifted[user]:
                 counts = (user, operand) in self.changed
-                if counts and (given := next(filter(self._is_given_number, value_inputs(user)), None)) is not None:
+                if counts and (number := next(filter(self._is_input_number, value_inputs(user)), None)) is not None:
                     raise refuse(
                         user,
-                        f"positions that the decoder counts meet {given.name}, a number that is given for all tokens: "
+                        f"positions that the decoder counts meet {number.name}, a number that is given for all tokens: "
                         "as a first position it would be added to the tokens seen, which kvpass adds. Pass positions "
                         "in as an input of the decoder",
                     )
@@ -283,12 +260,16 @@ class _Offsets:
 
 
 class _Run(ExampleRun):
-    """One of the runs, of ``length`` tokens; ``seen`` tokens went before its own, the last of them in ``before``."""
+    """A run of ``length`` tokens of a text; ``seen`` tokens went before them, the last of these in ``before``."""
 
     def __init__(
-        self, offsets: _Offsets, length: int, seen: int, env: Mapping[Node, Any], before: _Run | None = None
+        self, offsets: _Offsets, text: Mapping[Node, Tensor], length: int, seen: int = 0, before: _Run | None = None
     ) -> None:
-        feeds = {offsets.seen: torch.tensor(seen, device="cpu"), **env}
+        feeds = {offsets.seen: torch.tensor(seen, device="cpu")}
+        for node, value in text.items():
+            for axis, dim in () if is_module_tensor(node) else enumerate(shape_of(node) or ()):
+                value = value.narrow(axis, seen, length) if dim == offsets.tokens else value
+            feeds[node] = value.clone() if offsets.flow.writes_to(node) else value.contiguous()
         instead: dict[Any, Callable[..., Any]] = {SITE: token_wise_site}
         if before is not None:
             instead[READ_STATE] = before.state
@@ -296,11 +277,7 @@ class _Run(ExampleRun):
         self.offsets, self.seen, self.length = offsets, seen, length
 
     def state(self, like: Tensor, layer: int, name: str, *_: Any) -> Tensor:
-        """What this run writes for the next one, of which as much is run ahead as that needs; the run does not change.
-
-        Raises:
-            UnsupportedAttentionError: it would change.
-        """
+        """Return what this run writes for the next one; what it needs is run ahead, without a change of this run."""
         (write,) = (node for node in self.offsets.writes if state_of(node) == (layer, name))
         (target,) = write.all_input_nodes
         needed = self.offsets.flow.needed([target], stop=self.env)
@@ -312,39 +289,19 @@ class _Run(ExampleRun):
 
 
 class _Lockstep:
-    """One run of a whole text and one of each of its pieces.
-
-    Args:
-        text: inputs of the run of the whole text.
-    """
+    """One run of a whole text, whose inputs are ``text``, and one of each of its pieces."""
 
     def __init__(self, offsets: _Offsets, text: Mapping[Node, Tensor], pieces: Sequence[int]) -> None:
-        self.offsets, self.batch, self.tokens = offsets, offsets.batch, offsets.tokens
+        self.offsets = offsets
         self.mismatched: set[Node] = set()
         self.matched: set[Node] = set()
-        starts = [sum(pieces[:place]) for place in range(len(pieces))]
-        self.whole = self._begin(text, 0, sum(pieces))
+        self.whole = _Run(offsets, text, sum(pieces))
         self.parts: list[_Run] = []
-        for seen, length in zip(starts, pieces, strict=True):
-            self.parts.append(self._begin(text, seen, length, *self.parts[-1:]))
-
-    def _begin(self, text: Mapping[Node, Tensor], seen: int, length: int, before: _Run | None = None) -> _Run:
-        env = {node: self._part(node, value, seen, length) for node, value in text.items()}
-        return _Run(self.offsets, length, seen, env, before)
-
-    def _part(self, node: Node, value: Tensor, seen: int, length: int) -> Tensor:
-        if not is_module_tensor(node):
-            for axis, dim in enumerate(shape_of(node) or ()):
-                if dim == self.tokens:
-                    value = value.narrow(axis, seen, length)
-        return value.clone() if self.offsets.flow.writes_to(node) else value.contiguous()
+        for place, length in enumerate(pieces):
+            self.parts.append(_Run(offsets, text, length, sum(pieces[:place]), *self.parts[-1:]))
 
     def run(self) -> None:
-        """Compare what enters sites and the output.
-
-        Raises:
-            _DiffersError: with the first call that gives a piece something else.
-        """
+        """Compare what enters sites and the output; raise _DiffersError with the first call that differs."""
         shifted, live = self.offsets.shifted, [node for node in self.offsets.live if node.op != "placeholder"]
         operands = {node: [*node.all_input_nodes, *shifted.get(node, {}).values()] for node in live}
         last_user = {operand: node for node in live for operand in operands[node]}
@@ -356,20 +313,15 @@ class _Lockstep:
                 if node.target is SITE:
                     self._check(node.args[:3])
                 if node in self.offsets.inserted:
-                    self._call_inserted(node)
+                    for run in self.parts:
+                        run.env.pop(node, None)
+                        with suppress(EvaluationError):  # no value where a table has no such row
+                            run.call(node)
                 elif node not in self.whole.env:
                     self._call(node)
                 for operand in operands[node]:
                     for run in (self.whole, *self.parts) if last_user[operand] is node else ():
                         run.env.pop(operand, None)
-
-    def _call_inserted(self, node: Node) -> None:
-        """Where a table has no such row, there is no value, and nothing that is made of it."""
-        for run in self.parts:
-            try:
-                run.call(node)
-            except EvaluationError:
-                run.env.pop(node, None)
 
     def _call(self, node: Node) -> None:
         whole = self.whole.call(node)
@@ -400,20 +352,20 @@ class _Lockstep:
             return False
         written = mutated_inputs(node)
         before = [[run.env[operand].clone() for operand in written] for run in self.parts]
-        found = all(self._call_with_shifted(node, whole, shifted, run) for run in self.parts)
-        self.offsets.shifted_match[node] = found
-        if not found:
+        matches = all(self._call_with_shifted(node, whole, shifted, run) for run in self.parts)
+        self.offsets.shifted_match[node] = matches
+        if not matches:
             for run, values in zip(self.parts, before, strict=True):
                 for operand, value in zip(written, values, strict=True):
                     run.env[operand].copy_(value)
-        return found
+        return matches
 
     def _call_with_shifted(self, node: Node, whole: Any, shifted: Mapping[Node, Node], run: _Run) -> bool:
         if any(value not in run.env for value in shifted.values()):
             return False
-        known = {operand: run.env[operand] for operand in shifted}
+        unshifted = {operand: run.env[operand] for operand in shifted}
         values = {operand: run.env[value] for operand, value in shifted.items()}
-        changed = (operand for operand in shifted if not torch.equal(known[operand], values[operand]))
+        changed = (operand for operand in shifted if not torch.equal(unshifted[operand], values[operand]))
         self.offsets.changed.update((node, operand) for operand in changed)
         run.env.update(values)
         try:
@@ -422,16 +374,16 @@ class _Lockstep:
         except EvaluationError:
             return False
         finally:
-            run.env.update(known)
+            run.env.update(unshifted)
 
     def _views(self, node: Node, whole: Any, run: _Run) -> tuple[Tensor, Tensor] | None:
         """What the whole text has for the tokens of a piece, and what the piece has; None where it has no tokens."""
-        found = self.offsets.axis(node) if isinstance(whole, Tensor) else None
-        if found is None:
+        token_axis = self.offsets.axis(node) if isinstance(whole, Tensor) else None
+        if token_axis is None:
             return None
-        (axis, flat), part = found, run.env[node]
+        (axis, flat), part = token_axis, run.env[node]
         if flat:
-            rows = int(concrete(self.batch, run.sizes))
+            rows = int(concrete(self.offsets.batch, run.sizes))
             whole, part, axis = whole.unflatten(axis, (rows, -1)), part.unflatten(axis, (rows, -1)), axis + 1
         if whole.shape[axis] != self.whole.length or part.shape[axis] != run.length:
             return None
@@ -479,14 +431,12 @@ def _agree(views: tuple[Tensor, Tensor] | None) -> bool:
     return views is None or _is_close(*views)
 
 
-def _is_close(expected: Tensor, found: Tensor) -> bool:
-    if expected.shape != found.shape:
-        return False
-    if torch.equal(expected, found):
+def _is_close(expected: Tensor, value: Tensor) -> bool:
+    if torch.equal(expected, value):
         return True
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if expected.shape != value.shape or not (expected.is_floating_point() or expected.is_complex()):
         return False
     largest = float(expected.abs().nan_to_num(nan=0.0, posinf=0.0).max())
     tolerance = max(_TOLERANCE, 4 * torch.finfo(expected.dtype).eps) * largest
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    return torch.allclose(found.to(wide), expected.to(wide), rtol=0.0, atol=tolerance, equal_nan=True)
+    return torch.allclose(value.to(wide), expected.to(wide), rtol=0.0, atol=tolerance, equal_nan=True)

@@ -43,38 +43,26 @@ from kvpass.graphs.verify.examples import (
     input_dependent_nodes,
 )
 
-_BEYOND = 64
-"""Tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless."""
-
-_LOOKUPS = {"getitem", "take_along_dim", *LOOKUPS}
-"""Calls that pick rows by an index."""
+_BEYOND = 64  # tokens beyond twice a table's rows; a lookup that succeeds there is taken as endless
+_LOOKUPS = {"getitem", "take_along_dim", *LOOKUPS}  # calls that pick rows by an index
 
 
 @dataclass(frozen=True)
 class InputLookup:
-    """An input of the graph that indexes a table; its numbers must be in ``[lowest, rows)``.
+    """An input of the graph that indexes a table; its numbers must be in ``[lowest, rows)``."""
 
-    Attributes:
-        place: index among the graph's inputs. name: as Dynamo recorded it.
-        lowest: 0, or ``-rows`` if negative numbers count from the end. module_path: module of the lookup.
-    """
-
-    place: int
-    name: str
-    lowest: int
+    place: int  # among the graph's inputs
+    name: str  # as Dynamo recorded it
+    lowest: int  # 0, or -rows if negative numbers count from the end
     rows: int
-    module_path: str
+    module_path: str  # of the lookup
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Check a call's input; inputs on CUDA are not checked, to avoid host synchronisation.
-
-        Raises:
-            ValueError: a number is outside.
-        """
-        given = inputs[self.place]
-        if given.device.type != "cpu" or given.numel() == 0:
+        """Raise ValueError if a number is outside; inputs on CUDA are not checked, to avoid host synchronisation."""
+        numbers = inputs[self.place]
+        if numbers.device.type != "cpu" or numbers.numel() == 0:
             return
-        low, high = (int(bound) for bound in given.aminmax())
+        low, high = (int(bound) for bound in numbers.aminmax())
         if low < self.lowest or high >= self.rows:
             wrong = low if low < self.lowest else high
             raise ValueError(
@@ -86,25 +74,22 @@ class InputLookup:
 def input_lookups(gm: GraphModule) -> tuple[InputLookup, ...]:
     """Return lookups in tables of constant size: embeddings, ``table[index]`` and ``index_select``."""
     inputs = placeholders(gm)
-    found = set()
+    lookups = set()
     for node in gm.graph.nodes:
         rows, index = lookup_of(node) or (None, node)
         if index in inputs and rows is not None:
             name = argument_of(index) or index.name
             lowest = -rows if target_name(node) == "getitem" else 0
-            found.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
-    return tuple(sorted(found, key=lambda lookup: (lookup.place, lookup.rows)))
+            lookups.add(InputLookup(inputs.index(index), name, lowest, rows, module_path_of(node)))
+    return tuple(sorted(lookups, key=lambda lookup: (lookup.place, lookup.rows)))
 
 
 def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
-    """Return the tokens for which all lookups by position find a row.
+    """Return the tokens for which all lookups by position find a row, the positions being inputs ``numbering``.
 
     None when no table ends, or for a capture of one length. Lookups that depend on other inputs, such as token ids, do
     not count. Two ends are not found: of a lookup that cannot be run, and of one in which less than every second
     position has its own row.
-
-    Args:
-        gm: with ``kvpass::site``. numbering: inputs that hold the positions, int64 ``[B, T]``.
     """
     flow = DataFlow(gm)
     tokens = symbols_of(batch_and_tokens(gm)[1:])
@@ -120,24 +105,27 @@ def table_end(gm: GraphModule, numbering: Collection[Node] = ()) -> int | None:
     return end
 
 
-def _end_with(flow: DataFlow, node: Node, numbering: Collection[Node], known: int | None) -> int | None:
-    """The known end, or that of a lookup where it is smaller."""
-    sources, given = flow.sources([node]), batch_and_tokens(flow.gm)
+def _end_with(flow: DataFlow, node: Node, numbering: Collection[Node], end: int | None) -> int | None:
+    """Return the end of the tables so far, or that of a lookup where it is smaller."""
+    sources, dims = flow.sources([node]), batch_and_tokens(flow.gm)
     inputs = [source for source in sources if source.op in ("placeholder", "get_attr") and not is_scalar(source)]
 
     def is_found(length: int) -> bool:
-        sizes = example_sizes(*given, length)
+        sizes = example_sizes(*dims, length)
         feeds = {source: _feed(source, source in numbering, sizes) for source in inputs}
         try:
             evaluate(node, sources, feeds, sizes)
         except EvaluationError as error:
-            return not _is_out_of_rows(error)
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, IndexError):
+                cause = cause.__cause__
+            return cause is None
         return True
 
     rows = [size for operand in value_inputs(node) for size in shape_of(operand) or () if isinstance(size, int)]
-    most = known or 2 * max(rows, default=0) + _BEYOND
+    most = end or 2 * max(rows, default=0) + _BEYOND
     if is_found(most) or not is_found(1):
-        return known
+        return end
     return bisect.bisect_left(range(1, most), True, key=lambda length: not is_found(length))
 
 
@@ -151,9 +139,3 @@ def _feed(node: Node, numbers_tokens: bool, sizes: SizeMap) -> Tensor:
     if content is not None and (is_integral(node) or like.numel() == 1):
         return content
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(like.shape))
-
-
-def _is_out_of_rows(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, IndexError):
-        error = error.__cause__
-    return error is not None

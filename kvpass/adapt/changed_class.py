@@ -14,15 +14,23 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
     return functools.cache(make)
 
 
-def changed_class(kind: Any, *first: type, **changed: Any) -> Any:
-    """Return a subclass of the same name: with the bases ``first`` before ``kind``, and these attributes."""
-    return type(kind.__name__, (*first, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__, **changed})
+def changed_class(module_class: Any, *first: type, **attributes: Any) -> Any:
+    """Return a subclass of the same name: with the bases ``first`` before the class, and these attributes."""
+    attributes = {"__module__": module_class.__module__, "__doc__": module_class.__doc__, **attributes}
+    return type(module_class.__name__, (*first, module_class), attributes)
 
 
-def in_captures(own: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that is ``own`` in captures and ``plain`` everywhere else."""
+def in_captures(captured: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that is ``captured`` in captures and ``plain`` everywhere else."""
 
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        return own(self, *given, **named) if capturing() else plain(self, *given, **named)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return captured(self, *args, **kwargs) if capturing() else plain(self, *args, **kwargs)
 
     return method
+
+
+@once
+def captured_class(module_class: Any, method: str, captured: Callable[..., Any], **attributes: Any) -> Any:
+    """Return the changed class in which a method is ``captured`` in captures: the same class at each call."""
+    attributes[method] = in_captures(captured, getattr(module_class, method))
+    return changed_class(module_class, **attributes)

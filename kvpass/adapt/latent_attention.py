@@ -12,31 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpass.adapt.changed_class import changed_class, in_captures, once
+from kvpass.adapt.changed_class import captured_class
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def _rows(module: nn.Module, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """Take the place of ``expand_kv``: return the row of each token, and the values in it.
-
-    Args:
-        kv_nope: ``[B, 1, T, kv_lora_rank]``. k_rot: ``[B, 1, T, qk_rope_head_dim]``.
-    """
+    """Take the place of ``expand_kv``: return the row of each token, ``[B, 1, T, columns]``, and the values in it."""
     row = torch.cat((kv_nope, k_rot), -1)
     return row, row[..., : kv_nope.shape[-1]]
-
-
-@once
-def _attending_latents(kind: Any) -> Any:
-    return changed_class(kind, expand_kv=in_captures(_rows, kind.expand_kv), attends_latents=True)
 
 
 def attend_latents(model: nn.Module, divided: bool) -> str | None:
     """Let the layers of a model, which is changed, attend their latents, if all can; then ``attends_latents`` is True.
 
-    Returns:
-        why they attend expanded heads; None if they do not, or the model has no latents.
+    Returns why they attend expanded heads; None if they do not, or the model has no latents.
     """
     layers = [
         (path, module)
@@ -53,7 +43,7 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
         if (reason := cannot_absorb(module) or _expands_otherwise(module)) is not None:
             return f"{path}: {reason}"
     for _, module in layers:
-        module.__class__ = _attending_latents(type(module))
+        module.__class__ = captured_class(type(module), "expand_kv", _rows, attends_latents=True)
     return None
 
 
@@ -64,9 +54,8 @@ def cannot_absorb(module: Any) -> str | None:
     has_linear_forward = getattr(type(projection), "forward", None) is nn.Linear.forward
     if not has_linear_forward or "forward" in projection.__dict__ or projection.bias is not None:
         return f"kv_b_proj is a {type(projection).__name__}, not a plain nn.Linear without bias"
-    if projection._forward_hooks or projection._forward_pre_hooks:
-        return "kv_b_proj has forward hooks"
-    return None
+    has_hooks = projection._forward_hooks or projection._forward_pre_hooks
+    return "kv_b_proj has forward hooks" if has_hooks else None
 
 
 @torch.no_grad()
@@ -76,7 +65,7 @@ def _expands_otherwise(module: Any) -> str | None:
     row = torch.linspace(-1, 1, module.kv_lora_rank + module.qk_rope_head_dim, device=weight.device)
     latent, rotated = row.to(weight.dtype).view(1, 1, 1, -1).split([module.kv_lora_rank, module.qk_rope_head_dim], -1)
     keys, values = module.expand_kv(latent, rotated)
-    own = torch.cat((keys[0, :, 0, : module.qk_nope_head_dim], values[0, :, 0]), -1)
-    expected = nn.functional.linear(latent, weight).view_as(own)
-    same = torch.allclose(own, expected) and bool((keys[..., module.qk_nope_head_dim :] == rotated).all())
+    expanded = torch.cat((keys[0, :, 0, : module.qk_nope_head_dim], values[0, :, 0]), -1)
+    expected = nn.functional.linear(latent, weight).view_as(expanded)
+    same = torch.allclose(expanded, expected) and bool((keys[..., module.qk_nope_head_dim :] == rotated).all())
     return None if same else "expand_kv does not compute what kv_b_proj says"

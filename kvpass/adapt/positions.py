@@ -37,8 +37,7 @@ class _Frequencies:
 def rotate_by_row(model: nn.Module) -> int | None:
     """Let the rotary embeddings of a compiled copy take the frequencies of each row.
 
-    Returns:
-        tokens beyond which longrope takes other frequencies; None without longrope.
+    Returns the tokens beyond which longrope takes other frequencies; None without longrope.
     """
     limit, by_row = None, once(_by_row)  # for each model anew: forwards may have been patched since the last
     module: Any
@@ -65,14 +64,12 @@ def check_rows_stay(limit: int, start: Tensor, columns: int, tokens: int) -> Non
     """Raise if rows of several lengths are in a cache, and new tokens bring one beyond the limit of longrope.
 
     Alone, the model of such a row reads its text again (``generate`` of Phi-3), or goes on with keys of two kinds.
-
-    Args:
-        start: first real column of each row, int64 ``[B]``. columns: those in the cache.
+    ``start``: first real column of each row, int64 ``[B]``.
     """
     if bool((start == start[0]).all()):
         return
-    held = columns - start
-    passing = ((held <= limit) & (held + tokens > limit)).nonzero().flatten().tolist()
+    lengths = columns - start
+    passing = ((lengths <= limit) & (lengths + tokens > limit)).nonzero().flatten().tolist()
     if passing:
         raise ValueError(
             f"rope_type='longrope': row {passing[0]} passes {limit} tokens, from which on its frequencies are others, "
@@ -92,17 +89,17 @@ def _takes_rows(module: Any) -> bool:
     frequencies, forward = module.original_inv_freq, inspect.unwrap(type(module).forward)
     example, positions = frequencies.new_zeros(1), torch.tensor([[3, 7]], device=frequencies.device)
     try:
-        found = [
-            forward(_Frequencies(given, module.attention_scaling), example, positions)
-            for given in (frequencies, frequencies[None, None])
-        ]
+        of_all, of_row = (
+            forward(_Frequencies(x, module.attention_scaling), example, positions)
+            for x in (frequencies, frequencies[None, None])
+        )
     except (AttributeError, RuntimeError):  # it reads something else, or takes one dimension only
         return False
-    return all(map(torch.equal, *found))
+    return all(map(torch.equal, of_all, of_row))
 
 
-def _by_row(kind: Any) -> Any:
-    own = inspect.unwrap(kind.forward)  # without what chooses the frequencies
+def _by_row(module_class: Any) -> Any:
+    rotate = inspect.unwrap(module_class.forward)  # without what chooses the frequencies
 
     def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
         length = position_ids.amax(-1, keepdim=True)[..., None] + 1
@@ -110,9 +107,9 @@ def _by_row(kind: Any) -> Any:
             chosen = torch.where(length > self.limit, self.long_frequencies, self.original_inv_freq)
         else:
             chosen = _of_length(self, length)
-        return own(_Frequencies(chosen, self.attention_scaling), x, position_ids)
+        return rotate(_Frequencies(chosen, self.attention_scaling), x, position_ids)
 
-    return changed_class(kind, forward=in_captures(torch.no_grad()(forward), kind.forward))
+    return changed_class(module_class, forward=in_captures(torch.no_grad()(forward), module_class.forward))
 
 
 def tunes_by_column(module: Any) -> bool:
@@ -151,8 +148,7 @@ def _passing_positions(kind: Any) -> Any:
 def tuned_query(module: Any, query: Tensor, arguments: dict[str, Any]) -> Tensor:
     """Return ``query`` ``[B, H, T, D]``, scaled if the layer tunes its temperature (2501.19399).
 
-    Args:
-        arguments: of attention; the positions int64 ``[B or 1, T]`` are taken out.
+    The positions, int64 ``[B or 1, T]``, are taken out of the arguments of attention.
     """
     positions = arguments.pop(_POSITIONS, None)
     if not getattr(module, "tunes_by_position", False):

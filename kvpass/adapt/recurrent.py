@@ -70,8 +70,8 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     if not _is_hybrid(model, kinds):
         return None
     name, reason = type(model).__name__, None
-    kinds_of_modules = {*map(type, model.modules())}
-    called = [{*method.__code__.co_names} for kind in kinds_of_modules for method in _methods_of(kind).values()]
+    classes = {*map(type, model.modules())}
+    called = [{*method.__code__.co_names} for module_class in classes for method in _methods_of(module_class).values()]
     if kinds and not attention:
         reason = "it has recurrent layers and no attention, so no KV cache that could be compressed"
     elif not hasattr(Cache, "get_conv_state"):
@@ -97,7 +97,14 @@ def recurrent_layers(model: PreTrainedModel, *, divided: bool) -> RecurrentLayer
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-    return RecurrentLayers(states=_states_of(cache), attention=attention)
+    states = tuple(
+        StateShape.of(number, f"{state}{index}", value)
+        for number, layer in enumerate(cache.layers)
+        for state in ("conv", "recurrent")
+        for index, value in getattr(layer, f"{state}_states", {}).items()
+        if value is not None
+    )
+    return RecurrentLayers(states=states, attention=attention)
 
 
 def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
@@ -111,22 +118,8 @@ def _is_hybrid(model: PreTrainedModel, kinds: Sequence[str]) -> bool:
     return bool(stateful) and (not kinds or not _BOTH.isdisjoint(kinds))
 
 
-def _states_of(cache: Cache) -> tuple[StateShape, ...]:
-    return tuple(
-        StateShape.of(number, f"{kind}{index}", state)
-        for number, layer in enumerate(cache.layers)
-        for kind in ("conv", "recurrent")
-        for index, state in getattr(layer, f"{kind}_states", {}).items()
-        if state is not None
-    )
-
-
 class _Traced(Cache):
-    """The cache of a capture.
-
-    Args:
-        states: shape of a row, and dtype. real: 1 for tokens, 0 for padding, int64 ``[B, T]``.
-    """
+    """The cache of a capture: ``states`` of a row, by layer and name; ``real`` is 1 for tokens, 0 for padding."""
 
     def __init__(self, states: _States, real: Tensor) -> None:
         super().__init__(layers=[])
@@ -148,11 +141,11 @@ class _Traced(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Return the columns held and, without what padding left there, the new ones; the last are held then."""
+        """Return the columns before and, without what padding left there, the new ones; the last are kept."""
         name = f"conv{state_idx}"
-        held = self._read(layer_idx, name)
-        joined = torch.cat([held, conv_states * self.real[:, None, :].to(conv_states.dtype)], dim=-1)
-        self._write(joined[..., -held.shape[-1] :], layer_idx, name)
+        before = self._read(layer_idx, name)
+        joined = torch.cat([before, conv_states * self.real[:, None, :].to(conv_states.dtype)], dim=-1)
+        self._write(joined[..., -before.shape[-1] :], layer_idx, name)
         return joined
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -286,8 +279,9 @@ def _with_functions(kind: type[nn.Module], layer: int | None) -> Any:
 def _twin(method: types.FunctionType, layer: int | None) -> types.FunctionType:
     """Return a method of the same code, with globals in which other functions take the place of some."""
     # without a name of their module Dynamo reads these globals, and not those of the module
-    own = {name: value for name, value in method.__globals__.items() if name != "__name__"}
-    own |= {name: partial(function, method.__module__, layer) for name, function in FUNCTIONS.items() if name in own}
-    twin = types.FunctionType(method.__code__, own, method.__name__, method.__defaults__, method.__closure__)
+    names = {name: value for name, value in method.__globals__.items() if name != "__name__"}
+    functions = {name: function for name, function in FUNCTIONS.items() if name in names}
+    names |= {name: partial(function, method.__module__, layer) for name, function in functions.items()}
+    twin = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     twin.__kwdefaults__ = method.__kwdefaults__
     return twin

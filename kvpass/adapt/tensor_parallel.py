@@ -28,8 +28,8 @@ _OTHERS = ("pp_size", "ep_size", "fsdp_size", "dp_replicate_size")
 
 def ranks_of(model: object) -> Ranks:
     """Return the processes that share a model's weights; raise ValueError if they share it in another way."""
-    given = getattr(getattr(model, "config", None), "distributed_config", None)
-    others = [f"{name}={size}" for name in _OTHERS if (size := getattr(given, name, None) or 1) > 1]
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    others = [f"{name}={size}" for name in _OTHERS if (size := getattr(config, name, None) or 1) > 1]
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     meshes: set[Any] = {tensor.device_mesh for tensor in parameters if hasattr(tensor, "device_mesh")}
     if others or len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
@@ -37,7 +37,7 @@ def ranks_of(model: object) -> Ranks:
             f"{type(model).__name__} is divided among processes by {', '.join(others) or 'several meshes'}: {_NEEDED}"
         )
     if not meshes:
-        if (size := getattr(given, "tp_size", None) or 1) > 1:
+        if (size := getattr(config, "tp_size", None) or 1) > 1:
             raise ValueError(
                 f"DistributedConfig(tp_size={size}) divided no weight of {type(model).__name__}: {_NEEDED}"
             )
@@ -76,12 +76,11 @@ def check_divided(policy: Policy, ranks: Ranks) -> None:
 def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dict[str, Any]:
     """Replace the weights of a copy by those of this process, and its forwards by such that know the others.
 
-    Returns:
-        the divided weights by name, of which each process can gather the whole.
+    Returns the divided weights by name, of which each process can gather the whole.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    own: dict[int, nn.Parameter] = {}
-    whole: dict[str, Any] = {}
+    shards: dict[int, nn.Parameter] = {}
+    weights: dict[str, Any] = {}
     for path, module in compiled.named_modules():
         divided: dict[str, Any] = {name: x for name, x in module._parameters.items() if hasattr(x, "device_mesh")}
         if not divided and "forward" not in vars(module):
@@ -89,15 +88,15 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dic
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path), plan.get(path, "no style"))
         forward = _forward_of(path, module, style, divided, ranks)
         for name, tensor in divided.items():
-            if id(tensor) not in own:
-                own[id(tensor)] = nn.Parameter(tensor.to_local(), requires_grad=False)
-            module._parameters[name] = own[id(tensor)]
-            whole[f"{path}.{name}"] = tensor
+            if id(tensor) not in shards:
+                shards[id(tensor)] = nn.Parameter(tensor.to_local(), requires_grad=False)
+            module._parameters[name] = shards[id(tensor)]
+            weights[f"{path}.{name}"] = tensor
         vars(module).pop("forward", None)
         if forward is not None:
             module.ranks = ranks
             module.forward = types.MethodType(forward, module)
-    return whole
+    return weights
 
 
 def _forward_of(
@@ -106,11 +105,11 @@ def _forward_of(
     """Return the forward of a module that is divided in a style, None for that of its class."""
     if module._forward_pre_hooks or module._forward_hooks:
         raise ValueError(f"{path} is divided among processes by hooks, as by transformers before 5.17: use a newer one")
-    found = {name: getattr(tensor.placements[0], "dim", None) for name, tensor in divided.items()}  # None: not divided
+    axes = {name: getattr(tensor.placements[0], "dim", None) for name, tensor in divided.items()}  # None: not divided
     expected, forward = _STYLES.get(style, (None, None))
-    if expected is None or any(axis not in expected.get(name, ()) for name, axis in found.items()):
+    if expected is None or any(axis not in expected.get(name, ()) for name, axis in axes.items()):
         raise ValueError(
-            f"{path or type(module).__name__} is divided among processes as {style!r} ({found}): supported are "
+            f"{path or type(module).__name__} is divided among processes as {style!r} ({axes}): supported are "
             f"{', '.join(_STYLES)}, as most decoders have them"
         )
     if style.startswith(("colwise", "rowwise")) and type(module) is not nn.Linear:
@@ -148,10 +147,10 @@ def _experts(self: Any, *args: Any) -> Tensor:
 def _rows(self: Any, ids: Tensor) -> Tensor:
     """Forward of an embedding of which each process has some rows."""
     count = self.weight.shape[0]
-    own = ids - self.ranks.rank * count
-    here = (own >= 0) & (own < count)
-    found = type(self).forward(self, torch.where(here, own, 0))
-    return self.ranks.sum(torch.where(here[..., None], found, 0))
+    rows = ids - self.ranks.rank * count
+    here = (rows >= 0) & (rows < count)
+    embedded = type(self).forward(self, torch.where(here, rows, 0))
+    return self.ranks.sum(torch.where(here[..., None], embedded, 0))
 
 
 _STYLES: dict[str, tuple[dict[str, tuple[int | None, ...]], Callable[..., Tensor] | None]] = {

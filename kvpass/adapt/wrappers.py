@@ -22,7 +22,7 @@ def check_wrappers(model: nn.Module) -> None:
     device = _check_devices(model)
     for path, module in model.named_modules():
         hook = module.__dict__.get("_hf_hook")
-        if hook is not None and not _is_known(hook, device):
+        if hook is not None and not _moves_nothing(hook, device):
             raise ValueError(
                 f"{path or type(model).__name__} has the accelerate hook {type(hook).__name__}: a compiled graph "
                 "cannot run it; remove it with accelerate.hooks.remove_hook_from_submodules(model)"
@@ -47,8 +47,8 @@ def _check_devices(model: nn.Module) -> str:
     # where accelerate offloads weights, which are then empty, the hook says where they are needed
     offload = (hook for hook in hooks if type(hook).__name__ == "AlignDevicesHook" and hook.offload)
     targets = (str(torch.empty(0, device=hook.execution_device).device) for hook in offload)
-    device = next(targets, None) or next((one for one in where.values() if one not in ("cpu", "meta")), "cpu")
-    elsewhere = [name for name, one in where.items() if one != device]
+    device = next(targets, None) or next((place for place in where.values() if place not in ("cpu", "meta")), "cpu")
+    elsewhere = [name for name, place in where.items() if place != device]
     if elsewhere:
         first = elsewhere[0]
         raise ValueError(
@@ -101,10 +101,8 @@ def remove_wrappers(copied: nn.Module, model: nn.Module) -> None:
 def bind_to_copy(copied: nn.Module, model: nn.Module) -> None:
     """Let functions that were set on modules of ``model``, and are on the copy too, call the copy.
 
-    A deep copy takes functions as they are, so a wrapper of ``model.generate`` would call the original.
-
-    Raises:
-        ValueError: a function reaches the model in another way than by its closure.
+    A deep copy takes functions as they are, so a wrapper of ``model.generate`` would call the original. ValueError: a
+    function reaches the model in another way than by its closure.
     """
     bound: dict[int, Any] = dict(zip(map(id, model.modules()), copied.modules(), strict=True))
     originals = [*bound]
@@ -113,7 +111,8 @@ def bind_to_copy(copied: nn.Module, model: nn.Module) -> None:
         for name, value in [*vars(twin).items()]:
             if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
                 vars(twin)[name] = function = _bound(value, bound)
-                reached = (by for by, held in _held(function) if id(getattr(held, "__self__", held)) in originals)
+                reachable = _reachable(function)
+                reached = (by for by, value in reachable if id(getattr(value, "__self__", value)) in originals)
                 if (by := next(reached, None)) is not None:
                     raise ValueError(
                         f"{path or type(model).__name__}.{name} was replaced on the instance by {_name(value)}, which "
@@ -125,8 +124,7 @@ def bind_to_copy(copied: nn.Module, model: nn.Module) -> None:
 def _bound(value: Any, bound: dict[int, Any]) -> Any:
     """Return what takes the place of a value: of a module its twin, of a function one whose closure has twins.
 
-    Args:
-        bound: what is known, by the id of the value; functions are added.
+    ``bound`` has them by the id of the value; functions are added.
     """
     if id(value) in bound:
         return bound[id(value)]
@@ -135,8 +133,10 @@ def _bound(value: Any, bound: dict[int, Any]) -> Any:
         of_class = any(vars(kind).get(name) is value.__func__ for kind in type(twin).__mro__)
         return types.MethodType(getattr(type(twin), name) if of_class else value.__func__, twin)
     if isinstance(value, functools.partial):
-        function, *args = (_bound(one, bound) for one in (value.func, *value.args))
-        return functools.partial(function, *args, **{name: _bound(one, bound) for name, one in value.keywords.items()})
+        function, *args = (_bound(part, bound) for part in (value.func, *value.args))
+        return functools.partial(
+            function, *args, **{name: _bound(part, bound) for name, part in value.keywords.items()}
+        )
     if not isinstance(value, types.FunctionType):
         return value
     bound[id(value)] = value  # it may be in its own closure
@@ -149,22 +149,22 @@ def _bound(value: Any, bound: dict[int, Any]) -> Any:
         function.__kwdefaults__ = value.__kwdefaults__
         bound[id(value)] = functools.update_wrapper(function, value)
         vars(function).clear()  # of __wrapped__, which is the value
-        vars(function).update({name: _bound(held, bound) for name, held in vars(value).items()})
+        vars(function).update({name: _bound(part, bound) for name, part in vars(value).items()})
     return bound[id(value)]
 
 
-def _held(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function finds by a name, in its globals or its closure, and the attributes of that."""
+def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function reads by a name, in its globals or its closure, and the attributes of that."""
     code = getattr(function, "__code__", None)
     if code is not None:
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
         named = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
         named |= {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
-        for name, held in named.items():
-            yield from ((name, one) for one in (held, *getattr(held, "__dict__", {}).values()))
+        for name, value in named.items():
+            yield from ((name, part) for part in (value, *getattr(value, "__dict__", {}).values()))
 
 
-def _is_known(hook: Any, device: str) -> bool:
+def _moves_nothing(hook: Any, device: str) -> bool:
     """Return whether an accelerate hook only moves tensors to the device they are on."""
     if type(hook).__name__ != "AlignDevicesHook":
         return False
@@ -176,5 +176,5 @@ def _is_own(forward: Any, module: nn.Module) -> bool:
     """Return whether ``forward`` is the module's own method, compiled or not."""
     while hasattr(forward, "_torchdynamo_orig_callable"):
         forward = forward._torchdynamo_orig_callable
-    own = isinstance(forward, types.MethodType) and forward.__self__ is module
-    return own and forward.__func__ is type(module).forward
+    is_method = isinstance(forward, types.MethodType) and forward.__self__ is module
+    return is_method and forward.__func__ is type(module).forward

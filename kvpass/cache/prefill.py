@@ -54,7 +54,7 @@ class PrefillLayers:
         sizes["pool"] = max(2, min(most, g.layers * g.kv_heads * max(n - window, 0) + g.layers))
         sizes |= {"rows_per_head": query_rows, "stat_planes": policy.stat_planes}
         # whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size
-        self._leaves_slots = state.ranks.several or policy.leaves_room
+        self._leaves_slots = state.ranks.several or policy.least_score > float("-inf")
         operands = names_of(AppendBuffers if self._rule is None else EvictBuffers)
 
         def allocate(name: str) -> Tensor:

@@ -206,7 +206,7 @@ class CaptureCache:
         if self.longest is None:
             return
         tokens = positions.shape[1]
-        replays = policy.reference_replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
         replayed = max((replay.ids.shape[1] for replay in replays), default=0)
         last = max(int(positions.max()) + 1, tokens)
         if last + replayed > self.longest:

@@ -337,9 +337,8 @@ class Prompt:
                 continue
             assert self.decoder.ids_at is not None, "frontends without token ids refuse policies that replay"
             ids = self.inputs[self.decoder.ids_at]
-            replays_of = fill.policy.reference_replays if self.compacts else fill.policy.replays
             by_rows = [
-                (rows, column, replays_of(ids[rows, column:]))
+                (rows, column, fill.policy.replays(ids[rows, column:]))
                 for rows, column in row_groups(self.start)
                 if column < self.tokens
             ]

@@ -29,7 +29,7 @@ from torch import Tensor
 from kvpass.operands import Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers
 from kvpass.ops import sliding
 from kvpass.ops.schemas import define_operator, implementation
-from kvpass.policies import from_text
+from kvpass.policies import from_spec
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 POOL_OPERANDS = PrefillBuffers._fields[:-1]
@@ -48,7 +48,7 @@ def _like_scores(  # type: ignore[no-untyped-def]
     b, kv_heads, n, _ = attention[1].shape
     new = first.new_empty
     scores = new(b, kv_heads * _ranks(ranks).size, n, dtype=torch.float32)
-    stats = new(from_text(policy).stat_planes, b, kv_heads, n, dtype=torch.float32)
+    stats = new(from_spec(policy).stat_planes, b, kv_heads, n, dtype=torch.float32)
     return scores, stats, new(b, dtype=torch.float64)
 
 
@@ -80,7 +80,7 @@ def score_layer(  # type: ignore[no-untyped-def]
     inputs = PolicyInputs(projection, frequencies, buffers.entries, summed, replayed, buffers.rule_rows, entered)
     call, layers = Attention(q, k, v, scale, softcap, sinks), buffers.layer_weights.shape[1]
     score = implementation(q).score_layer
-    return score(call, lse, start, first, layer, layers, from_text(policy), inputs, _ranks(ranks))
+    return score(call, lse, start, first, layer, layers, from_spec(policy), inputs, _ranks(ranks))
 
 
 def _like_shares(cache: Tensors, *operands: Any, **options: Any) -> Tensor:
@@ -95,7 +95,7 @@ def cascade_step(cache: Tensors, scored: Tensors, first: Tensor, layer: int, pol
     """Redistribute the budget over the layers so far: entries that each may hold, int64 ``[B, L]``."""
     buffers, (scores, _, weight) = PrefillBuffers(*cache), scored
     step = implementation(scores).cascade_step
-    return step(buffers, scores, weight, first, layer, from_text(policy), _ranks(ranks))
+    return step(buffers, scores, weight, first, layer, from_spec(policy), _ranks(ranks))
 
 
 @define_operator(
@@ -104,7 +104,7 @@ def cascade_step(cache: Tensors, scored: Tensors, first: Tensor, layer: int, pol
 def fixed_shares(cache: Tensors, scored: Tensors, first: Tensor, layer: int, policy: str) -> Any:
     """Return the same, where the shares of layers are known before the prompt is read."""
     buffers, scores = PrefillBuffers(*cache), scored[0]
-    return implementation(scores).layer_shares(buffers, scores, first, layer, from_text(policy))
+    return implementation(scores).layer_shares(buffers, scores, first, layer, from_spec(policy))
 
 
 @define_operator(
@@ -113,7 +113,7 @@ def fixed_shares(cache: Tensors, scored: Tensors, first: Tensor, layer: int, pol
 )
 def rank_heads(cache: Tensors, scored: Tensors, policy: str) -> Tensor:
     """Rank the entries of all heads, int32 ``[B, K, N]``: in this order they enter as the layer's share grows."""
-    return from_text(policy).rank(scored[0], PrefillBuffers(*cache).entries).contiguous()
+    return from_spec(policy).rank(scored[0], PrefillBuffers(*cache).entries).contiguous()
 
 
 @define_operator(
@@ -128,7 +128,7 @@ def gather_layer(  # type: ignore[no-untyped-def]
     (k, v), (scores, stats, weight), buffers = attention[1:3], scored, PrefillBuffers(*cache)
     candidates = Candidates(k, v, scores, stats, weight, first).stored_in(buffers)
     gather = implementation(k).gather_layer
-    gather(buffers, candidates, shares, ranking, layer, from_text(policy), _ranks(ranks))
+    gather(buffers, candidates, shares, ranking, layer, from_spec(policy), _ranks(ranks))
 
 
 @define_operator("keep_newest(Tensor(a!)[] cache, Tensor?[] attention, int layer) -> ()", fake=lambda *_: None)

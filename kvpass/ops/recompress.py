@@ -36,9 +36,9 @@ class HeldObservation(Observation):
 
     present: Tensor
 
-    def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
+    def _hidden(self, kv_head: int, first: int, last: int) -> Tensor:
         absent = ~self.present[:, kv_head, None, None, :last].expand(-1, -1, last - first, -1)
-        return torch.cat([absent[..., :first], absent[..., first:] | super().hidden(kv_head, first, last)], -1)
+        return torch.cat([absent[..., :first], absent[..., first:] | super()._hidden(kv_head, first, last)], -1)
 
 
 def observe_held(
@@ -93,14 +93,14 @@ def observe_held(
             obs = Observation(*own, sinks=None if sinks is None else sinks[heads], **site)
             evictable = obs.length - protected
             worth[head, :evictable] = policy.checked_score(obs)[0, 0, :evictable]
-            masses[row, layer, head, : obs.length] = obs.mass[0, 0]
+            masses[row, layer, head, : obs.length] = obs.mean[0].mean(0)
         of_all = ranks.gather(worth, 0)
         scores[row, layer], held_by_any = of_all, of_all > float("-inf")
         longest = protected + int(held_by_any.sum(1).max())
         present = _newest_last([torch.ones_like(k[:, 0], dtype=torch.bool) for k in keys], longest)
         k, v = _newest_last(keys, longest), _newest_last(values, longest)
         whole = HeldObservation(queries, k, v, sinks=sinks, present=present, ranks=ranks, **site)
-        weight = policy.checked_weight(whole, of_all[held_by_any][None, None])
+        weight = policy.layer_weight(whole, of_all[held_by_any][None, None])
         if weight is not None:
             layer_weights[row, layer] = weight[0]
 

@@ -28,6 +28,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 from kvpass.policies.scheduler import best_over_layers
+from kvpass.policies.scores import reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import rotated_output, rotated_queries
 
@@ -226,13 +227,13 @@ def score_layer(
         own = policy.checked_score(obs)
         every = obs.all_heads(own)
         scored.append(F.pad(every, (column, window), value=float("-inf")))
-        stats[MASS, rows, :, column:] = obs.mass
+        stats[MASS, rows, :, column:] = reduce_group(obs.mean, kv_heads, "mean")
         if rule is not None and numbers:
             scores = F.pad(own, (0, window), value=float("-inf"))
             stats[NUMBERS : NUMBERS + numbers, rows, :, column:] = rule.start(obs, scores)
         if policy.compares_layers:
             stats[SCORE, rows, :, column : n - window] = own
-        layer_weight = policy.checked_weight(obs, every)
+        layer_weight = policy.layer_weight(obs, every)
         if layer_weight is not None:
             weight[rows] = layer_weight
     return torch.cat(scored), stats, weight

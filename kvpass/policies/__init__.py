@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import os
 import pkgutil
 import sys
@@ -88,24 +87,18 @@ def register_policy(policy: P) -> P:
             raise ValueError(
                 f"{policy.__qualname__}.{method}(): follows from heads() and layers(); define one of these"
             )
-    _check_inputs(policy)
-    known = POLICIES.get(name)
-    if known is not None and known is not policy and known.__qualname__ != policy.__qualname__:
-        raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {known.__qualname__}")
-    POLICIES[name] = policy
-    from_spec.cache_clear()
-    from_text.cache_clear()
-    return policy
-
-
-def _check_inputs(policy: type[Policy]) -> None:
-    """Raise unless a class says what its score reads in :attr:`Policy.inputs`, and nowhere else."""
-    inputs, known = policy.inputs, get_args(Input)
-    if not isinstance(inputs, Set) or not inputs <= {*known}:
-        raise ValueError(f"{policy.__qualname__}.inputs={inputs!r}: must be a set, each of {', '.join(known)}")
+    inputs, choices = policy.inputs, get_args(Input)
+    if not isinstance(inputs, Set) or not inputs <= {*choices}:
+        raise ValueError(f"{policy.__qualname__}.inputs={inputs!r}: must be a set, each of {', '.join(choices)}")
     for flag in _OLD_FLAGS:
         if hasattr(policy, flag):
-            raise ValueError(f"{policy.__qualname__}.{flag}: say it in inputs, a set, each of {', '.join(known)}")
+            raise ValueError(f"{policy.__qualname__}.{flag}: say it in inputs, a set, each of {', '.join(choices)}")
+    other = POLICIES.get(name)
+    if other is not None and other.__qualname__ != policy.__qualname__:
+        raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {other.__qualname__}")
+    POLICIES[name] = policy
+    from_spec.cache_clear()
+    return policy
 
 
 def resolve(policy: str | Policy, **options: object) -> Policy:
@@ -129,22 +122,18 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
         return dataclasses.replace(policy, **policy.read(options))  # type: ignore[arg-type]
     if not isinstance(policy, str):
         raise ValueError(f"policy={policy!r}: must be a kvpass.Policy or one of {', '.join(sorted(POLICIES))}")
-    kind = policy_class(policy)
-    _check_options(kind, options)
-    return kind(**kind.read(options))  # type: ignore[arg-type]
+    policy_type = policy_class(policy)
+    _check_options(policy_type, options)
+    return policy_type(**policy_type.read(options))  # type: ignore[arg-type]
 
 
 def _decode_options(options: dict[str, object]) -> dict[str, object]:
-    """Take the options of the policy for decoding out of others; its name is ``policy``.
-
-    Raises:
-        ValueError: there are some, and no policy.
-    """
-    found = {name.removeprefix(PREFIX): options.pop(name) for name in [*options] if name.startswith(PREFIX)}
-    if found.get("policy") is not None or not found:
-        return found
-    if found.keys() != {"policy"}:
-        raise ValueError(f"{PREFIX}{min(found.keys() - {'policy'})} is an option of decode_policy, which is not given")
+    """Take the options of the policy for decoding, whose name is ``policy``, out of others; ValueError: it has none."""
+    decode = {name.removeprefix(PREFIX): options.pop(name) for name in [*options] if name.startswith(PREFIX)}
+    if decode.get("policy") is not None:
+        return decode
+    if decode.keys() - {"policy"}:
+        raise ValueError(f"{PREFIX}{min(decode.keys() - {'policy'})} is an option of decode_policy, which is not given")
     return {}
 
 
@@ -155,16 +144,16 @@ def policy_class(name: str) -> type[Policy]:
         ValueError: unknown name (the message gives the nearest), or what is imported is no policy.
     """
     if ":" not in name:
-        return _known(name)
+        return _registered(name)
     here = os.getcwd()
     sys.path.append(here)
     try:
-        kind = pkgutil.resolve_name(name)
+        policy = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"policy={name!r}: cannot be imported: {error}") from error
     finally:
         sys.path.remove(here)
-    return register_policy(kind)
+    return register_policy(policy)
 
 
 def installed_policies() -> dict[str, type[Policy]]:
@@ -174,7 +163,7 @@ def installed_policies() -> dict[str, type[Policy]]:
     return POLICIES
 
 
-def _known(name: object) -> type[Policy]:
+def _registered(name: object) -> type[Policy]:
     if isinstance(name, str) and (name in POLICIES or name in installed_policies()):
         return POLICIES[name]
     near = difflib.get_close_matches(str(name).lower().replace("-", "_"), POLICIES, n=1, cutoff=0.0)[0]
@@ -185,61 +174,39 @@ def _known(name: object) -> type[Policy]:
 
 
 def check_registered(policy: Policy) -> Policy:
-    """Return the policy if its class is registered; operators only receive its spec or its text.
-
-    Raises:
-        ValueError: another class, or none, is registered under its name.
-    """
-    for kind in map(type, policy.parts):
-        if POLICIES.get(getattr(kind, "name", "")) is not kind:
-            raise ValueError(f"policy={policy!r}: {kind.__qualname__} is not registered: see kvpass.register_policy")
+    """Return the policy if its class is registered, else raise ValueError: operators receive its spec or its text."""
+    for part in map(type, policy.parts):
+        if POLICIES.get(getattr(part, "name", "")) is not part:
+            raise ValueError(f"policy={policy!r}: {part.__qualname__} is not registered: see kvpass.register_policy")
     return policy
 
 
 @functools.lru_cache(maxsize=256)
 def from_spec(spec: str) -> Policy:
-    """Return the policy whose :attr:`Policy.spec` is this text.
+    """Return the policy of a :attr:`Policy.spec` or :attr:`Policy.text`; ValueError: no registered policy has it.
 
-    Raises:
-        ValueError: no registered policy has this spec.
+    It may be of an untrusted file, so nothing is imported.
     """
-    options = json.loads(spec)
-    if not isinstance(options, dict):
-        raise ValueError(f"policy={spec!r}: must be the spec of a policy")
-    return _made(options.pop("policy", None), options)
-
-
-@functools.lru_cache(maxsize=256)
-def from_text(text: str) -> Policy:
-    """Return the policy whose :attr:`Policy.text` is this one.
-
-    Raises:
-        ValueError: no registered policy has this text.
-    """
-    return _made(*name_and_options(text))
-
-
-def _made(name: object, options: dict[str, object]) -> Policy:
-    """Return a policy of these options; the name may be of an untrusted file, so nothing is imported."""
+    name, options = name_and_options(spec)
     decode = _decode_options(options)
-
-    def made(name: object, given: dict[str, object]) -> Policy:
-        kind = _known(name)
-        _check_options(kind, given)
-        return kind(**given)  # type: ignore[arg-type]
-
-    prompt = made(name, options)
-    return TwoPolicies(prompt=prompt, decode=made(decode.pop("policy", None), decode)) if decode else prompt
+    prompt = _with_options(name, options)
+    return TwoPolicies(prompt=prompt, decode=_with_options(decode.pop("policy"), decode)) if decode else prompt
 
 
-def _check_options(kind: type[Policy], options: dict[str, object]) -> None:
-    own = [field.name for field in dataclasses.fields(kind)]
+def _with_options(name: object, options: dict[str, Any]) -> Policy:
+    policy = _registered(name)
+    _check_options(policy, options)
+    return policy(**options)
+
+
+def _check_options(policy: type[Policy], options: dict[str, object]) -> None:
+    names = [field.name for field in dataclasses.fields(policy)]
     for name, value in options.items():
-        if name not in own:
-            near = [] if name in _BESIDE_OPTIONS else difflib.get_close_matches(name, [*own, *_BESIDE_OPTIONS], n=1)
+        if name not in names:
+            near = [] if name in _BESIDE_OPTIONS else difflib.get_close_matches(name, [*names, *_BESIDE_OPTIONS], n=1)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"{name}={value!r}: not an option of policy {kind.name!r}; {meant}its options are {', '.join(own)}"
+                f"{name}={value!r}: not an option of policy {policy.name!r}; {meant}its options are {', '.join(names)}"
             )
 
 
@@ -264,19 +231,14 @@ def resolve_budget(policy: Policy, budget: BudgetLike) -> Budget | None:
 
 
 def parse_budget(policy: Policy, budget: BudgetLike) -> Budget | None:
-    """Parse the budget, without checking it against the window, which a short prompt need not fill.
-
-    Raises:
-        ValueError: unreadable, missing, or less than everything for a policy that has none.
-    """
-    if budget is None:
-        if policy.needs_budget:
-            raise ValueError(f"budget=None: policy {policy.name!r} needs one, for instance budget=1024")
-        return None
-    if not policy.needs_budget:
-        if Budget.parse(budget) == Budget.parse(1.0):
-            return None
+    """Parse the budget as :func:`resolve_budget`, but do not check it against the window."""
+    parsed = None if budget is None else Budget.parse(budget)
+    if policy.needs_budget and parsed is None:
+        raise ValueError(f"budget=None: policy {policy.name!r} needs one, for instance budget=1024")
+    if policy.needs_budget or parsed is None:
+        return parsed
+    if parsed != Budget.parse(1.0):
         raise ValueError(
             f"budget={budget!r}: policy {policy.name!r} keeps everything and takes no budget: give None or 1.0"
         )
-    return Budget.parse(budget)
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import LayerSplit, PyramidLayers
@@ -29,7 +28,7 @@ class AdaSnapKV(Refinable, WindowAttention):
             entries hold (default of KVCache-Factory's port).
     """
 
-    name: ClassVar[str] = "ada_snapkv"
+    name = "ada_snapkv"
 
     alpha: float = option(0.2, check_float, 0.0, 1.0)
     normalize: bool = option(False, check_bool)
@@ -50,7 +49,7 @@ class AdaPyramidKV(WindowAttention):
         beta: as in :class:`~kvpass.policies.pyramidkv.PyramidKV`.
     """
 
-    name: ClassVar[str] = "ada_pyramidkv"
+    name = "ada_pyramidkv"
 
     alpha: float = option(0.2, check_float, 0.0, 1.0)
     beta: int = option(20, check_int, 1)

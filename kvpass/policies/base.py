@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -34,10 +34,13 @@ def with_options(name: str, options: Mapping[str, object]) -> str:
     return f"{name} {json.dumps(options, sort_keys=True)}" if options else name
 
 
-def name_and_options(text: str) -> tuple[str, dict[str, object]]:
-    """Return what :func:`with_options` put together."""
-    name, _, options = text.partition(" ")
-    return name, json.loads(options) if options else {}
+def name_and_options(text: str) -> tuple[Any, dict[str, Any]]:
+    """Return the name and the options in a :attr:`Policy.spec` or :attr:`Policy.text`; ValueError: it is neither."""
+    name, _, rest = text.partition(" ")
+    options = json.loads((rest or "{}") if name.isidentifier() else text)
+    if not isinstance(options, dict):
+        raise ValueError(f"policy={text!r}: must be the spec of a policy")
+    return name if name.isidentifier() else options.pop("policy", None), options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,11 +119,7 @@ class Policy(ABC):
         """Worth of each evictable entry, fp32 ``[B, K, M]`` (M = N - window); higher = keep; finite."""
 
     def checked_score(self, obs: Observation) -> Tensor:
-        """Return :meth:`score` after checking its shape; NaN becomes the lowest number. Values are not read.
-
-        Raises:
-            ValueError: a tensor of another shape.
-        """
+        """Return :meth:`score`; NaN becomes the lowest number. ValueError: a tensor of another shape."""
         scores = self.score(obs)
         self._check_shape("score() gave", scores, (obs.keys.shape[0], obs.kv_heads, obs.evictable))
         return scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)
@@ -151,49 +150,32 @@ class Policy(ABC):
 
     @property
     def stat_planes(self) -> int:
-        """Numbers that a prompt holds for each entry: attention mass, those of the decode rule, the score last.
-
-        The score only where those of all layers compete.
-        """
+        """Numbers of each entry of a prompt: attention mass, of the decode rule, the score if all layers compete."""
         rule = self.decode_rule()
         return 1 + (0 if rule is None else rule.numbers_per_entry) + self.compares_layers
 
     @property
     def cascades(self) -> bool:
         """Whether the shares of layers follow from the prompt, so that each layer read may take from those before."""
-        return getattr(self.layers(), "cascades", True)
+        return self.layers().cascades
 
     @property
     def least_score(self) -> float:
-        """Lowest score that is kept where scores of all layers compete; ``-inf``: the budget alone decides."""
+        """Lowest score that is kept where scores of all layers compete; ``-inf``: the budget alone decides the size."""
         layers = self.layers()
         return layers.least if isinstance(layers, GlobalLayers) else -math.inf
-
-    @property
-    def leaves_room(self) -> bool:
-        """Whether less may be kept than the budget allows, since the size follows from the text."""
-        return self.least_score > -math.inf
 
     @property
     def replays_prompt(self) -> bool:
         """Whether tokens run behind the prompt: for its score, or because the kept entries are compacted."""
         return "replays" in self.inputs or self.compact
 
-    def reference_replays(self, ids: Tensor) -> Sequence[Replay]:
-        """Return what runs behind a prompt to compact what was kept: what was replayed for the score, or repetitions.
-
-        Args:
-            ids: as in :meth:`replays`.
-        """
-        return self.replays(ids) if "replays" in self.inputs else repetitions(ids)
-
     def replays(self, ids: Tensor) -> Sequence[Replay]:
-        """Return what runs behind a prompt before it is scored, for policies whose inputs are ``"replays"``.
+        """Return what runs behind a prompt: before it is scored if ``"replays"`` is an input, and for ``compact``.
 
-        Args:
-            ids: tokens of prompts of one length, int64 ``[B, N]``, without padding.
+        ``ids``: tokens of prompts of one length, int64 ``[B, N]``, without padding.
         """
-        return ()
+        return repetitions(ids)
 
     def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
         """Return numbers that depend on each token alone, fp32 ``[B, K, T]``, for policies of that input.
@@ -201,9 +183,8 @@ class Policy(ABC):
         It is called for blocks of tokens; ``obs.token_scores`` has them together.
 
         Args:
-            x: what enters the attention layer, ``[B, T, hidden]``; anything in padding. layer, num_layers: as in
-                :class:`~kvpass.policies.observation.Observation`. kv_heads: of this process. ranks: processes that
-                share the heads.
+            x: what enters the attention layer, ``[B, T, hidden]``; anything in padding. kv_heads: of this process.
+            layer, num_layers, ranks: as in :class:`~kvpass.policies.observation.Observation`.
         """
         raise NotImplementedError(
             f"policy {self.name!r} has the input 'token_scores' and does not define token_scores()"
@@ -222,24 +203,19 @@ class Policy(ABC):
 
     @final
     def layer_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        """Return this layer's relative share of the budget, fp64 ``[B]``, >= 0; None if fixed."""
-        return self.layers().weight(obs, scores)
+        """Return this layer's relative share of the budget, fp64 ``[B]``; NaN and negative become 0. None if fixed.
 
-    def checked_weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        """Return :meth:`layer_weight` after checking its shape; NaN and negative values become 0.
-
-        Raises:
-            ValueError: a tensor of another shape.
+        ValueError: the layer split gave a tensor of another shape.
         """
-        weight = self.layer_weight(obs, scores)
+        weight = self.layers().weight(obs, scores)
         if weight is None:
             return None
         self._check_shape("the weight of a layer is", weight, (obs.keys.shape[0],))
         return weight.double().nan_to_num(nan=0.0).clamp(min=0.0)
 
-    def _check_shape(self, gave: str, found: object, expected: tuple[int, ...]) -> None:
-        if not isinstance(found, Tensor) or tuple(found.shape) != expected:
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    def _check_shape(self, gave: str, value: object, expected: tuple[int, ...]) -> None:
+        if not isinstance(value, Tensor) or tuple(value.shape) != expected:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"policy {self.name!r}: {gave} {shape}, must be {list(expected)}")
 
     @final
@@ -286,8 +262,8 @@ class Policy(ABC):
         The quota of a prompt that fits in its budget is the budget; otherwise it is what prefill kept.
 
         Args:
-            kept: evictable entries that prefill kept in each layer and head, int64 ``[L, B, K]``. entries, available:
-                int64 ``[B]``. ranks: processes that share the heads; ``kept`` is of those of this one.
+            kept: evictable entries that prefill kept in each layer and head of this process, int64 ``[L, B, K]``.
+            entries, available: int64 ``[B]``. ranks: processes that share the heads.
         """
         return torch.where((available <= entries)[:, None], entries[:, None], kept)
 
@@ -306,6 +282,6 @@ class Policy(ABC):
 
     @cached_property
     def text(self) -> str:
-        """Short text form, without options that have their defaults; ``kvpass.policies.from_text`` reads it."""
+        """Short text form, without options that have their defaults; ``kvpass.policies.from_spec`` reads it too."""
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return with_options(self.name, {field.name: value for field, value in fields if value != field.default})

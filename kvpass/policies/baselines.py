@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from kvpass.policies.scores import hashed
 class Full(Policy):
     """Keep every entry of the prompt; there is no budget."""
 
-    name: ClassVar[str] = "full"
+    name = "full"
     inputs = frozenset()
-    needs_budget: ClassVar[bool] = False
+    needs_budget = False
 
     def score(self, obs: Observation) -> Tensor:
         return obs.keys.new_zeros(obs.keys.shape[0], obs.kv_heads, obs.evictable, dtype=torch.float32)
@@ -40,7 +39,7 @@ class Random(Policy):
         seed: int from 0 to 2**64.
     """
 
-    name: ClassVar[str] = "random"
+    name = "random"
     inputs = frozenset({"heads"})
 
     seed: int = option(0, check_int, 0, high=1 << 64)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.config import Budget, BudgetLike
-from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
-from kvpass.policies.layer_splits import CakeLayers, LayerSplit
+from kvpass.policies.layer_splits import LayerSplit, cake_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import Parity, check_bool, check_float, check_literal, check_odd, option
-from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+from kvpass.policies.options import check_bool, check_float, check_literal, option
+from kvpass.policies.scores import Pool, pool_scores, reduce_group
+from kvpass.policies.snapkv import WindowAttention
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 TEMPERATURES: dict[tuple[str, int], tuple[float, float]] = {
@@ -53,23 +53,8 @@ def temperatures(model: str, budget: BudgetLike) -> tuple[float, float]:
     )
 
 
-def cake_layers(tau1: float | None, tau2: float | None, parity: Parity, spared: int | None = None) -> LayerSplit:
-    """Return CAKE's layer split; ``spared``: as in :class:`CakeLayers`.
-
-    Raises:
-        ValueError: a temperature is missing.
-    """
-    if tau1 is None or tau2 is None:
-        raise ValueError(
-            f"{'tau1' if tau1 is None else 'tau2'}=None: CAKE's layer split needs a number in (0, inf); give both "
-            "temperatures as options, for instance tau1=1.6, tau2=0.4 (kvpass.policies.cake.TEMPERATURES lists the "
-            "published ones)"
-        )
-    return CakeLayers(tau1, tau2, parity, spared)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Cake(Policy):
+class Cake(WindowAttention):
     """Layer budgets by attention dispersion and shift: CAKE (Qin et al. 2025, arXiv 2503.12491).
 
     Score of a query head: ``mean + gamma * var`` of a over the window rows (unbiased), pooled, then reduced over the
@@ -88,12 +73,11 @@ class Cake(Policy):
         evict_during_decode: False: decoding only appends.
     """
 
-    name: ClassVar[str] = "cake"
+    name = "cake"
     inputs = frozenset({"question"})
 
-    pool: Pool = option("avg", check_literal, Pool)
-    kernel_size: int = option(5, check_odd)
-    group: Group = option("mean", check_literal, Group)
+    pool: Pool = "avg"
+    kernel_size: int = 5
     gamma: float = option(200.0, check_float, 0.0)
     tau1: float | None = option(None, check_float, 0.0, open_low=True)
     tau2: float | None = option(None, check_float, 0.0, open_low=True)

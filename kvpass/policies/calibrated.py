@@ -7,15 +7,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
+from kvpass.policies.options import check_text, option
 
-MODEL = "kvpass_model"
-"""Metadata: the digest of the model's weights."""
+MODEL = "kvpass_model"  # metadata: the digest of the model's weights
 SHARES, MAXIMA, DISTANCES = "head_shares", "head_maxima", "head_distances"
 """Numbers of heads, ``[L, K]``."""
 MEAN, MODULUS, COVARIANCE = "query_mean", "query_modulus", "query_covariance"
@@ -31,7 +33,7 @@ class Contents:
     model: str | None
 
 
-def contents_of(option: str, path: str, begins: str | tuple[str, ...], device: torch.device) -> Contents:
+def contents_of(name: str, path: str, begins: str | tuple[str, ...], device: torch.device) -> Contents:
     """Return the tensors whose names begin so, of a file or of ``model.safetensors`` in a folder.
 
     It is the same object until the file changes.
@@ -41,10 +43,10 @@ def contents_of(option: str, path: str, begins: str | tuple[str, ...], device: t
     """
     file = Path(path, "model.safetensors") if Path(path).is_dir() else Path(path)
     try:
-        found = os.stat(file)
-        return _loaded(str(file), found.st_mtime_ns, found.st_size, option, begins, device)
+        status = os.stat(file)
+        return _loaded(str(file), status.st_mtime_ns, status.st_size, name, begins, device)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{option}={path!r}: cannot be read: {error}") from None
+        raise ValueError(f"{name}={path!r}: cannot be read: {error}") from None
 
 
 @functools.cache
@@ -54,38 +56,48 @@ def _loaded(
     """Return the contents of a file, which is read again when it has changed; CUDA graphs may read the old ones."""
     with safe_open(path, "pt", device=str(device)) as file:
         names = [name for name in file.keys() if name.startswith(begins)]  # noqa: SIM118 (no mapping)
-        tensors, told = {name: file.get_tensor(name).float() for name in names}, file.metadata() or {}
+        tensors, metadata = {name: file.get_tensor(name).float() for name in names}, file.metadata() or {}
     for name, x in tensors.items():
         if not bool(x.isfinite().all()):
             raise ValueError(f"{option}={path!r}: {name}: all values must be finite")
-    return Contents(path, tensors, told.get(MODEL))
+    return Contents(path, tensors, metadata.get(MODEL))
 
 
-def statistics_of(path: str, names: tuple[str, ...], device: torch.device) -> Contents:
-    """Return statistics of queries in a file.
+@dataclass(frozen=True, kw_only=True)
+class QueryStatistics(Policy):
+    """Base class of policies that read statistics of queries before RoPE.
 
-    Raises:
-        ValueError: as :func:`contents_of`, or it lacks one of these.
+    Args:
+        statistics: file of ``kvpass calibrate`` for this model: no query of the prompt is read. None: of each prompt.
     """
-    found = contents_of("statistics", path, names, device)
-    if found.tensors.keys() != set(names):
-        raise ValueError(
-            f"statistics={path!r}: lacks {' or '.join(names)}, which 'kvpass calibrate' writes for models whose rotary "
-            "embedding it finds"
-        )
-    return found
 
+    read_statistics: ClassVar[tuple[str, ...]]  # names in the file
 
-def layer_statistics(path: str, names: tuple[str, ...], obs: Observation) -> list[Tensor]:
-    """Return statistics of a layer in a file, of the heads of this process.
+    statistics: str | None = option(None, check_text)
 
-    Raises:
-        ValueError: as :func:`statistics_of`, or they are of other layers.
-    """
-    tensors = statistics_of(path, names, obs.keys.device).tensors
-    heads, dim = (obs.num_layers, obs.kv_heads * obs.ranks.size, obs.group), obs.keys.shape[3]
-    sizes = {MEAN: (*heads, dim), MODULUS: (*heads, dim // 2), COVARIANCE: (*heads, dim, dim)}
-    wanted, found = {name: sizes[name] for name in names}, {name: tuple(tensors[name].shape) for name in names}
-    if found != wanted:
-        raise ValueError(f"statistics={path!r}: holds {found}; layers of this model need {wanted}")
-    return [obs.ranks.local_shard(tensors[name][obs.layer], 0) for name in names]
+    @property
+    def query_rows(self) -> int | None:
+        return None if self.statistics is None else 0
+
+    def made_for(self) -> str | None:
+        return None if self.statistics is None else self._contents(torch.device("cpu")).model
+
+    def _contents(self, device: torch.device) -> Contents:
+        assert self.statistics is not None
+        contents = contents_of("statistics", self.statistics, self.read_statistics, device)
+        if contents.tensors.keys() != set(self.read_statistics):
+            raise ValueError(
+                f"statistics={self.statistics!r}: lacks {' or '.join(self.read_statistics)}, which 'kvpass calibrate' "
+                "writes for models whose rotary embedding it finds"
+            )
+        return contents
+
+    def layer_statistics(self, obs: Observation) -> list[Tensor]:
+        """Return the statistics of a layer, of the heads of this process; ValueError: they are of other layers."""
+        tensors, names = self._contents(obs.keys.device).tensors, self.read_statistics
+        heads, dim = (obs.num_layers, obs.kv_heads * obs.ranks.size, obs.group), obs.keys.shape[3]
+        sizes = {MEAN: (*heads, dim), MODULUS: (*heads, dim // 2), COVARIANCE: (*heads, dim, dim)}
+        wanted, shapes = {name: sizes[name] for name in names}, {name: tuple(tensors[name].shape) for name in names}
+        if shapes != wanted:
+            raise ValueError(f"statistics={self.statistics!r}: holds {shapes}; layers of this model need {wanted}")
+        return [obs.ranks.local_shard(tensors[name][obs.layer], 0) for name in names]

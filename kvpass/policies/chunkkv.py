@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class ChunkKV(WindowAttention):
             divided. each_head: each head has chunks of its own.
     """
 
-    name: ClassVar[str] = "chunkkv"
+    name = "chunkkv"
     inputs = frozenset({"question", "prompt", "heads"})
 
     pool: Pool = "avg"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,27 +18,23 @@ from torch import Tensor
 from kvpass.operands import Attention
 from kvpass.policies.observation import softcapped
 
+Scaling: TypeAlias = tuple[float, float | None]  # factor and soft cap of logits
 STEPS, QUERIES = 200, 256
 """Steps of the descent, and queries that are drawn for each."""
-RATE = 0.05
-"""How far a number moves in the first steps, in standard deviations of its channel; it falls to 0."""
-MOST_QUERIES = 4096
-"""Reference queries of a KV head: so many of its group's queries, evenly spaced over all replays."""
-HELD_OUT = 4
-"""One of so many reference queries is not fitted to, but judges the fit."""
+RATE = 0.05  # how far a number moves in the first steps, in standard deviations of its channel; it falls to 0
+MOST_QUERIES = 4096  # reference queries of a KV head: so many of its group's queries, evenly spaced over all replays
+HELD_OUT = 4  # one of so many reference queries is not fitted to, but judges the fit
 
 
 class Reference(NamedTuple):
-    """Queries of replays for one KV head of a layer, and what they attend to beside the entries to be fitted.
+    """Queries of replays for one KV head of a layer, and what they attend to beside the entries to be fitted: the rest.
 
-    Attributes:
-        queries: fp32 ``[n, D]``, RoPE applied. lse: log-sum-exp of their logits with the rest: window, tokens of the
-            replay, attention sinks; fp32 ``[n]``. rest: the attention output of the rest alone, fp32 ``[n, Dv]``.
+    The rest are the window, the tokens of the replay and attention sinks.
     """
 
-    queries: Tensor
-    lse: Tensor
-    rest: Tensor
+    queries: Tensor  # fp32 [n, D], RoPE applied
+    lse: Tensor  # log-sum-exp of their logits with the rest, fp32 [n]
+    rest: Tensor  # the attention output of the rest alone, fp32 [n, Dv]
 
     def some(self, which: Tensor) -> Reference:
         """Return those of these indices."""
@@ -50,9 +46,9 @@ class Reference(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """Keys ``[S, D]`` and values ``[S, Dv]`` of the kept entries, in the dtypes of those given.
+    """Keys ``[S, D]`` and values ``[S, Dv]`` of the kept entries, in the dtypes of those before.
 
-    errors: of the queries that were not fitted to, sums of squares over queries and numbers, fp32 ``[3]``: of the
+    Of the queries that were not fitted to, errors are sums of squares over queries and numbers, fp32 ``[3]``: of the
     attention outputs, of their error with the entries as they were, and with those returned.
     """
 
@@ -62,11 +58,10 @@ class Fitted(NamedTuple):
 
 
 def references(replayed: Sequence[tuple[Attention, int]], first: int) -> Iterator[Reference]:
-    """Yield the reference of each KV head of a row.
+    """Yield the reference of each KV head of a row; the rest begins at column ``first``.
 
-    Args:
-        replayed: of each replay, its attention and how many of its tokens are real. Queries ``[1, H, T, D]``; keys and
-            values of prompt and replay, ``[1, K, N + T, D]``. first: the first column of the rest.
+    ``replayed``: of each replay, its attention and how many of its tokens are real. Queries ``[1, H, T, D]``; keys and
+    values of prompt and replay, ``[1, K, N + T, D]``.
     """
     call = replayed[0][0]
     kv_heads = call.k.shape[1]
@@ -74,7 +69,7 @@ def references(replayed: Sequence[tuple[Attention, int]], first: int) -> Iterato
     step = -(-sum(tokens for _, tokens in replayed) * group // MOST_QUERIES)
     for kv_head in range(kv_heads):
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        parts = [_reference(one, kv_head, heads, range(0, tokens, step), first) for one, tokens in replayed]
+        parts = [_reference(replay, kv_head, heads, range(0, tokens, step), first) for replay, tokens in replayed]
         yield Reference(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -83,7 +78,7 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
     queries = call.q[0, heads, sampled].float()
     keys, values = call.k[0, kv_head, first:], call.v[0, kv_head, first:].float()
     before = keys.shape[0] - call.q.shape[2]
-    logits = _logits(queries, keys, call.scale, call.softcap)
+    logits = _logits(queries, keys, (call.scale, call.softcap))
     unseen = torch.arange(keys.shape[0], device=keys.device) > (before + sampled)[:, None]
     logits = logits.masked_fill(unseen, float("-inf"))
     lse, out = logits.logsumexp(-1), logits.softmax(-1) @ values
@@ -93,57 +88,46 @@ def _reference(call: Attention, kv_head: int, heads: slice, tokens: range, first
     return Reference(queries.flatten(0, 1), lse.flatten(), out.flatten(0, 1))
 
 
-def _logits(queries: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, scaling: Scaling) -> Tensor:
     """Return logits, fp32 ``[..., n, S]``."""
-    return softcapped((queries @ keys.float().T) * scale, softcap)
+    return softcapped((queries @ keys.float().T) * scaling[0], scaling[1])
 
 
 def fit_entries(
     keys: Tensor, values: Tensor, kept: Tensor, reference: Reference, scale: float, softcap: float | None = None
 ) -> Fitted:
-    """Fit the kept entries of one KV head to the attention outputs that all entries give.
+    """Fit the entries of one KV head at positions ``kept`` int64 ``[S]`` to the attention outputs that all give.
 
     The squared error is minimised by Adam. Where it comes out no lower for the queries that are held out, or a number
     is not finite, the entries stay as they were.
-
-    Args:
-        keys, values: of all entries, ``[N, D]`` and ``[N, Dv]``. kept: positions int64 ``[S]``.
     """
-    n = len(reference.lse)
+    n, scaling = len(reference.lse), (scale, softcap)
     parts = map(reference.some, torch.arange(n, device=keys.device).split(QUERIES))
-    target = torch.cat([part.output(_weights(part, keys, scale, softcap)[0], values.float()) for part in parts])
+    target = torch.cat([part.output(_weights(part, keys, scaling)[0], values.float()) for part in parts])
     held_out = torch.arange(n, device=keys.device) % HELD_OUT == 0
-    own, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
-    new = own
+    old, units = [x[kept] for x in (keys, values)], [x.float().std(0, correction=0) for x in (keys, values)]
+    new = old
     if n > 1:
-        found = _descent(own, units, reference.some(~held_out), target[~held_out], scale, softcap)
-        new = [x.to(before.dtype) for x, before in zip(found, own, strict=True)]
+        fitted = _descent(old, units, reference.some(~held_out), target[~held_out], scaling)
+        new = [x.to(before.dtype) for x, before in zip(fitted, old, strict=True)]
 
     judges, wanted = reference.some(held_out), target[held_out]
-    errors = [
-        (judges.output(_weights(judges, k, scale, softcap)[0], v.float()) - wanted).square().sum()
-        for k, v in (own, new)
-    ]
+    outputs = (judges.output(_weights(judges, k, scaling)[0], v.float()) for k, v in (old, new))
+    errors = [(output - wanted).square().sum() for output in outputs]
     better = errors[1] < errors[0]  # False for NaN
-    keys, values = (torch.where(better, after, before) for after, before in zip(new, own, strict=True))
+    keys, values = (torch.where(better, after, before) for after, before in zip(new, old, strict=True))
     errors[1] = torch.where(better, errors[1], errors[0])
     return Fitted(keys, values, torch.stack([wanted.square().sum(), *errors]))
 
 
 def _descent(
-    own: Sequence[Tensor],
-    units: Sequence[Tensor],
-    reference: Reference,
-    target: Tensor,
-    scale: float,
-    softcap: float | None,
+    old: Sequence[Tensor], units: Sequence[Tensor], reference: Reference, target: Tensor, scaling: Scaling
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values, fp32, that give the queries nearly the outputs ``target``.
 
-    Args:
-        own: keys ``[S, D]`` and values ``[S, Dv]`` at which the descent begins. units: of each channel of both.
+    The descent begins at ``old`` keys ``[S, D]`` and values ``[S, Dv]``; both have a unit for each channel.
     """
-    first_k, first_v = (x.float() for x in own)
+    first_k, first_v = (x.float() for x in old)
     moved_k, moved_v = torch.zeros_like(first_k), torch.zeros_like(first_v)
     descent, (unit_k, unit_v) = torch.optim.Adam([moved_k, moved_v], betas=(0.9, 0.99)), units
     seeded = torch.Generator("cpu").manual_seed(0)
@@ -151,11 +135,11 @@ def _descent(
     keys, values, size = first_k, first_v, target.square().mean()
     for step, drawn in enumerate(draws.to(target.device)):
         part = reference.some(drawn)
-        weights, slope = _weights(part, keys, scale, softcap)
+        weights, slope = _weights(part, keys, scaling)
         out = part.output(weights, values)
         error = (out - target[drawn]) / (size * QUERIES)
         of_logits = weights * (error @ values.T - (error * out).sum(1, keepdim=True)) * slope
-        moved_k.grad = scale * unit_k * (of_logits.T @ part.queries)
+        moved_k.grad = scaling[0] * unit_k * (of_logits.T @ part.queries)
         moved_v.grad = unit_v * (weights.T @ error)
         descent.param_groups[0]["lr"] = RATE * (1 + math.cos(math.pi * step / STEPS)) / 2
         descent.step()
@@ -163,9 +147,9 @@ def _descent(
     return keys, values
 
 
-def _weights(reference: Reference, keys: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+def _weights(reference: Reference, keys: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor | float]:
     """Return the share of attention that each entry has beside the rest, ``[n, S]``, and the slope of the soft cap."""
-    logits = _logits(reference.queries, keys, scale, softcap)
-    whole = torch.logaddexp(logits.logsumexp(1), reference.lse)
-    slope = 1.0 if softcap is None else 1 - (logits / softcap).square()
-    return (logits - whole[:, None]).exp(), slope
+    logits = _logits(reference.queries, keys, scaling)
+    total = torch.logaddexp(logits.logsumexp(1), reference.lse)
+    slope = 1.0 if scaling[1] is None else 1 - (logits / scaling[1]).square()
+    return (logits - total[:, None]).exp(), slope

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ class Compactor(Policy):
             budget goes to the layer's best.
     """
 
-    name: ClassVar[str] = "compactor"
+    name = "compactor"
     inputs = frozenset({"keys", "queries", "rotation", "heads"})
 
     window: int = 4

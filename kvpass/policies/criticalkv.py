@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -36,7 +36,7 @@ class CriticalKV(WindowAttention):
         base: ``"snapkv"`` or ``"ada_snapkv"``. alpha: of ``"ada_snapkv"``, each head's certain part of n.
     """
 
-    name: ClassVar[str] = "criticalkv"
+    name = "criticalkv"
     inputs = frozenset({"question", "projection", "heads"})
 
     pool: Pool = "avg"

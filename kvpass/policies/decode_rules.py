@@ -33,20 +33,16 @@ def rank_slots(scores: Tensor, storage_order: Tensor) -> Tensor:
 def evictable_slots(position: Tensor, window: int) -> Tensor:
     """Return which entries compete: all but the newest ``window`` tokens; bool ``[B, K, C]``.
 
-    Args:
-        position: true positions, int64 ``[B, K, C]``, -1 = empty slot; every head holds the new token.
+    ``position``: true positions, int64 ``[B, K, C]``, -1 = empty slot; every head holds the new token.
     """
     newest = position.amax((1, 2), keepdim=True)
     return (position >= 0) & (position <= newest - window)
 
 
 def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> Tensor:
-    """Return the keep mask: the newest ``window`` tokens, and each head's best ``quota`` of the others.
+    """Return the keep mask bool ``[B, K, C]``: the newest ``window`` tokens, and each head's best ``quota`` of others.
 
-    Args:
-        scores: fp32 ``[B, K, C]``. position: as in :func:`evictable_slots`. quota: int64 ``[B, K]``.
-    Returns:
-        bool ``[B, K, C]``.
+    ``scores``: fp32 ``[B, K, C]``; ``position``: as in :func:`evictable_slots`; ``quota``: int64 ``[B, K]``.
     """
     compete = evictable_slots(position, window)
     last = torch.iinfo(position.dtype).max
@@ -57,14 +53,10 @@ def keep_mask(scores: Tensor, position: Tensor, quota: Tensor, window: int) -> T
 def pool_in_order(
     attention: Tensor, position: Tensor, storage_order: Tensor, window: int, pool: Pool, kernel_size: int, group: Group
 ) -> Tensor:
-    """Pool attention ``[B, H, C]`` of older entries over neighbours in storage order; reduce over the group.
+    """Pool attention ``[B, H, C]`` over neighbours in storage order, reduced over the group: fp32 ``[B, K, C]``.
 
-    Args:
-        position: as in :class:`Slots`. storage_order: ascending, same shape and dtype. window: newest tokens, which are
-            left out.
-        pool, kernel_size, group: as in :mod:`kvpass.policies.scores`.
-    Returns:
-        fp32 ``[B, K, C]``, 0 in slots that are left out.
+    ``position``: as in :class:`Slots`; ``storage_order``: ascending, same shape and dtype. The newest ``window`` tokens
+    are left out, and get 0. The others are those of :mod:`kvpass.policies.scores`.
     """
     kv_heads = position.shape[1]
     compete = evictable_slots(position, window)
@@ -132,12 +124,9 @@ class DecodeRule:
             budget.
     """
 
-    reads_keys: ClassVar[bool] = False
-    """Whether :attr:`Slots.keys` are read."""
-    reads_tokens: ClassVar[bool] = False
-    """Whether :attr:`Slots.token_scores` are read, of a policy with that input."""
-    reads_all_heads: ClassVar[bool] = False
-    """Whether a slot must be the same entry in every head (:meth:`Slots.all_heads`)."""
+    reads_keys: ClassVar[bool] = False  # whether Slots.keys are read
+    reads_tokens: ClassVar[bool] = False  # whether Slots.token_scores are read, of a policy with that input
+    reads_all_heads: ClassVar[bool] = False  # whether a slot must be the same entry in every head (Slots.all_heads)
 
     window: int = 0
     every: int = 1
@@ -145,20 +134,13 @@ class DecodeRule:
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         """Return the heads from which a step evicts, bool ``[B, K]``; None, if ``every`` is 1: all, in each step.
 
-        On the CPU a step in which no head is due does not call :meth:`observe`.
-
-        Args:
-            position: as in :class:`Slots`. quota: entries a head may hold besides the newest ``window``, int64
-                ``[B, K]``.
+        On the CPU a step in which no head is due does not call :meth:`observe`. ``position``, ``quota``: as in
+        :class:`Slots`.
         """
         return None if self.every == 1 else (position >= 0).sum(2) - quota >= self.window + self.every
 
     def quota_now(self, quota: Tensor, due: Tensor | None, worth: Tensor, position: Tensor) -> Tensor:
-        """Return the quota of a step: of heads that are not due as many entries as there are slots; int64 ``[B, K]``.
-
-        Args:
-            quota, due, position: as in :meth:`due`. worth: scores from :meth:`observe`.
-        """
+        """Return the quota of a step, int64 ``[B, K]``: all slots for heads that are not due. ``worth``: the scores."""
         return quota if due is None else torch.where(due, quota, position.shape[2])
 
     def slots_needed(self, quota: Tensor, held: Tensor) -> Tensor:
@@ -171,11 +153,7 @@ class DecodeRule:
         return 0
 
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
-        """Return the numbers of every prompt entry, fp32 ``[numbers_per_entry, B, K, N]``.
-
-        Args:
-            scores: of the prompt, fp32 ``[B, K, N]``, ``-inf`` where not scored.
-        """
+        """Return numbers of each prompt entry, fp32 ``[.., B, K, N]``; its score is ``-inf`` where not scored."""
         return obs.keys.new_zeros(self.numbers_per_entry, *obs.keys.shape[:3], dtype=torch.float32)
 
     @property
@@ -188,11 +166,7 @@ class DecodeRule:
         raise NotImplementedError
 
     def next_rows(self, rows: Tensor, queries: Tensor, position: Tensor) -> Tensor:
-        """Return the rows after a new token; they stay as they are by default.
-
-        Args:
-            rows: before it. queries: its own, RoPE applied, ``[B, K, G, D]``. position: true position, int64 ``[B]``.
-        """
+        """Return the rows after a token of these queries ``[B, K, G, D]`` at position int64 ``[B]``: as they are."""
         return rows
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
@@ -219,9 +193,8 @@ class StoredByScore(DecodeRule):
     def is_spared(self, scored: Tensor, entries: Tensor) -> Tensor:
         """Return which heads the released code does not store anew after a prompt, bool ``[B, K]``.
 
-        Args:
-            scored: entries of a head that have a score, int64 ``[B, K]``. entries: evictable ones per KV head per layer
-                on average, int64 ``[B, 1]``.
+        ``scored``: entries of a head that have a score, int64 ``[B, K]``; ``entries``: evictable entries per KV head
+        per layer on average, int64 ``[B, 1]``.
         """
         raise NotImplementedError
 
@@ -273,7 +246,7 @@ class RollingWindow(DecodeRule):
 class LastQuery(DecodeRule):
     """TOVA: score by the new query's attention, averaged over all query heads, same for every KV head."""
 
-    reads_all_heads: ClassVar[bool] = True
+    reads_all_heads = True
 
     def observe(self, attention: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         return slots.all_heads(attention).mean(1, keepdim=True).expand_as(slots.position), slots.decode_state

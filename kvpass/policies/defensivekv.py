@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_odd, option
 from kvpass.policies.scores import pool_scores
 
-_COVERED = 0.9
-"""Part of the attention that the entries of the first stage hold, together with the window."""
+_COVERED = 0.9  # part of the attention that the entries of the first stage hold, together with the window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +33,13 @@ class DefensiveKV(Policy):
         kernel_size: odd width of the average pooling.
     """
 
-    name: ClassVar[str] = "defensivekv"
+    name = "defensivekv"
     inputs = frozenset({"question", "projection", "heads"})
 
     kernel_size: int = option(5, check_odd)
 
     def score(self, obs: Observation) -> Tensor:
-        m, window = obs.evictable, obs.window
+        m = obs.evictable
         if m == 0:
             return obs.keys.new_zeros(*obs.keys.shape[:2], 0, dtype=torch.float32)
         worst, mean, near = [], [], []
@@ -52,7 +50,7 @@ class DefensiveKV(Policy):
             scaled = pooled * part.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=1e-30)
             worst.append(scaled.amax(1))
             mean.append(part.mean(1))
-            recent = part[..., max(m - window, 0) :] if self.parity == "code" else rows[..., m:]
+            recent = part[..., max(m - obs.window, 0) :] if self.parity == "code" else rows[..., m:]
             near.append(recent.sum(-1).mean(1))
         risk = torch.stack(worst, 1)
         norm = obs.projected_value_norm[..., :m]
@@ -64,11 +62,7 @@ class DefensiveKV(Policy):
         return torch.where(certain, best, scores)
 
     def _certain(self, obs: Observation, mean: Tensor, covered: Tensor) -> Tensor:
-        """Return the entries of the first stage, bool ``[B, K, M]``.
-
-        Args:
-            mean: attention of each KV head, fp32 ``[B, K, M]``. covered: part that they hold, ``[B]``.
-        """
+        """Return the entries that hold the part ``covered`` ``[B]`` of a head's mean attention: bool ``[B, K, M]``."""
         m, n = obs.evictable, obs.entries_per_head + obs.window
         falling, order = (mean / mean.sum(-1, keepdim=True).clamp(min=1e-30)).sort(dim=-1, descending=True, stable=True)
         below = falling.cumsum(-1) < covered[:, None, None]
@@ -88,7 +82,7 @@ class DefensiveKV(Policy):
 class LayerDefensiveKV(DefensiveKV):
     """DefensiveKV whose layers compete too: the best scores of all layers stay (arXiv 2510.13334)."""
 
-    name: ClassVar[str] = "layer_defensivekv"
+    name = "layer_defensivekv"
 
     def layers(self) -> LayerSplit:
         return GlobalLayers()

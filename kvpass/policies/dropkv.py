@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class DropKV(Policy):
             ``ada_snapkv``.
     """
 
-    name: ClassVar[str] = "dropkv"
+    name = "dropkv"
     inputs = frozenset({"question"})
 
     form: Literal["dropkv", "caote"] = option("dropkv", check_choice, ("dropkv", "caote"))

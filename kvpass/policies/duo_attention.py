@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ Rows: TypeAlias = tuple[tuple[float, ...], ...]
 
 VALUES, SIZES = "full_attention_heads.tsv", "config.json"
 """Files of a published head map."""
-Rule = Literal["maxima", "distances"]
-"""Tensor of a file of ``kvpass calibrate``, behind ``head_``."""
+Rule = Literal["maxima", "distances"]  # tensor of a file of kvpass calibrate, behind head_
 
 
 def check_head_map(name: str, value: object) -> None:
@@ -47,11 +46,7 @@ def check_head_map(name: str, value: object) -> None:
 
 
 def read_head_map(folder: str) -> tuple[Rows, int, int]:
-    """Return the numbers of a published head map, clipped to [0, 1], and for how many first and newest tokens it is.
-
-    Raises:
-        ValueError: a file is missing or is not as published.
-    """
+    """Return the numbers of a published head map, clipped to [0, 1], and its numbers of first and newest tokens."""
     values, sizes = Path(folder, VALUES), Path(folder, SIZES)
     try:
         lines = [line.split("\t") for line in values.read_text("utf-8-sig").splitlines() if line.strip()]
@@ -69,20 +64,16 @@ def read_head_map(folder: str) -> tuple[Rows, int, int]:
 
 
 def fitted_head_map(path: str, rule: object) -> tuple[HeadMap, str | None]:
-    """Return a head map in a file of ``kvpass calibrate``, and the digest of its model's weights.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no map by this rule.
-    """
+    """Return a head map in a file of ``kvpass calibrate`` by this rule, and the digest of its model's weights."""
     check_literal("rule", rule, Rule)
     name = f"head_{rule}"
-    found = contents_of("head_map", path, name, torch.device("cpu"))
-    if name not in found.tensors:
+    contents = contents_of("head_map", path, name, torch.device("cpu"))
+    if name not in contents.tensors:
         raise ValueError(
             f"head_map={path!r}: holds no {name}: a newer 'kvpass calibrate' writes head_maxima, and head_distances "
             "for models whose rotary embedding it finds"
         )
-    return found.tensors[name].tolist(), found.model
+    return contents.tensors[name].tolist(), contents.model
 
 
 @dataclass(frozen=True)
@@ -93,11 +84,7 @@ class HeadMapLayers(LayerSplit):
     sinks: int
 
     def places(self, layers: int, kv_heads: int, device: torch.device) -> Tensor:
-        """Return the place of each head when they are ordered by falling numbers, int64 ``[L, K]``.
-
-        Raises:
-            ValueError: the map has another number of layers or heads.
-        """
+        """Return the place of each head when they are ordered by falling numbers, int64 ``[L, K]``."""
         rows, width = len(self.head_map), len(self.head_map[0])
         if (rows, width) != (layers, kv_heads):
             raise ValueError(
@@ -150,7 +137,7 @@ class DuoAttention(Policy):
         of_model: digest of the weights of the model that the map is for, which such a file gives; None: of any.
     """
 
-    name: ClassVar[str] = "duo_attention"
+    name = "duo_attention"
     inputs = frozenset({"prompt", "heads"})
 
     window: int = 256
@@ -165,19 +152,19 @@ class DuoAttention(Policy):
 
     @classmethod
     def read(cls, options: Mapping[str, object]) -> Mapping[str, object]:
-        given = options.get("head_map")
-        if isinstance(given, str) and Path(given).is_file():
-            head_map, model = fitted_head_map(given, options.get("rule", "maxima"))
+        path = options.get("head_map")
+        if isinstance(path, str) and Path(path).is_file():
+            head_map, model = fitted_head_map(path, options.get("rule", "maxima"))
             return {**options, "head_map": head_map, "of_model": model}
         if "rule" in options:
             raise ValueError(
                 f"rule={options['rule']!r}: is of a file of 'kvpass calibrate': give head_map=FILE with it"
             )
-        if given is None:
+        if path is None:
             return options
-        if not isinstance(given, str):
+        if not isinstance(path, str):
             return {"of_model": None, **options}
-        head_map, first, newest = read_head_map(given)
+        head_map, first, newest = read_head_map(path)
         return {"sinks": first, "window": newest, "of_model": None, **options, "head_map": head_map}
 
     def made_for(self) -> str | None:
@@ -185,8 +172,9 @@ class DuoAttention(Policy):
 
     def score(self, obs: Observation) -> Tensor:
         heads = obs.kv_heads * obs.ranks.size
-        own = slice(obs.first_head, obs.first_head + obs.kv_heads)
-        place = invert(self.layers().places(obs.num_layers, heads, obs.keys.device)[obs.layer].argsort())[own, None]
+        of_process = slice(obs.first_head, obs.first_head + obs.kv_heads)
+        places_of_layer = self.layers().places(obs.num_layers, heads, obs.keys.device)[obs.layer]
+        place = invert(places_of_layer.argsort())[of_process, None]
         position = obs.positions[..., : obs.evictable]
         newer = position / max(obs.evictable, 1)
         worth = torch.where(position < self.sinks, heads + 1 + self.sinks - position, heads - place + newer)

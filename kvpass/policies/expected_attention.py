@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.policies.calibrated import COVARIANCE, MEAN, layer_statistics, statistics_of
+from kvpass.policies.calibrated import COVARIANCE, MEAN, QueryStatistics
 from kvpass.policies.head_splits import HeadSplit, SafeguardedHeads, UniformHeads
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_bool, check_choice, check_float, check_int, check_text, option
+from kvpass.policies.options import check_bool, check_choice, check_float, check_int, option
 from kvpass.policies.refinement import Refinable
-
-_READ = (MEAN, COVARIANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(Refinable):
+class ExpectedAttention(Refinable, QueryStatistics):
     """Keep what future queries are expected to attend to: Expected Attention (Devoto et al. 2025, arXiv 2510.00636).
 
     Queries are taken to be Gaussian. Their mean m and covariance C, per query head, are those of the prompt's queries
@@ -47,11 +45,12 @@ class ExpectedAttention(Refinable):
             the norm.
         head_split: ``"uniform"`` or ``"adaptive"``, the layer's best after each head's best ``alpha * n``, n being the
             mean number of a head's entries. alpha: that certain part.
-        statistics: file of ``kvpass calibrate`` for this model: no query of the prompt is read. None: of each prompt.
+        statistics: as in :class:`~kvpass.policies.calibrated.QueryStatistics`.
     """
 
-    name: ClassVar[str] = "expected_attention"
+    name = "expected_attention"
     inputs = frozenset({"keys", "queries", "rotation", "heads"})
+    read_statistics = (MEAN, COVARIANCE)
 
     window: int = 0
     n_future: int = option(512, check_int, 1, 1 << 16)
@@ -61,7 +60,6 @@ class ExpectedAttention(Refinable):
     value_norm: bool = option(True, check_bool)
     head_split: Literal["uniform", "adaptive"] = option("uniform", check_choice, ("uniform", "adaptive"))
     alpha: float = option(0.2, check_float, 0.0, 1.0)
-    statistics: str | None = option(None, check_text)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,13 +68,6 @@ class ExpectedAttention(Refinable):
                 f"critical=True with policy {self.name!r}: its score is multiplied by the norm of the value already; "
                 "give value_norm=False"
             )
-
-    def made_for(self) -> str | None:
-        return None if self.statistics is None else statistics_of(self.statistics, _READ, torch.device("cpu")).model
-
-    @property
-    def query_rows(self) -> int | None:
-        return None if self.statistics is None else 0
 
     def score(self, obs: Observation) -> Tensor:
         batch, kv_heads, n, _ = obs.keys.shape
@@ -104,7 +95,7 @@ class ExpectedAttention(Refinable):
     def _queries(self, obs: Observation, kv_head: int) -> tuple[Tensor, Tensor]:
         """Mean and covariance of queries before RoPE, fp32 ``[B or 1, G, 1, D]`` and ``[B or 1, G, D, D]``."""
         if self.statistics is not None:
-            means, covariances = layer_statistics(self.statistics, _READ, obs)
+            means, covariances = self.layer_statistics(obs)
             return means[None, kv_head, :, None], covariances[None, kv_head]
         queries = obs.unrotated_queries(kv_head, self.sinks)
         mean = queries.mean(2, keepdim=True)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy
-from kvpass.policies.cake import cake_layers
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
-from kvpass.policies.layer_splits import LayerSplit, UniformLayers
+from kvpass.policies.layer_splits import LayerSplit, UniformLayers, cake_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_bool, check_choice, check_float, check_literal, check_odd, option
-from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+from kvpass.policies.options import check_bool, check_choice, check_float, option
+from kvpass.policies.scores import Pool, pool_scores, reduce_group
+from kvpass.policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Policy):
+class H2O(WindowAttention):
     """Keep heavy hitters and the newest tokens: H2O (Zhang et al. 2023, arXiv 2306.14048).
 
     ``s[k, i] = pool(reduce over group(sum over all rows of a[h, :, i]))``, uniform heads and layers; the ``window``
@@ -33,12 +32,10 @@ class H2O(Policy):
         evict_during_decode: False: decoding only appends, as in the comparisons of SnapKV, Ada-KV and CAKE.
     """
 
-    name: ClassVar[str] = "h2o"
+    name = "h2o"
     inputs = frozenset({"question", "column_sum"})
 
-    pool: Pool = option(None, check_literal, Pool)
-    kernel_size: int = option(7, check_odd)
-    group: Group = option("mean", check_literal, Group)
+    pool: Pool = None
     layer_split: Literal["uniform", "cake"] = option("uniform", check_choice, ("uniform", "cake"))
     tau1: float | None = option(None, check_float, 0.0, open_low=True)
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
@@ -49,9 +46,7 @@ class H2O(Policy):
         return pool_scores(total, self.pool, self.kernel_size)
 
     def layers(self) -> LayerSplit:
-        if self.layer_split == "cake":
-            return cake_layers(self.tau1, self.tau2, self.parity)
-        return UniformLayers()
+        return cake_layers(self.tau1, self.tau2, self.parity) if self.layer_split == "cake" else UniformLayers()
 
     def decode_rule(self) -> DecodeRule | None:
         return Accumulated(window=self.window, group=self.group) if self.evict_during_decode else None

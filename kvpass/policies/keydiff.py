@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +25,7 @@ class KeyDiff(Policy):
         window: 0 as in the paper; a positive number protects that many newest tokens.
     """
 
-    name: ClassVar[str] = "keydiff"
+    name = "keydiff"
     inputs = frozenset({"keys"})
 
     window: int = 0

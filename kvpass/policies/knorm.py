@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class Knorm(Policy):
         window: 0 as in the paper; a positive number protects that many newest tokens.
     """
 
-    name: ClassVar[str] = "knorm"
+    name = "knorm"
     inputs = frozenset({"keys"})
 
     window: int = 0

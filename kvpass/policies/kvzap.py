@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,23 +33,20 @@ _WANTED = (
 class Surrogate(NamedTuple):
     """Contents of a file: maps from what enters attention to the log of KVzip+'s scores.
 
-    Attributes:
-        layers: for each layer under the budget one linear map, or two with a GELU between them: weight ``[out, in]``
-            and bias ``[out]``, the last with K rows; fp32. head_shares: share of the entries for each head,
-            ``[L, K]``. model: digest of the weights of the model that it was fitted for. The last two are None in
-            NVIDIA's files.
+    For each layer under the budget it is one linear map, or two with a GELU between them: weight ``[out, in]`` and bias
+    ``[out]``, the last with K rows; fp32.
     """
 
     layers: tuple[tuple[tuple[Tensor, Tensor], ...], ...]
-    head_shares: Tensor | None
-    model: str | None
+    head_shares: Tensor | None  # share of the entries for each head, [L, K]; None in NVIDIA's files
+    model: str | None  # digest of the weights of the model that it was fitted for; None in NVIDIA's files
 
     def check(self, path: str, layers: int, kv_heads: int, hidden: int | None = None) -> None:
         """Raise ValueError unless it is of so many layers and KV heads, and of tokens of so many numbers."""
-        found = len(self.layers), len(self.layers[0][-1][1]), self.layers[0][0][0].shape[1]
-        if found != (layers, kv_heads, found[2] if hidden is None else hidden):
+        sizes = len(self.layers), len(self.layers[0][-1][1]), self.layers[0][0][0].shape[1]
+        if sizes != (layers, kv_heads, sizes[2] if hidden is None else hidden):
             raise ValueError(
-                f"weights={path!r}: of {found[0]} layers of {found[1]} KV heads and tokens of {found[2]} numbers, but "
+                f"weights={path!r}: of {sizes[0]} layers of {sizes[1]} KV heads and tokens of {sizes[2]} numbers, but "
                 f"the model has {layers} layers of {kv_heads} KV heads under the budget"
                 + ("" if hidden is None else f" and tokens of {hidden} numbers")
             )
@@ -86,7 +83,7 @@ class KVzap(Policy):
         evict_during_decode: False: decoding only appends. ``split="file"`` needs False.
     """
 
-    name: ClassVar[str] = "kvzap"
+    name = "kvzap"
     inputs = frozenset({"token_scores"})
 
     window: int = 128
@@ -114,15 +111,15 @@ class KVzap(Policy):
 
     def _surrogate(self, device: torch.device) -> Surrogate:
         assert self.weights is not None
-        found = _surrogate(contents_of("weights", self.weights, ("module_list.", SHARES), device))
-        if self.split == "file" and found.head_shares is None:
+        surrogate = _surrogate(contents_of("weights", self.weights, ("module_list.", SHARES), device))
+        if self.split == "file" and surrogate.head_shares is None:
             raise ValueError(f"weights={self.weights!r}: holds no head shares for split='file'; take another split")
-        return found
+        return surrogate
 
     def token_scores(self, x: Tensor, layer: int, num_layers: int, kv_heads: int, ranks: Ranks) -> Tensor:
-        found = self._surrogate(x.device)
-        found.check(str(self.weights), num_layers, kv_heads * ranks.size, x.shape[2])
-        *inner, (weight, bias) = found.layers[layer]
+        surrogate = self._surrogate(x.device)
+        surrogate.check(str(self.weights), num_layers, kv_heads * ranks.size, x.shape[2])
+        *inner, (weight, bias) = surrogate.layers[layer]
         x = x.float()
         for first, offset in inner:
             x = gelu(x @ first.T + offset)
@@ -130,22 +127,17 @@ class KVzap(Policy):
         return scores.transpose(1, 2)
 
     def score(self, obs: Observation) -> Tensor:
-        positions, scores = obs.positions[..., : obs.evictable], prompt_scores(obs, self.sinks)[..., : obs.evictable]
-        if self.split == "file" and obs.length > 1:
-            scores = sinks_first(self._by_shares(scores, obs), positions, self.sinks)
-        return scores
-
-    def _by_shares(self, scores: Tensor, obs: Observation) -> Tensor:
-        """Return scores by which each head gets its share: entry r of a head has ``share / (r + 1 / 2)``.
-
-        The best of these over all heads are as many of each as its share says (Sainte-Lague's rule), and what a head
-        has no entries for goes to the others.
-        """
-        found = self._surrogate(scores.device)
-        found.check(str(self.weights), obs.num_layers, obs.kv_heads * obs.ranks.size)
-        assert found.head_shares is not None
-        share = obs.ranks.local_shard(found.head_shares[obs.layer], 0).clamp(min=_LEAST_SHARE)
-        return share[:, None] / (places(scores) + 0.5)
+        scores = prompt_scores(obs, self.sinks)[..., : obs.evictable]
+        if self.split != "file" or obs.length == 1:
+            return scores
+        # The best of ``share / (r + 1 / 2)`` of entry r of each head are as many of each as its share says
+        # (Sainte-Lague's rule), and what a head has no entries for goes to the others.
+        surrogate = self._surrogate(scores.device)
+        surrogate.check(str(self.weights), obs.num_layers, obs.kv_heads * obs.ranks.size)
+        assert surrogate.head_shares is not None
+        share = obs.ranks.local_shard(surrogate.head_shares[obs.layer], 0).clamp(min=_LEAST_SHARE)
+        scores = share[:, None] / (places(scores) + 0.5)
+        return sinks_first(scores, obs.positions[..., : obs.evictable], self.sinks)
 
     def heads(self) -> HeadSplit:
         return UniformHeads() if self.split == "none" else AdaptiveHeads(0.0)
@@ -162,9 +154,9 @@ class KVzap(Policy):
         """As in the base class; with a threshold what it has left of the budget is shared by all heads."""
         if self.threshold is None:
             return super().decode_quota(kept, entries, available)
-        every = ranks.gather(kept, 2)
-        heads = every.shape[0] * every.shape[2]
-        left = (entries * heads - every.sum((0, 2))).clamp(min=0)
+        of_all = ranks.gather(kept, 2)
+        heads = of_all.shape[0] * of_all.shape[2]
+        left = (entries * heads - of_all.sum((0, 2))).clamp(min=0)
         return kept + left[:, None] // heads
 
 
@@ -172,7 +164,7 @@ class KVzap(Policy):
 class OwnScores(DecodeRule):
     """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
-    reads_tokens: ClassVar[bool] = True
+    reads_tokens = True
 
     options: KVzap
 
@@ -205,9 +197,9 @@ def prompt_scores(obs: Observation, sinks: int) -> Tensor:
 
 
 @functools.cache
-def _surrogate(found: Contents) -> Surrogate:
+def _surrogate(file: Contents) -> Surrogate:
     """Return the maps in a file; ValueError: it holds something else."""
-    tensors = dict(found.tensors)
+    tensors = dict(file.tensors)
     shares = tensors.pop(SHARES, None)
     parts = [""] if "module_list.0.weight" in tensors else ["0.", "2."]
     names = [
@@ -215,16 +207,11 @@ def _surrogate(found: Contents) -> Surrogate:
         for layer in range(max(len(tensors) // (2 * len(parts)), 1))
     ]
     if tensors.keys() != {name for layer in names for pair in layer for name in pair}:
-        raise ValueError(f"weights={found.path!r}: {_WANTED}")
+        raise ValueError(f"weights={file.path!r}: {_WANTED}")
     layers = tuple(tuple((tensors[weight], tensors[bias]) for weight, bias in layer) for layer in names)
     shapes = {tuple(tuple(x.shape) for pair in layer for x in pair) for layer in layers}
-    heads = layers[0][-1][1].shape
-    if len(shapes) > 1 or not _fit(layers[0]) or (shares is not None and shares.shape != (len(layers), *heads)):
-        raise ValueError(f"weights={found.path!r}: shapes do not fit together; it {_WANTED}")
-    return Surrogate(layers, shares, found.model)
-
-
-def _fit(maps: tuple[tuple[Tensor, Tensor], ...]) -> bool:
-    """Whether each map takes what the one before it gives."""
-    each = all(weight.dim() == 2 and bias.shape == weight.shape[:1] for weight, bias in maps)
-    return each and all(after.shape[1] == before.shape[0] for (before, _), (after, _) in pairwise(maps))
+    fits = len(shapes) == 1 and all(w.dim() == 2 and bias.shape == w.shape[:1] for w, bias in layers[0])
+    fits = fits and all(after.shape[1] == before.shape[0] for (before, _), (after, _) in pairwise(layers[0]))
+    if not fits or (shares is not None and shares.shape != (len(layers), *layers[0][-1][1].shape)):
+        raise ValueError(f"weights={file.path!r}: shapes do not fit together; it {_WANTED}")
+    return Surrogate(layers, shares, file.model)

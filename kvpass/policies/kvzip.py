@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class KVzip(Policy):
         split: what competes: ``"layers"`` all entries, ``"heads"`` those of a layer, ``"none"`` those of a head.
     """
 
-    name: ClassVar[str] = "kvzip"
+    name = "kvzip"
     inputs = frozenset({"replays"})
 
     window: int = 0
@@ -62,7 +62,7 @@ class KVzip(Policy):
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         asked = self.prompt_ids, self.again_ids, self.suffix_ids
-        return repetitions(ids, self.sinks, self.chunk, self.overlap, *asked)
+        return repetitions(ids, self.sinks, self.chunk, self.overlap, asked)
 
     def score(self, obs: Observation) -> Tensor:
         if obs.length <= max(self.sinks, 1):  # nothing is replayed
@@ -87,5 +87,5 @@ class KVzipPlus(KVzip):
     Departure: a token whose norm is 0 pays nothing; kvpress divides by 0.
     """
 
-    name: ClassVar[str] = "kvzip_plus"
+    name = "kvzip_plus"
     inputs = frozenset({"replays", "norms", "projection"})

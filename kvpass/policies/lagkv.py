@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class LagKV(Policy):
         cross_scoring: compare scores between parts; False: each part's ranks, so that all give up the same share.
     """
 
-    name: ClassVar[str] = "lagkv"
+    name = "lagkv"
     inputs = frozenset({"keys", "prompt"})
 
     window: int = 0

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import EntropyLayers, LayerSplit, PyramidLayers, UniformLayers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_float, check_int, check_literal, check_odd, option
-from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
+from kvpass.policies.options import check_float, check_int, option
+from kvpass.policies.scores import Group, pool_scores, reduce_group
+from kvpass.policies.snapkv import WindowAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lava(Policy):
+class Lava(WindowAttention):
     """Eviction with dynamic head and layer budgets: LAVa (Shen et al. 2025, arXiv 2509.09754).
 
     ``s[k, i] = max over group(pool(mean over window rows of a[h, :, i])) * max_{j < M} |v[k, j]|_1``; heads compete for
@@ -33,20 +32,16 @@ class Lava(Policy):
         alpha: uniform part of a layer's budget, 0 to 1; None: 0 as in the paper, 0.2 with ``parity="code"``.
     """
 
-    name: ClassVar[str] = "lava"
+    name = "lava"
     inputs = frozenset({"question"})
 
-    pool: Pool = option("max", check_literal, Pool)
-    kernel_size: int = option(7, check_odd)
-    group: Group = option("max", check_literal, Group)
+    group: Group = "max"
     alpha: float | None = option(None, check_float, 0.0, 1.0)
 
     def score(self, obs: Observation) -> Tensor:
         pooled = pool_scores(obs.mean[..., : obs.evictable], self.pool, self.kernel_size)
         s = reduce_group(pooled, obs.kv_heads, self.group)
-        if obs.evictable == 0:
-            return s
-        return s * obs.value_norm[..., : obs.evictable].amax(-1, keepdim=True)
+        return s if obs.evictable == 0 else s * obs.value_norm[..., : obs.evictable].amax(-1, keepdim=True)
 
     def heads(self) -> HeadSplit:
         default = 0.2 if self.parity == "code" else 0.0
@@ -61,7 +56,7 @@ class Lava(Policy):
 class LavaUniform(Lava):
     """LAVa with equal layer budgets (arXiv 2509.09754: "-layer" in table 10, LAVa-Uniform in table 13)."""
 
-    name: ClassVar[str] = "lava_uniform"
+    name = "lava_uniform"
 
     def layers(self) -> LayerSplit:
         return UniformLayers(self.parity)
@@ -78,7 +73,7 @@ class LavaPyramid(Lava):
         beta: as in :class:`~kvpass.policies.pyramidkv.PyramidKV`.
     """
 
-    name: ClassVar[str] = "lava_pyramid"
+    name = "lava_pyramid"
 
     beta: int = option(20, check_int, 1)
 
@@ -93,7 +88,7 @@ class LavaNoHead(Lava):
     It is "-head" in table 10; no code was released for it. ``alpha`` has no effect, since the heads share equally.
     """
 
-    name: ClassVar[str] = "lava_nohead"
+    name = "lava_nohead"
 
     def heads(self) -> HeadSplit:
         return UniformHeads()

@@ -144,6 +144,17 @@ class CakeLayers(LayerSplit):
         return num_layers + (self.spared or 0) * num_layers * kv_heads
 
 
+def cake_layers(tau1: float | None, tau2: float | None, parity: Parity, spared: int | None = None) -> LayerSplit:
+    """Return CAKE's layer split; ``spared``: as in :class:`CakeLayers`. ValueError: a temperature is missing."""
+    if tau1 is None or tau2 is None:
+        raise ValueError(
+            f"{'tau1' if tau1 is None else 'tau2'}=None: CAKE's layer split needs a number in (0, inf); give both "
+            "temperatures as options, for instance tau1=1.6, tau2=0.4 (kvpass.policies.cake.TEMPERATURES lists the "
+            "published ones)"
+        )
+    return CakeLayers(tau1, tau2, parity, spared)
+
+
 @dataclass(frozen=True)
 class GlobalLayers(LayerSplit):
     """The best scores of all layers stay: layers compete as heads do, and get what they have among the best.

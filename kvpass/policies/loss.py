@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.observation import Observation
 
+Layers: TypeAlias = Tensor | Sequence[Tensor]  # a tensor for each layer
+
 
 @dataclass(frozen=True, eq=False)
 class OutputLoss:
-    """Losses and bounds per layer and row, fp64 ``[L, B]``; ``loss <= ada_bound`` and ``loss <= lava_bound``.
+    """Losses and bounds per layer and row, fp64 ``[L, B]``; no loss is above a bound.
 
     Attributes:
         loss: ``|y - y_kept|_1``, LAVa's layer attention output loss (arXiv 2509.09754, Lemma 1).
@@ -29,13 +32,7 @@ class OutputLoss:
 
 
 def attention_output_loss(
-    queries: Tensor | Sequence[Tensor],
-    keys: Tensor | Sequence[Tensor],
-    values: Tensor | Sequence[Tensor],
-    keep: Tensor,
-    output_weights: Tensor | Sequence[Tensor],
-    *,
-    scale: float | None = None,
+    queries: Layers, keys: Layers, values: Layers, keep: Tensor, output_weights: Layers, *, scale: float | None = None
 ) -> OutputLoss:
     """Measure how much the last query's attention output changes if it attends only kept entries.
 

@@ -13,8 +13,7 @@ from kvpass.operands import NO_POLICY_INPUTS, PolicyInputs
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 _ROW_BLOCK = 512
-_PROJECTED_ELEMENTS = 1 << 22
-"""Elements of projected values that exist at a time."""
+_PROJECTED_ELEMENTS = 1 << 22  # elements of projected values that exist at a time
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -27,7 +26,6 @@ def attention_weights(logits: Tensor, hidden: Tensor, softcap: float | None, sin
 
     Args:
         hidden: bool, broadcast to the logits of the last columns, as many as it has; True gets no attention.
-        softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
         sinks: one more logit, broadcast to ``[..., 1]``, which is part of the softmax and then dropped.
     """
     logits = softcapped(logits, softcap)
@@ -45,13 +43,10 @@ def with_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def projected_norms(values: Tensor, projection: Tensor, order: int) -> Tensor:
-    """Return the norm of ``W_h v`` of that order for each query head h, fp32 ``[B, H, N]``.
+    """Return the norm of ``W_h v`` of that order for each query head h and value ``[B, K, N, Dv]``: ``[B, H, N]``.
 
-    W_h are the columns of the output projection that read query head h. Products are made in blocks of tokens, in fp32;
-    on CUDA in the dtype of the values.
-
-    Args:
-        values: ``[B, K, N, Dv]``. projection: weight of the output projection ``[hidden, H * Dv]``.
+    W_h are the columns of the output projection ``[hidden, H * Dv]`` that read query head h. Products are made in
+    blocks of tokens, in fp32; on CUDA in the dtype of the values.
     """
     batch, kv_heads, n, dim = values.shape
     dtype = values.dtype if values.is_cuda else torch.float32
@@ -141,10 +136,7 @@ class Observation:
 
     @property
     def entries_per_head(self) -> Tensor:
-        """Evictable entries per KV head per layer on average, int64 ``[B]``: the budget without the window.
-
-        Not given when a cache is compressed again.
-        """
+        """The budget without the window, per KV head per layer, int64 ``[B]``; not when a cache is compressed again."""
         return _given(self.asked.entries, "the budget is")
 
     @property
@@ -154,18 +146,12 @@ class Observation:
 
     @property
     def frequencies(self) -> Tensor:
-        """Inverse frequencies of the rotary embedding ``[D / 2]``, for policies with the input ``"rotation"``.
-
-        Channels j and ``j + D / 2`` turn by ``position * frequencies[j]``.
-        """
+        """Inverse frequencies ``[D / 2]`` by which channels j and ``j + D / 2`` turn, for the input ``"rotation"``."""
         return _given(self.asked.frequencies, "the frequencies of the rotary embedding are")
 
     @property
     def replayed_attention(self) -> Tensor:
-        """The most attention that a token of the policy's replays pays each entry, fp32 ``[B, K, N]``.
-
-        Weighed by norms for policies with the input ``"norms"``. See :func:`kvpass.policies.replay.most_attended`.
-        """
+        """What :func:`kvpass.policies.replay.most_attended` gives of the policy's replays, fp32 ``[B, K, N]``."""
         return _given(self.asked.replayed, "replays of the prompt are")
 
     @property
@@ -195,30 +181,23 @@ class Observation:
 
     def prompt_queries(self, first: int, last: int, kv_head: int | None = None) -> Tensor:
         """Return queries of prompt rows ``first <= i < last``, fp32 ``[B, H, rows, D]``; ``[B, G, ..]`` of one head."""
-        given = self.queries.shape[2]
-        offset = self.length - given
+        rows = self.queries.shape[2]
+        offset = self.length - rows
         if first < offset:
-            raise ValueError(f"queries hold the last {given} of {self.length} prompt rows; row {first} is needed")
+            raise ValueError(f"queries hold the last {rows} of {self.length} prompt rows; row {first} is needed")
         heads = slice(None) if kv_head is None else slice(kv_head * self.group, (kv_head + 1) * self.group)
         return self.queries[:, heads, first - offset : last - offset].float()
 
     def attention(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Attention of prompt rows ``first <= i < last`` for one KV head, fp32 ``[B, G, rows, last]``.
-
-        Columns from ``last`` on get none.
-        """
+        """Attention of prompt rows ``first <= i < last`` to columns before ``last``, fp32 ``[B, G, rows, last]``."""
         q, k = self.prompt_queries(first, last, kv_head), self.keys[:, kv_head, :last].float()
         logits = torch.einsum("bgrd,bnd->bgrn", q, k).mul_(self.scale)
         heads = slice(kv_head * self.group, (kv_head + 1) * self.group)
         sinks = None if self.sinks is None else self.sinks[heads, None, None]
-        return attention_weights(logits, self.hidden(kv_head, first, last), self.softcap, sinks)
+        return attention_weights(logits, self._hidden(kv_head, first, last), self.softcap, sinks)
 
-    def hidden(self, kv_head: int, first: int, last: int) -> Tensor:
-        """Return which of the last columns before ``last`` these rows do not attend; they attend all others.
-
-        Returns:
-            bool, broadcast to ``[B, G, rows, columns]``.
-        """
+    def _hidden(self, kv_head: int, first: int, last: int) -> Tensor:
+        """Return which of the last columns before ``last`` these rows do not attend: bool ``[rows, columns]``."""
         return torch.ones(last - first, last - first, dtype=torch.bool, device=self.keys.device).triu(1)
 
     def window_attention(self) -> Iterator[Tensor]:
@@ -242,13 +221,8 @@ class Observation:
     @cached_property
     def last_row(self) -> Tensor:
         """a of the last prompt row, ``[B, H, N]``."""
-        n = self.length
-        return torch.cat([self.attention(k, n - 1, n)[:, :, 0] for k in range(self.kv_heads)], 1)
-
-    @property
-    def mass(self) -> Tensor:
-        """Mean of a over the window rows and the group, ``[B, K, N]``, for the report."""
-        return self.mean.unflatten(1, (self.kv_heads, self.group)).mean(2)
+        rows = (self.attention(head, self.length - 1, self.length) for head in range(self.kv_heads))
+        return torch.cat([a[:, :, 0] for a in rows], 1)
 
     @cached_property
     def entropy(self) -> Tensor:
@@ -279,8 +253,5 @@ class Observation:
 
     @cached_property
     def projected_value_norm(self) -> Tensor:
-        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``.
-
-        See :func:`projected_norms`.
-        """
+        """Mean over the group of the L1 norm of ``W_h v``, ``[B, K, N]``: see :func:`projected_norms`."""
         return projected_norms(self.values, self.projection, 1).unflatten(1, (self.kv_heads, -1)).mean(2)

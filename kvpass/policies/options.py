@@ -14,10 +14,8 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 
-MOST = 1 << 30
-"""Largest number of tokens: positions are int32."""
-MOST_NEIGHBOURS = 1 << 16
-"""Largest width of pooling."""
+MOST = 1 << 30  # largest number of tokens: positions are int32
+MOST_NEIGHBOURS = 1 << 16  # largest width of pooling
 
 Parity = Literal["paper", "code"]
 """Rules of the paper, whose total is the budget, or of the released code, which misses it."""
@@ -36,10 +34,7 @@ def option(default: T, check: Callable[..., None], *args: Any, **kwargs: Any) ->
 
 
 def check_options(policy: Any) -> None:
-    """Check every :func:`option` of a policy, and make NumPy's numbers Python's.
-
-    A subclass that gives an option another default keeps its check.
-    """
+    """Check every :func:`option` of a policy, inherited with other defaults too; make NumPy's numbers Python's."""
     kinds = [kind for kind in reversed(type(policy).__mro__) if dataclasses.is_dataclass(kind)]
     fields = [field for kind in kinds for field in dataclasses.fields(kind) if "check" in field.metadata]
     for name, check in {field.name: field.metadata["check"] for field in fields}.items():

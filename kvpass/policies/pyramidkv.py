@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -32,7 +31,7 @@ class PyramidKV(WindowAttention):
             the pyramid option of the Ada-KV repository. Only used with ``parity="code"``.
     """
 
-    name: ClassVar[str] = "pyramidkv"
+    name = "pyramidkv"
     inputs = frozenset({"question"})
 
     beta: int = option(20, check_int, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ from kvpass.policies.observation import Observation, softcapped
 from kvpass.policies.options import check_float, check_int, check_odd, option
 from kvpass.policies.scores import pool_scores
 
-_BLOCK_ELEMENTS = 1 << 24
-"""Cosines that exist at a time."""
-_CPU_BLOCK_ELEMENTS = 1 << 20
-"""The same on a CPU: what its caches hold."""
+_BLOCK_ELEMENTS = 1 << 24  # cosines that exist at a time
+_CPU_BLOCK_ELEMENTS = 1 << 20  # the same on a CPU: what its caches hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class RKV(Policy):
             code. threshold: cosine above which keys are similar. buffer: tokens between two evictions.
     """
 
-    name: ClassVar[str] = "r_kv"
+    name = "r_kv"
     inputs = frozenset({"question", "keys"})
 
     window: int = 8
@@ -78,7 +75,7 @@ class RKV(Policy):
 class Redundancy(StoredByScore):
     """R-KV while decoding. The authors' code also evicts in other steps."""
 
-    reads_keys: ClassVar[bool] = True
+    reads_keys = True
 
     options: RKV
 
@@ -134,8 +131,7 @@ class Redundancy(StoredByScore):
 def redundancy(keys: Tensor, held: Tensor, threshold: float) -> Tensor:
     """Return R of :class:`RKV` for keys in order: fp32 ``[B, K, N]``, 0 where there is no entry.
 
-    Args:
-        keys: fp32 ``[B, K, N, D]``. held: which are entries, bool ``[B, K, N]``; they come first, and there is one.
+    ``keys``: fp32 ``[B, K, N, D]``; ``held``: which are entries, bool ``[B, K, N]``; they come first, and there is one.
     """
     unit = torch.where(held[..., None], keys / (keys.norm(dim=-1, keepdim=True) + 1e-8), 0.0)
     last = _last_similar(unit, threshold)
@@ -152,9 +148,7 @@ def _last_similar(unit: Tensor, threshold: float) -> Tensor:
     """Return for each key the last other one with a cosine above the threshold, 0 if none has: int64 ``[B, K, N]``.
 
     Looks at blocks of columns, the last first. On a CPU rows that have found theirs are left out of the next ones.
-
-    Args:
-        unit: keys of norm 1, or 0 where there is no entry, fp32 ``[B, K, N, D]``.
+    ``unit``: keys of norm 1, or 0 where there is no entry, fp32 ``[B, K, N, D]``.
     """
     batch, kv_heads, n, _ = unit.shape
     last = torch.zeros(batch, kv_heads, n, dtype=torch.int64, device=unit.device)

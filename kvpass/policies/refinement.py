@@ -45,15 +45,12 @@ class Refinable(Policy):
 def refine_scores(
     policy: Policy, obs: Observation, scores: Tensor, first_stage: float = 0.5, epsilon: float = 1e-4
 ) -> Tensor:
-    """Return the scores of a policy with uniform layers, permuted within each head; fp32 ``[B, K, M]``.
+    """Return the scores (attention, at least 0) of a policy with uniform layers, permuted in each head; ``[B, K, M]``.
 
     With n entries of a head, window included, the best ``first_stage * n`` by score come first, then the others by
     ``(score + epsilon) * norm``, norm being :attr:`Observation.projected_value_norm`; ties: lower position. As a head's
     scores stay the same but for the order (and equal ones, which get neighbouring numbers), how many entries it has
     among the best of its layer does not change.
-
-    Args:
-        scores: attention, at least 0.
     """
     worth = (scores + epsilon) * obs.projected_value_norm[..., : obs.evictable]
     place, first = places(scores), _first(policy, obs, scores, first_stage)
@@ -64,12 +61,12 @@ def refine_scores(
 def _first(policy: Policy, obs: Observation, scores: Tensor, first_stage: float) -> Tensor:
     """Return how many entries each head keeps by score alone, int64 ``[B, K]``."""
     entries, heads = obs.entries_per_head, policy.heads()
-    held = entries[:, None].expand(-1, obs.kv_heads)
+    count = entries[:, None].expand(-1, obs.kv_heads)
     if not isinstance(heads, UniformHeads):
-        every = obs.all_heads(scores)
-        kept = heads.rank(every, entries) < (entries * every.shape[1])[:, None, None]
-        held = kept.sum(2)[:, obs.first_head : obs.first_head + obs.kv_heads]
-    first = (((held + policy.window).double() * first_stage).long().clamp(min=1) - policy.window).clamp(min=0)
+        of_all = obs.all_heads(scores)
+        kept = heads.rank(of_all, entries) < (entries * of_all.shape[1])[:, None, None]
+        count = kept.sum(2)[:, obs.first_head : obs.first_head + obs.kv_heads]
+    first = (((count + policy.window).double() * first_stage).long().clamp(min=1) - policy.window).clamp(min=0)
     return torch.maximum(first, heads.certain(entries)[:, None]) if isinstance(heads, SafeguardedHeads) else first
 
 

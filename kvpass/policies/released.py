@@ -48,11 +48,14 @@ def truncated_budgets(weights: Tensor, entries: Tensor, kv_heads: int, seen: int
     :func:`kvpass.policies.scheduler.adaptive_budgets`.
     """
     layers = weights.shape[1]
-    known = weights[:, :seen]
-    part = known / known.sum(1, keepdim=True)
-    part = torch.where(part.isnan(), 1.0 / seen, part)
-    per_head = (part * (entries * layers).double()[:, None]).long()
+    per_head = (_parts(weights[:, :seen]) * (entries * layers).double()[:, None]).long()
     return torch.nn.functional.pad(per_head * kv_heads, (0, layers - seen))
+
+
+def _parts(weights: Tensor) -> Tensor:
+    """Return the part of each weight in the sum of its row; equal ones where that is 0."""
+    parts = weights / weights.sum(1, keepdim=True)
+    return torch.where(parts.isnan(), 1.0 / weights.shape[1], parts)
 
 
 def pyramid_budgets(
@@ -86,11 +89,8 @@ def cake_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: 
     way from layers above 1.
     """
     layers = weights.shape[1]
-    known = weights[:, :seen].float()
-    ratio = known / known.sum(1, keepdim=True)
-    ratio = torch.where(ratio.isnan(), 1.0 / seen, ratio)
     total, cap = entries * layers, available[:, None]
-    x = (ratio * total.float()[:, None]).long()
+    x = (_parts(weights[:, :seen].float()) * total.float()[:, None]).long()
     excess = (x - cap).clamp(min=0).sum(1)
     x = torch.minimum(x, cap)
     x = x + _spread(excess, x < cap)

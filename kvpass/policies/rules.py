@@ -48,15 +48,11 @@ def read_rules(
     model_name: str,
     entries: str = "model",
 ) -> Rules:
-    """Return the rules from the arguments of ``kvpass.compile``; its docstring describes them.
-
-    Raises:
-        ValueError: a value is out of range, missing, or does not go with the others.
-    """
-    given = dict(options) if window is None else {"window": window, **options}
-    if policy == "cake" and not {"tau1", "tau2"} & given.keys():
-        given["tau1"], given["tau2"] = temperatures(model_name, budget)
-    resolved = check_registered(resolve(policy, **given))
+    """Return the rules from the arguments of ``kvpass.compile``, whose docstring describes them and ValueErrors."""
+    all_options = dict(options) if window is None else {"window": window, **options}
+    if policy == "cake" and not {"tau1", "tau2"} & all_options.keys():
+        all_options["tau1"], all_options["tau2"] = temperatures(model_name, budget)
+    resolved = check_registered(resolve(policy, **all_options))
     checked, again = resolve_budget(resolved, budget), check_recompress(recompress, resolved)
     return Rules(resolved, checked, again, one_of("entries", entries, ENTRY_FORMATS))
 
@@ -67,17 +63,13 @@ def check_recompress(recompress: str, policy: Policy) -> Recompress:
     A policy that evicts while decoding needs no recompression and accepts every option.
 
     Raises:
-        ValueError: unknown name, or the policy keeps everything, has rules that miss the budget,
-            needs queries from before the window or the output projection, or scores a KV head by what other heads
-            attend to.
+        ValueError: unknown name, or the policy cannot; the message says why.
     """
-    known = one_of("recompress", recompress, THRESHOLDS)
-    if known == "never" or policy.decode_rule() is not None:
-        return known
-    refusal = _refusal(policy)
-    if refusal:
+    option = one_of("recompress", recompress, THRESHOLDS)
+    refusal = None if option == "never" or policy.decode_rule() is not None else _refusal(policy)
+    if refusal is not None:
         raise ValueError(f"recompress={recompress!r} with policy {policy.name!r}: {refusal}")
-    return known
+    return option
 
 
 def _refusal(policy: Policy) -> str | None:

@@ -113,8 +113,8 @@ def best_over_layers(scores: Tensor, layer: Tensor, total: Tensor, layers: int, 
     of all these layers: what is not among the best of some layers is not among those of more.
 
     Args:
-        scores: fp32 ``[B, C]``, ``-inf`` for no entry. layer: of each, int64 ``[B, C]``. total: int64 ``[B]``.
-        least: lower scores do not count.
+        scores: fp32 ``[B, C]``, ``-inf`` for no entry; lower ones than ``least`` do not count. layer: of each score,
+            int64 ``[B, C]``. total: int64 ``[B]``.
     """
     scores = scores.masked_fill(scores < least, float("-inf"))
     last = (total - 1).clamp(min=0, max=scores.shape[1] - 1)
@@ -182,9 +182,6 @@ def _quota_reached(best: Tensor, part: Fraction) -> Tensor:
     Exact integer arithmetic: with ``part = p / q`` the quota condition times ``q * K`` reads
     ``K * (q - p) * c_h(n) + p * n >= (r + 1) * q * K``. The left side jumps at each entry of the head and grows by p
     per step between, so the answer is either a jump or lies in the stretch before it.
-
-    Args:
-        best: from :func:`best_by_head`.
     """
     heads, length = best.shape[1], best.shape[2]
     p, q = part.numerator, part.denominator

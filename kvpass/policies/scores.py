@@ -25,13 +25,9 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
     if scores.shape[1] == kv_heads:
         return scores
     grouped = scores.unflatten(1, (kv_heads, scores.shape[1] // kv_heads))
-    match group:
-        case "mean":
-            return grouped.mean(2)
-        case "max":
-            return grouped.amax(2)
-        case "sum":
-            return grouped.sum(2)
+    if group == "max":
+        return grouped.amax(2)
+    return grouped.sum(2) if group == "sum" else grouped.mean(2)
 
 
 def above_all(place: Tensor) -> Tensor:
@@ -47,10 +43,8 @@ def sinks_first(scores: Tensor, positions: Tensor, sinks: int) -> Tensor:
 def hashed(seed: int, *numbers: Tensor) -> Tensor:
     """Return numbers in [0, 1), fp32: the top 24 bits of a multiply-xorshift hash of the low 32 bits of all arguments.
 
-    There is no generator and no state: every device and every process gets the same.
-
-    Args:
-        numbers: int64, whose shapes broadcast; the result has their common shape.
+    There is no generator and no state: every device and every process gets the same. The numbers are int64, and their
+    shapes broadcast.
     """
     bits = torch.full_like(numbers[0], seed & _MASK)
     for number in numbers:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.cake import cake_layers
-from kvpass.policies.layer_splits import LayerSplit, RandomLayers
+from kvpass.policies.layer_splits import LayerSplit, RandomLayers, cake_layers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import check_choice, check_float, check_int, check_literal, check_odd, option
 from kvpass.policies.refinement import Refinable
@@ -18,7 +17,9 @@ from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAttention(Policy):
-    """Base class of policies with SnapKV's score, ``pool(reduce over group(mean over window rows of a[h, :, i]))``.
+    """Base class of policies that pool attention over positions, and reduce it over a KV head's query heads.
+
+    The score is SnapKV's, ``pool(reduce over group(mean over window rows of a[h, :, i]))``, unless a class has another.
 
     Args:
         pool: ``"max"``, ``"avg"`` or None. kernel_size: odd width of the pooling.
@@ -50,7 +51,7 @@ class SnapKV(Refinable, WindowAttention):
     (the class default of the first release was average, 5).
     """
 
-    name: ClassVar[str] = "snapkv"
+    name = "snapkv"
 
     layer_split: Literal["uniform", "cake", "random"] = option("uniform", check_choice, ("uniform", "cake", "random"))
     tau1: float | None = option(None, check_float, 0.0, open_low=True)
@@ -60,6 +61,4 @@ class SnapKV(Refinable, WindowAttention):
     def layers(self) -> LayerSplit:
         if self.layer_split == "cake":
             return cake_layers(self.tau1, self.tau2, self.parity)
-        if self.layer_split == "random":
-            return RandomLayers(self.seed)
-        return super().layers()
+        return RandomLayers(self.seed) if self.layer_split == "random" else super().layers()

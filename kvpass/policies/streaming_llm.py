@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class StreamingLLM(Policy):
         evict_during_decode: False: decoding only appends, as in the comparisons of SnapKV's and Ada-KV's code.
     """
 
-    name: ClassVar[str] = "streaming_llm"
+    name = "streaming_llm"
     inputs = frozenset()
 
     window: int = 0

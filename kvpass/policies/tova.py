@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ class Tova(Policy):
         evict_during_decode: False: decoding only appends.
     """
 
-    name: ClassVar[str] = "tova"
+    name = "tova"
     inputs = frozenset({"question", "heads"})
 
     window: int = 0

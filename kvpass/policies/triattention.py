@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.policies import calibrated
-from kvpass.policies.base import Policy
-from kvpass.policies.calibrated import layer_statistics, statistics_of
+from kvpass.policies.calibrated import QueryStatistics
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_int, check_literal, check_text, option
+from kvpass.policies.options import check_int, check_literal, option
 from kvpass.policies.scores import Group, reduce_group
 
 Aggregate = Literal["mean", "max"]
 
 MEAN, MODULUS, FREQUENCIES = 0, 1, 2
 """Rows of the decode rule; the last two take D / 2 columns."""
-_READ = (calibrated.MEAN, calibrated.MODULUS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TriAttention(Policy):
+class TriAttention(QueryStatistics):
     """Keep what queries like those of a text would attend to at growing distances: TriAttention (arXiv 2604.04921).
 
     Channels j and ``j + D / 2`` before RoPE are one complex number of frequency w[j]. Of the queries of a text, per
@@ -51,22 +49,15 @@ class TriAttention(Policy):
         group: reduction over the query heads of a KV head. buffer: tokens between two evictions.
     """
 
-    name: ClassVar[str] = "triattention"
+    name = "triattention"
     inputs = frozenset({"keys", "queries", "rotation"})
+    read_statistics = (calibrated.MEAN, calibrated.MODULUS)
 
     window: int = 0
-    statistics: str | None = option(None, check_text)
     longest: int = option(1 << 16, check_int, 1)
     aggregate: Aggregate = option("mean", check_literal, Aggregate)
     group: Group = option("max", check_literal, Group)
     buffer: int = option(128, check_int, 1)
-
-    @property
-    def query_rows(self) -> int | None:
-        return None if self.statistics is None else 0
-
-    def made_for(self) -> str | None:
-        return None if self.statistics is None else statistics_of(self.statistics, _READ, torch.device("cpu")).model
 
     def score(self, obs: Observation) -> Tensor:
         rule = self.decode_rule()
@@ -82,7 +73,7 @@ class TriAttention(Policy):
 class Distances(DecodeRule):
     """TriAttention while decoding."""
 
-    reads_keys: ClassVar[bool] = True
+    reads_keys = True
 
     options: TriAttention
 
@@ -102,7 +93,7 @@ class Distances(DecodeRule):
         rows = obs.keys.new_zeros(batch, kv_heads, group, self.rows_per_head, dim, dtype=torch.float32)
         rows[..., FREQUENCIES, : dim // 2] = obs.frequencies
         if self.options.statistics is not None:
-            rows[..., MEAN, :], rows[..., MODULUS, : dim // 2] = layer_statistics(self.options.statistics, _READ, obs)
+            rows[..., MEAN, :], rows[..., MODULUS, : dim // 2] = self.options.layer_statistics(obs)
             return rows
         for head in range(kv_heads):
             queries = obs.unrotated_queries(head, 0)
@@ -117,11 +108,7 @@ class Distances(DecodeRule):
         return self.worth(slots.rows, keys, tokens), slots.decode_state
 
     def worth(self, rows: Tensor, keys: Tensor, tokens: Tensor) -> Tensor:
-        """Return the score of each key, fp32 ``[B, K, N]``.
-
-        Args:
-            rows: as :meth:`first_rows` gives them. keys: ``[B, K, N, D]``, RoPE applied. tokens: seen, int64 ``[B]``.
-        """
+        """Return the score of each key ``[B, K, N, D]`` after ``tokens`` int64 ``[B]``: fp32 ``[B, K, N]``."""
         half = keys.shape[3] // 2
         mean, modulus, frequencies = rows[..., MEAN, :], rows[..., MODULUS, :half], rows[..., FREQUENCIES, :half]
         distances = 2 ** torch.arange(self.options.longest.bit_length(), device=keys.device)
@@ -132,9 +119,9 @@ class Distances(DecodeRule):
         spare = modulus - pairwise_norms(mean)
         scores = []
         for head in range(keys.shape[1]):
-            own = keys[:, head].float()
-            certain = torch.einsum("bgod,bnd->bgon", queries[:, head], own).amax(2)
-            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], pairwise_norms(own))
+            of_head = keys[:, head].float()
+            certain = torch.einsum("bgod,bnd->bgon", queries[:, head], of_head).amax(2)
+            of_group = certain + torch.einsum("bgf,bnf->bgn", spare[:, head], pairwise_norms(of_head))
             scores.append(reduce_group(of_group, 1, self.options.group))
         return torch.cat(scores, 1)
 

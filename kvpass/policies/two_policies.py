@@ -17,8 +17,7 @@ from kvpass.policies.observation import Observation
 from kvpass.policies.replay import Replay
 from kvpass.ranks import ONE_PROCESS, Ranks
 
-PREFIX = "decode_"
-"""Options of the policy for decoding have it before their names, ``decode_policy`` its name."""
+PREFIX = "decode_"  # options of the policy for decoding have it before their names, decode_policy its name
 _APPEND = "evict_during_decode=False, where the policy has that option"
 
 
@@ -39,12 +38,8 @@ class TwoPolicies(Policy):
 
     def __post_init__(self) -> None:
         prompt, decode = self.prompt, self.decode
-        vars(self).update(
-            name=f"{prompt.name}+{decode.name}",
-            window=prompt.window,
-            parity=prompt.parity,
-            inputs=prompt.inputs | (decode.inputs - {"question"}),
-        )
+        name, inputs = f"{prompt.name}+{decode.name}", prompt.inputs | (decode.inputs - {"question"})
+        vars(self).update(name=name, window=prompt.window, parity=prompt.parity, inputs=inputs)
         reason = self._refusal()
         if reason is not None:
             raise ValueError(f"policy {prompt.name!r} with decode_policy={decode.name!r}: {reason}")

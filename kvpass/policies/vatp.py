@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Vatp(WindowAttention):
         evict_during_decode: False: decoding only appends.
     """
 
-    name: ClassVar[str] = "vatp"
+    name = "vatp"
     inputs = frozenset({"question"})
 
     indicator: Indicator = option("snapkv", check_literal, Indicator)

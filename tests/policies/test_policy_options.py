@@ -12,7 +12,7 @@ import torch
 
 import kvpass
 from kvpass.config import Budget
-from kvpass.policies import POLICIES, Policy, from_spec, from_text, register_policy, resolve
+from kvpass.policies import POLICIES, Policy, from_spec, register_policy, resolve
 from kvpass.policies.cake import TEMPERATURES, temperatures
 from kvpass.policies.layer_splits import EntropyLayers
 from kvpass.policies.observation import Observation
@@ -34,8 +34,8 @@ def test_spec_can_be_read_back_and_a_policy_is_a_value(name, parity):
     policy = resolve(name, parity=parity, **needed(name))
     assert from_spec(policy.spec) == policy and hash(from_spec(policy.spec)) == hash(policy)
     assert resolve(policy, window=7).window == 7 and resolve(policy) == policy
-    assert from_spec(policy.spec) is from_spec(policy.spec) and from_text(policy.text) == policy
-    assert from_text(resolve(policy, window=7).text) == resolve(policy, window=7)
+    assert from_spec(policy.spec) is from_spec(policy.spec) and from_spec(policy.text) == policy
+    assert from_spec(resolve(policy, window=7).text) == resolve(policy, window=7)
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.window = 3
 

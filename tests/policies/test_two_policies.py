@@ -13,7 +13,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.plan import plan
 from kvpass.eval.policy_spec import parse_policies
-from kvpass.policies import from_spec, from_text, resolve
+from kvpass.policies import from_spec, resolve
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.r_kv import RKV
 from kvpass.policies.scores import reduce_group
@@ -71,7 +71,7 @@ def test_options_change_the_policy_that_they_are_of():
     policy = resolve("snapkv", decode_policy="r_kv", decode_buffer=5)
     assert (policy.prompt, policy.decode) == (resolve("snapkv"), RKV(buffer=5))
     assert (
-        from_spec(policy.spec) == policy == from_text(policy.text)
+        from_spec(policy.spec) == policy == from_spec(policy.text)
         and json.loads(policy.spec)["decode_policy"] == "r_kv"
     )
     changed = resolve(policy, kernel_size=31, decode_importance=0.5)

@@ -31,7 +31,7 @@ def prompt_keep(policy: Policy, sites: Sequence[Observation], entries: int, *, c
     limits = torch.full((batch, layers), torch.iinfo(torch.int64).max)
     for i, obs in enumerate(sites):
         scores[i, :, :, : obs.evictable] = policy.checked_score(obs)
-        weight = policy.checked_weight(obs, scores[i, :, :, : obs.evictable])
+        weight = policy.layer_weight(obs, scores[i, :, :, : obs.evictable])
         if weight is not None:
             weights[:, i] = weight
         if policy.compares_layers:
