@@ -27,14 +27,22 @@ def entries_of(layer: Any) -> list[Tensor]:
 
 
 def _states_of(layer: Any) -> list[tuple[str, int, Tensor]]:
-    """Kind, number and tensor of the states of a recurrent layer."""
-    held = {kind: getattr(layer, f"{kind}_states", {}) for kind in ("conv", "recurrent")}
-    return [(kind, n, state) for kind, states in held.items() for n, state in states.items() if state is not None]
+    """Name, number and tensor of the states of a recurrent layer."""
+    return [
+        (name, number, state)
+        for name in ("conv", "recurrent")
+        for number, state in getattr(layer, f"{name}_states", {}).items()
+        if state is not None
+    ]
+
+
+def _all_states(cache: Any) -> list[Tensor]:
+    return [state for layer in cache.layers for *_, state in _states_of(layer)]
 
 
 def storage_bytes(cache: Any) -> int:
     """Bytes that the storages of a transformers cache occupy, each counted once."""
-    tensors = [x for layer in cache.layers for x in (*entries_of(layer), *(state for *_, state in _states_of(layer)))]
+    tensors = [*(x for layer in cache.layers for x in entries_of(layer)), *_all_states(cache)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -72,8 +80,7 @@ class System(ABC):
     def attended_bytes(self, cache: Any, tokens: int) -> int:
         """Bytes of the entries, and states, that a step after ``tokens`` tokens must read."""
         rows = [tensor[:, :, :tokens] for layer in cache.layers for tensor in entries_of(layer)]
-        states = [state for layer in cache.layers for *_, state in _states_of(layer)]
-        return sum(x.numel() * x.element_size() for x in (*rows, *states))
+        return sum(x.nbytes for x in (*rows, *_all_states(cache)))
 
 
 class HfEager(System):
@@ -104,11 +111,7 @@ class HfStatic(System):
 
     On CUDA as its documentation advises, with ``mode="reduce-overhead"`` (CUDA graphs) and, as ``generate`` does, an
     eager prefill. On the CPU the prefill is compiled too, with a DynamicCache, which needs no mask; its keys and values
-    are then copied.
-
-    Args:
-        model: uncompiled. tokens: slots of the static cache, prompt and new tokens together.
-        backend: of ``torch.compile``.
+    are then copied to a static cache of ``tokens`` slots.
     """
 
     name = "hf-static"
@@ -133,8 +136,8 @@ class HfStatic(System):
         for index in range(len(cache.layers)):
             layer = cache.layers[index]
             cache.layers[index] = None  # its memory is free as soon as it is copied
-            for kind, number, state in _states_of(layer):
-                getattr(static, f"update_{kind}_state")(state.repeat_interleave(repeats, 0), index, number)
+            for name, number, state in _states_of(layer):
+                getattr(static, f"update_{name}_state")(state.repeat_interleave(repeats, 0), index, number)
             if entries := entries_of(layer):
                 keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in entries)
                 positions = torch.arange(keys.shape[2], device=keys.device)
@@ -170,9 +173,6 @@ class Kvpress(System):
     """NVIDIA's kvpress with the press of the same policy and as many entries; eager.
 
     Importing kvpress wraps transformers' attention functions. The wrappers are in force only while this system runs.
-
-    Args:
-        entries: kept per KV head per layer on average, window included.
     """
 
     compiled = False
