@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from kvpass.eval.tasks import Sample, Task, find_tasks
+from kvpass.eval.tasks import Sample, find_tasks, registry
 from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"
@@ -25,6 +25,7 @@ _FIELDS = ("id", "context", "question", "answer_prefix", "answers", "classes")
 """Of a sample, which a document has too."""
 _ALL = 10**6
 _GENERATED = 100
+_tasks = functools.cache(registry)
 
 
 def documents(
@@ -69,13 +70,6 @@ def documents(
 
 def score(document: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The task's own score of an answer, times 100."""
-    given = {name: value for name, value in document.items() if name in _FIELDS}
-    for name in ("answers", "classes"):
-        given[name] = tuple(given[name])
-    return {"score": 100.0 * _task(document["kvpass_task"]).metric(results[0], Sample(**given, max_new_tokens=0))}
-
-
-@functools.cache
-def _task(name: str) -> Task:
-    (task,) = find_tasks([name])
-    return task
+    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in document.items() if name in _FIELDS}
+    task = _tasks()[document["kvpass_task"]]
+    return {"score": 100.0 * task.metric(results[0], Sample(**fields, max_new_tokens=0))}
