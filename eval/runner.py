@@ -53,12 +53,9 @@ class Kept:
 
 @dataclass
 class Totals:
-    """Sums over a run.
+    """Sums over a run: rows compressed, and rows with nothing to compress; bytes of entries right after the prompts.
 
-    Attributes:
-        prompts_compressed, prompts_not_compressed: rows that were compressed, and that had nothing to compress.
-        entry_bytes_kept, entry_bytes_full: bytes of kept entries right after the prompts, and of all their entries.
-        cache_bytes_peak: the largest cache of a batch, generated tokens, spare slots and indices included.
+    ``cache_bytes_peak``: the largest cache of a batch, generated tokens, spare slots and indices included.
     """
 
     prompts_compressed: int = 0
@@ -82,12 +79,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are answered together.
+    """Prompts that are answered together, by index, under a condition, by number.
 
     Attributes:
-        indices: of the prompts. cache: its rows, more than prompts where copies fill them, have read the heads; None
-            for prompts that have no head or no rest, which are read whole. kept: one a prompt, empty without a cache.
-        condition: number of the condition that they are answered under.
+        cache: its rows, more than prompts where copies fill them, have read the heads; None for prompts that have no
+            head or no rest, which are read whole. kept: one a prompt, empty without a cache.
     """
 
     indices: list[int]
@@ -102,11 +98,7 @@ Conditions = Sequence[tuple[Policy | PolicyName, BudgetLike]]
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Runs prompts through one compiled model.
-
-    Args:
-        model: from ``kvpass.compile``. batch: rows at once.
-    """
+    """Runs prompts through one model from ``kvpass.compile``, ``batch`` rows at once."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -116,10 +108,8 @@ class Runner:
     def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.
 
-        A prompt without a head has nothing to compress, and everything is kept of it.
-
-        Args:
-            kinds: of every prompt, sortable; prompts of one batch are of one kind.
+        A prompt without a head has nothing to compress, and everything is kept of it. Prompts of one batch have equal
+        ``kinds``, which are sortable.
         """
         yield from self.compressed(prompts, kinds, conditions)
         whole = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
@@ -166,15 +156,17 @@ class Runner:
             number of a condition, and index of a prompt, tokens of its answer (the one that ends it included) and what
             was kept, some prompts at a time.
         """
-        ends = sorted(stops) or None
-        settings: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": ends}
+        settings: dict[str, Any] = {
+            "do_sample": False,
+            "repetition_penalty": 1.0,
+            "eos_token_id": sorted(stops) or None,
+        }
         for batch in self.batches(prompts, [0] * len(prompts), conditions):
-            asked = [prompts[index] for index in batch.indices]
-            said = self.generate(asked, batch.cache, max_new_tokens=max(limits), **settings)
-            kept = batch.kept or self.kept()
-            number, found = batch.condition, zip(batch.indices, said, kept, strict=True)
+            some = [prompts[index] for index in batch.indices]
+            answers = self.generate(some, batch.cache, max_new_tokens=max(limits), **settings)
+            number, rows = batch.condition, zip(batch.indices, answers, batch.kept or self.kept(), strict=True)
             del batch  # its cache, before the next one is filled
-            yield number, [(index, ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
+            yield number, [(index, ended(tokens[: limits[index]], stops), kept) for index, tokens, kept in rows]
 
     def generate(
         self,
@@ -194,9 +186,8 @@ class Runner:
         if cache is not None:
             rows = filled(rows, cache.batch_size)
             if beams > 1:  # the search has that many rows from the first step on
-                cache = pick_rows(
-                    cache, [row for row in range(len(rows)) for _ in range(beams)], last=not cache.reusable
-                )
+                repeated = torch.arange(len(rows)).repeat_interleave(beams).tolist()
+                cache = pick_rows(cache, repeated, last=not cache.reusable)
         columns = 0 if cache is None else cache.columns + len(rows[0].rest)
         ids, mask = pad([prompt.ids for prompt in rows], "left", self._padding, columns)
         output = self.model.generate(
@@ -265,11 +256,7 @@ def ended(tokens: list[int], stops: Collection[int]) -> list[int]:
 
 
 def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> CompressedCache:
-    """A cache of these rows, in this order, some perhaps several times.
-
-    Args:
-        last: the cache is not needed afterwards, and may be what is returned. Else it stays as it is.
-    """
+    """A cache of these rows, in this order; after the ``last`` use of the cache that may be itself."""
     if list(rows) == list(range(cache.batch_size)):
         cache.reusable = not last
         return cache
@@ -280,9 +267,7 @@ def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> Com
 
 
 def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Up to ``size`` neighbours at a time."""
-    for begin in range(0, len(items), size):
-        yield list(items[begin : begin + size])
+    return (list(items[begin : begin + size]) for begin in range(0, len(items), size))
 
 
 def filled(items: Sequence[Item], size: int) -> list[Item]:
@@ -291,12 +276,9 @@ def filled(items: Sequence[Item], size: int) -> list[Item]:
 
 
 def rounds(sharing: Sequence[Sequence[int]], kinds: Sequence[Any], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Up to ``size`` prompts of one kind at a time.
+    """Up to ``size`` prompts of one kind at a time: the rows of a cache that they continue, and their indices.
 
-    Args:
-        sharing: indices of the prompts that continue each row of a cache. kinds: of every prompt, to be sorted by.
-    Yields:
-        of each prompt, the row that it continues and its index.
+    ``sharing``: indices of the prompts that continue each row. ``kinds``: of every prompt, to be sorted by.
     """
     pairs = [(row, index) for row, indices in enumerate(sharing) for index in indices]
     pairs.sort(key=lambda pair: kinds[pair[1]])
