@@ -6,15 +6,10 @@ One name in eight is held out: its two words occur in training, but never togeth
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-SPECIAL_WORDS = ("<pad>", "<bos>", "<eos>", "<unk>")
 ATTRIBUTES = ("code", "pin", "number")
-PLURALS = {"code": "codes", "pin": "pins", "number": "numbers"}
-_MARKS = ". , = |".split()
-_TASK_WORDS = "question copy let value values of is are in one paid coins room counted was very".split()
 ADJECTIVES = (
     "old quiet bright narrow heavy gentle distant rusty golden silver broken hidden humble eager silent frozen dusty "
     "crooked shallow velvet wooden marble hollow crimson tall short quick slow warm cold young clever brave tired "
@@ -54,20 +49,13 @@ DECOYS = 0.15
 Name = tuple[str, str]
 
 
-def vocabulary() -> list[str]:
-    """All words in the order of their token ids, padded to a multiple of 64."""
-    groups: tuple[Iterable[str], ...] = (
-        *(SPECIAL_WORDS, _MARKS, _TASK_WORDS, ATTRIBUTES, PLURALS.values(), ADJECTIVES, NOUNS, VERBS, PLACES),
-        *(_PREPOSITIONS, _TIMES, _ADVERBS, _DETERMINERS, _CONJUNCTIONS, FIRST_WORDS, SECOND_WORDS, NUMBERS),
-    )
-    words = dict.fromkeys(chain.from_iterable(groups))
-    return [*words, *(f"<unused{i}>" for i in range(-len(words) % 64))]
-
-
 HELD_OUT_NAMES: tuple[Name, ...] = tuple(
     (a, b) for i, a in enumerate(FIRST_WORDS) for j, b in enumerate(SECOND_WORDS) if (i + j) % 8 == 0
 )
 """Names that did not occur in training."""
+
+_LEADS = {"long": "the {} of {} {} is", "short": "{} {} {}", "list": "one {} of {} {} is", "variable": "let {} ="}
+_QUESTIONS = _LEADS | {"list": "the {}s of {} {} are", "variable": "the value of {} is"}
 
 
 @dataclass(frozen=True)
@@ -88,21 +76,12 @@ class Fact:
     @property
     def lead(self) -> list[str]:
         """The words in front of the value, where it is said."""
-        return {
-            "long": ["the", self.key[0], "of", *self.key[1:], "is"],
-            "short": [*self.key],
-            "list": ["one", self.key[0], "of", *self.key[1:], "is"],
-            "variable": ["let", *self.key, "="],
-        }[self.form]
+        return _LEADS[self.form].format(*self.key).split()
 
     @property
     def question(self) -> list[str]:
         """The words in front of the value, where it is asked for."""
-        if self.form == "list":
-            return ["question", "the", PLURALS[self.key[0]], "of", *self.key[1:], "are"]
-        if self.form == "variable":
-            return ["question", "the", "value", "of", *self.key, "is"]
-        return ["question", *self.lead]
+        return ["question", *_QUESTIONS[self.form].format(*self.key).split()]
 
     @property
     def sentence(self) -> list[str]:
@@ -126,24 +105,24 @@ def _place(rng: random.Random) -> list[str]:
 
 def _clause(rng: random.Random) -> list[str]:
     """6 to 10 words."""
-    kind, subject = rng.random(), _noun_phrase(rng)
-    if kind < 0.4:
+    form, subject = rng.random(), _noun_phrase(rng)
+    if form < 0.4:
         return [*subject, rng.choice(VERBS), *_noun_phrase(rng), *_place(rng)]
-    if kind < 0.6:
+    if form < 0.6:
         return [*subject, rng.choice(_ADVERBS), rng.choice(VERBS), *_noun_phrase(rng)]
-    if kind < 0.8:
+    if form < 0.8:
         return ["in", "the", rng.choice(_TIMES), *subject, rng.choice(VERBS), *_noun_phrase(rng)]
     return [*subject, "was", "very", rng.choice(ADJECTIVES), *_place(rng)]
 
 
 def decoy(rng: random.Random, name: Name, number: str) -> list[str]:
     """7 to 11 words with a name or number that answers no question."""
-    kind = rng.randrange(4)
-    if kind == 0:
+    form = rng.randrange(4)
+    if form == 0:
         return [*name, "paid", number, "coins", *_place(rng), "."]
-    if kind == 1:
+    if form == 1:
         return ["in", "the", rng.choice(_TIMES), *name, "counted", number, "coins", "."]
-    if kind == 2:
+    if form == 2:
         return [*name, rng.choice(VERBS), *_noun_phrase(rng), *_place(rng), "."]
     return [*_noun_phrase(rng), "in", "room", number, rng.choice(VERBS), *_noun_phrase(rng), "."]
 
@@ -155,7 +134,6 @@ def english_sentence(rng: random.Random) -> str:
 
 
 def make_sentence(rng: random.Random) -> list[str]:
-    """A sentence of filler, its words and marks."""
     clause = _clause(rng)
     if rng.random() < 0.2:
         clause += [",", rng.choice(_CONJUNCTIONS), *_clause(rng)]
