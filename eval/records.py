@@ -101,10 +101,10 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class Row:
-    """All samples of one task under one policy, budget and scope; of ``kept`` the means, None where one is None.
+    """All samples of one task under one policy, budget and scope: mean score and its 95 % Wilson interval.
 
-    ``score, low, high``: mean and its 95 % Wilson interval, which takes samples as independent, those that share a
-    context included.
+    The interval takes samples as independent, those that share a context included. Of ``kept`` the means, None where
+    a sample has None.
     """
 
     task: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -35,7 +35,7 @@ MOST_TOGETHER = 32
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """One task under one policy, budget, scope and entry format: a question a sample, and indices still to answer."""
+    """One task under one policy, budget, scope and entry format: a question a sample."""
 
     task: Task
     spec: PolicySpec
@@ -43,7 +43,6 @@ class Condition:
     scope: str
     entry_format: EntryFormat = "model"
     questions: list[Question] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -100,11 +99,11 @@ class Evaluation:
         if self.writes:
             self.options.output.mkdir(parents=True, exist_ok=True)
             self._write_manifest([], None)
-        waiting = sum(len(condition.waiting) for condition in self.conditions)
-        total = sum(len(condition.questions) for condition in self.conditions)
+        waiting, total = self._waiting(), sum(len(condition.questions) for condition in self.conditions)
+        answered = total - sum(len(conditions) * len(indices) for conditions, indices in waiting.items())
         with progress_bar(progress_console() if self.writes else Console(quiet=True)) as progress:
-            bar = progress.add_task("", total=total, completed=total - waiting)
-            for records in self._answered(lambda what: progress.update(bar, description=what)):
+            bar = progress.add_task("", total=total, completed=answered)
+            for records in self._answers(waiting, lambda what: progress.update(bar, description=what)):
                 for record in records:
                     self.file.add(record)
                 progress.update(bar, advance=len(records), score=records[-1].score)
@@ -122,9 +121,11 @@ class Evaluation:
                 score = condition.task.metric(record.prediction, sample)
                 yield msgspec.structs.replace(record, label=condition.label, score=score)
 
-    def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
+    def _answers(
+        self, waiting: Mapping[tuple[Condition, ...], list[int]], describe: Callable[[str], None]
+    ) -> Iterator[list[Record]]:
         """Answer what waits, each prompt read once; describe it, and yield the records of each batch."""
-        for conditions, indices in self._waiting().items():
+        for conditions, indices in waiting.items():
             first, count = conditions[0], len(conditions)
             named = f"{count} conditions" if count > 1 else f"{first.label} {first.budget or ''}"
             describe(f"{named} {first.scope} {first.task.name}")
@@ -143,8 +144,9 @@ class Evaluation:
         """
         waiting: defaultdict[tuple[Any, ...], list[Condition]] = defaultdict(list)
         for condition in self.conditions:
-            for index in condition.waiting:
-                waiting[condition.task.name, condition.scope, condition.entry_format, index].append(condition)
+            for index, question in enumerate(condition.questions):
+                if question.key not in self.file.records:
+                    waiting[condition.task.name, condition.scope, condition.entry_format, index].append(condition)
         samples: defaultdict[tuple[Condition, ...], list[int]] = defaultdict(list)
         most = 1 if launched()[1] > 1 else MOST_TOGETHER
         for (*_, index), conditions in waiting.items():
@@ -189,7 +191,7 @@ class Evaluation:
         condition = Condition(task, spec, budget, scope, entry_format)
         policy = spec.resolve()
         named, code = with_format(spec_of_contents(policy), entry_format), source_digest() + policy_digest(policy)
-        for index, (sample, prompt) in enumerate(self.samples[task.name]):
+        for sample, prompt in self.samples[task.name]:
             self._check_budget(policy, budget, scope, prompt)
             question = Question(
                 task=task.name,
@@ -209,8 +211,6 @@ class Evaluation:
                 prompt=digest(json.dumps([len(prompt.head), *prompt.ids])),
             )
             condition.questions.append(question)
-            if question.key not in self.file.records:
-                condition.waiting.append(index)
         return condition
 
     def _check_budget(self, policy: Policy, budget: BudgetLike, scope: str, prompt: Prompt) -> None:

@@ -29,15 +29,8 @@ Item = TypeVar("Item")
 class Kept:
     """What compression left of one row, right after the compressed part was read.
 
-    Attributes:
-        compressed_tokens: length of the compressed part. budget_entries: per KV head per layer, window included;
-            budget_bytes: of all layers together.
-        kept_entries: per KV head per layer, on average (weighed by bytes where layers differ). kept_bytes: of them.
-        full_bytes: of a full cache of the same layers; kept_fraction: the share that is kept. Where all layers slide
-            nothing is under the budget, so that nothing is evicted: no bytes, every entry kept, fraction 1.
-        cache_bytes: what the storages of the batch occupy, spare slots and tail included, divided by its rows.
-        attention_mass: share of the attention of the policy's window (of the last token if it has none) that the kept
-            entries hold, window included: mean over layers and heads. None where all layers slide.
+    Entries are per KV head per layer, on average (weighed by bytes where layers differ), window included; bytes are of
+    all layers. Where all layers slide nothing is evicted: no bytes, every entry kept, fraction 1, no attention mass.
     """
 
     compressed_tokens: int
@@ -46,9 +39,11 @@ class Kept:
     kept_entries: float
     kept_fraction: float
     kept_bytes: int
-    full_bytes: int
-    cache_bytes: float
+    full_bytes: int  # of a full cache of the same layers
+    cache_bytes: float  # what the storages of the batch occupy, spare slots and tail included, divided by its rows
     attention_mass: float | None
+    """Share of the attention of the policy's window (of the last token if it has none) that the kept entries hold: mean
+    over layers and heads, window included."""
 
 
 @dataclass
@@ -81,14 +76,13 @@ class Totals:
 class Batch:
     """Prompts that are answered together, by index, under a condition, by number.
 
-    Attributes:
-        cache: its rows, more than prompts where copies fill them, have read the heads; None for prompts that have no
-            head or no rest, which are read whole. kept: one a prompt, empty without a cache.
+    The rows of the cache have read the heads, and are more than prompts where copies fill them. Prompts without a head
+    or a rest are read whole: without a cache.
     """
 
     indices: list[int]
     cache: CompressedCache | None = None
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)  # one a prompt, none without a cache
     condition: int = 0
 
 
@@ -125,7 +119,6 @@ class Runner:
         """Read each head once, longest first, then continue with prompts whose rests are equally long.
 
         A prompt without a head or a rest is passed over. Let go of a batch's cache before asking for the next batch.
-        Until then the model has the condition of the batch.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
         for index, prompt in enumerate(prompts):

@@ -29,19 +29,12 @@ def rich_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: in
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables with a title each, and what is to be said of all: prints in a terminal, or as Markdown.
+    """Tables and notes: prints in a terminal, or as Markdown. Names and cells may have a second line."""
 
-    Names and cells may have a second line.
-
-    Attributes:
-        tables: title, names of columns and cells of each. notes: paragraphs. left: columns aligned to the left.
-        spare: columns that a narrow terminal has no room for, the first ones first; Markdown has them all.
-    """
-
-    tables: Sequence[tuple[str, Sequence[str], Cells]]
-    notes: Sequence[str] = ()
-    left: int = 1
-    spare: Sequence[str] = ()
+    tables: Sequence[tuple[str, Sequence[str], Cells]]  # title, names of columns and cells of each
+    notes: Sequence[str] = ()  # paragraphs
+    left: int = 1  # columns aligned to the left
+    spare: Sequence[str] = ()  # columns that a narrow terminal has no room for, the first ones first
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for title, header, rows in self.tables:

@@ -40,11 +40,9 @@ from kvpass.ranks import ONE_PROCESS
 BUDGET = 1024
 WINDOW = 32
 BATCHES = (1, 8, 32)
-AT_LEAST = 0.15
-"""Seconds for each figure: a device's time is dear, and its kernels take as long every time."""
+AT_LEAST = 0.15  # seconds for each figure
 PROMPTS = (8192, 32768, 131072)
-PREFILL_LAYERS = 4
-"""Whose prompt fits beside everything else; figures are per layer."""
+PREFILL_LAYERS = 4  # so that a prompt fits beside everything else; figures are per layer
 POLICIES: dict[str, dict[str, float]] = {"lava": {}, "cake": {"tau1": 1.6, "tau2": 0.4}}
 WORST_ERROR = 1e-2
 """Norm of the difference from the fp32 reference over the norm of the reference; bf16 gives a few 1e-3."""
@@ -93,8 +91,7 @@ class Shape:
         return Attention(q, k, v if self.latent is None else k[..., : self.latent], self.dim**-0.5)
 
 
-LATENT = Shape(heads=128, kv_heads=1, dim=576, latent=512)
-"""That of DeepSeek-V3 where it attends latent rows, with fewer layers."""
+LATENT = Shape(heads=128, kv_heads=1, dim=576, latent=512)  # of DeepSeek-V3, with fewer layers
 LATENT_PROMPTS = (8192,)
 
 

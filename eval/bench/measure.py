@@ -16,18 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
-REPLAY = "kvpass::replay"
-"""Tokens that run only to be observed: their attention counts too."""
-_KEEPING = ("score_layer", "cascade_step", "fixed_shares", "rank_heads", "gather_layer", "keep_newest", "pack")
-KVPASS_OPERATORS = {"kvpass::column_sums", REPLAY, *(f"kvpass::{name}" for name in _KEEPING)}
+REPLAY = "kvpass::replay"  # tokens that run only to be observed: their attention counts too
+_NAMES = "column_sums score_layer cascade_step fixed_shares rank_heads gather_layer keep_newest pack".split()
+KVPASS_OPERATORS = {REPLAY, *(f"kvpass::{name}" for name in _NAMES)}
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_flash_attention_forward",
 }
-ATTENTION_KERNEL = "_prefill_kernel"
-"""The Triton kernel that attends where neither cuDNN nor FlashAttention takes the site."""
+ATTENTION_KERNEL = "_prefill_kernel"  # of Triton, where neither cuDNN nor FlashAttention takes the site
 WAITING = "Command Buffer Full"
 """What the profiler notes in an operator while the device has all launches it can hold, with kernels of others."""
 

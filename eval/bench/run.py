@@ -11,10 +11,9 @@ from __future__ import annotations
 import gc
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, Geometry
-from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, scoring_time, spread, weight_bytes
+from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, spread, weight_bytes
 from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
@@ -40,34 +39,23 @@ _RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_ca
 
 @dataclass
 class Measurement:
-    """What one system does with one context and batch; None where it is not measured.
-
-    Attributes:
-        ids: the prompt, int64 ``[B, N]``, or ``[1, N]`` for all of ``batch`` rows.
-        prefill: seconds, one a repeat. steps, first_steps: of each timed decode step and of those before, a list a
-            repeat. warm_up: seconds of the first prefill and the first decode steps, compilation included.
-        generate: seconds a token of ``generate`` on the cache of the last repeat.
-        tokens: greedy continuation of the first row, in the last repeat.
-        cache_bytes: storages of the cache at its end. attended_bytes: of the entries the last step read.
-        peak_bytes: most that was allocated at once, weights included.
-        scoring: what compression adds to a prefill. failure: why there are no figures.
-    """
+    """What one system does with one context and batch; None where it is not measured."""
 
     system: System
     options: BenchOptions
-    ids: Tensor
+    ids: Tensor  # the prompt, int64 [B, N], or [1, N] for all of ``batch`` rows
     batch: int
-    prefill: list[float] = field(default_factory=list)
-    steps: list[list[float]] = field(default_factory=list)
-    warm_up: float | None = None
-    first_steps: list[list[float]] = field(default_factory=list)
-    generate: float | None = None
-    tokens: list[int] = field(default_factory=list)
-    cache_bytes: int = 0
-    attended_bytes: int = 0
-    peak_bytes: int | None = None
+    prefill: list[float] = field(default_factory=list)  # seconds, one a repeat
+    first_steps: list[list[float]] = field(default_factory=list)  # seconds of the decode steps before the timed ones
+    steps: list[list[float]] = field(default_factory=list)  # seconds of each timed decode step, a list a repeat
+    warm_up: float | None = None  # seconds of the first prefill and decode steps, compilation included
+    generate: float | None = None  # seconds a token of ``generate``, on the cache of the last repeat
+    tokens: list[int] = field(default_factory=list)  # greedy continuation of the first row
+    cache_bytes: int = 0  # storages of the cache at its end
+    attended_bytes: int = 0  # of the entries the last step read
+    peak_bytes: int | None = None  # most that was allocated at once, weights included
     scoring: Scoring | None = None
-    failure: str | None = None
+    failure: str | None = None  # why there are no figures
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.ids.device)
@@ -84,7 +72,7 @@ class Measurement:
         usual = spread(self.prefill)["median"] + WARM_UP_STEPS * spread(self.decode_ms)["median"] / 1e3
         return max(0.0, self.warm_up - usual)
 
-    def run_first(self) -> None:
+    def _run_first(self) -> None:
         """Compile, and have cuDNN plan for each length; else a short prompt loads libraries as well."""
         ids, several, seen = self.ids, self.batch > 1, self.system.seen
         if not self.system.compiled or {several, ids.shape} <= seen:
@@ -94,9 +82,12 @@ class Measurement:
         if self.system.compiled and several not in seen:
             self.warm_up = prefill + sum(steps)
         seen |= {several, ids.shape}
+        gc.collect()  # its cache
 
     def repeat(self) -> None:
         """Time a prefill, decode steps, and the second of two answers, which finds the room that the first made."""
+        if not self.steps:
+            self._run_first()
         new = self.options.new_tokens
         settling = WARM_UP_STEPS if self.meter.is_cuda else 0
         prefill, steps, token, cache = self._run(self.ids, settling + new)
@@ -108,12 +99,10 @@ class Measurement:
         self.prefill.append(prefill)
         self.first_steps.append(steps[:settling])
         self.steps.append(steps[settling:])
-
-    def profile(self) -> None:
-        """Measure scoring; where memory does not suffice for the profiler, other timings stay."""
+        del cache
         if isinstance(self.system, Kvpass) and self.system.model.policy.needs_budget:
-            with suppress(torch.OutOfMemoryError):
-                self.scoring = scoring_time(partial(self.system.prefill, self.ids), self.ids.device)
+            with suppress(torch.OutOfMemoryError):  # of the profiler: other timings stay
+                self.scoring = self.system.scoring(self.ids)
 
     def _run(self, ids: Tensor, new_tokens: int) -> tuple[float, list[float], Tensor, Any]:
         """Return seconds of a prefill and of each decode step, the last token, int64 ``[B, 1]``, and the cache."""
@@ -177,27 +166,24 @@ class Bench:
         self.failed: list[str] = []
 
     def run(self, save: Callable[[Result], None] = lambda result: None) -> Result:
-        """Measure, showing progress; ``save`` is handed what is there after every turn of a system.
-
-        Returns:
-            what ``--json`` writes: in ``runs`` one record a system for each context and batch. ``complete`` says
-            whether it is all.
+        """Measure, showing progress, and return what ``--json`` writes; ``save`` gets it after every turn of a system.
 
         Raises:
             RuntimeError: a system failed; what the others did is measured and saved.
         """
         result = self._described()
-        turns = sum(1 + self.options.repeats + self._is_profiled(run) for run in self.runs)
+        repeats = range(1, 1 + self.options.repeats)
         with torch.no_grad(), progress_bar(progress_console()) as progress:
             task = progress.add_task("")
             for run in self.runs:
                 measured = self._measurements(run)  # their compiled code goes with their turns
                 result["runs"].append(run)
-                for name, measurement, function in self._turns(run, measured):
-                    said = f"{run['context']} x {run['batch']}, {measurement.system.name}: {name}"
-                    progress.update(task, description=said, total=turns * len(measured))
+                for repeat, measurement in itertools.product(repeats, measured):
+                    turn = f"{run['context']} x {run['batch']}, {measurement.system.name}: repeat {repeat}"
+                    total = len(self.runs) * len(repeats) * len(measured)
+                    progress.update(task, description=turn, total=total)
                     if measurement.failure is None:
-                        self._take(measurement, function)
+                        self._take(measurement)
                     ready = [other for other in measured if other.steps or other.failure is not None]
                     run["systems"] = [self._record(other, ready) for other in ready]
                     progress.advance(task)
@@ -245,24 +231,10 @@ class Bench:
         ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.model.device)
         return [Measurement(system, options, ids, run["batch"]) for system in systems + self.kvpass_systems]
 
-    def _turns(self, run: Result, measured: list[Measurement]) -> Iterator[tuple[str, Measurement, Callable[[], None]]]:
-        """Yield the name of each turn, whose it is, and what it does."""
-        for repeat in range(self.options.repeats):
-            for measurement in measured:
-                if repeat == 0:
-                    yield "first run", measurement, measurement.run_first
-                yield f"repeat {repeat + 1}", measurement, measurement.repeat
-        if self._is_profiled(run):
-            yield from (("scoring", measurement, measurement.profile) for measurement in measured)
-
-    def _is_profiled(self, run: Result) -> bool:
-        """Whether scoring is measured: rows that share a prompt have the same as the first batch."""
-        return run["batch"] == self.settings.rows[0] or not self.options.shared_prompt
-
-    def _take(self, measurement: Measurement, function: Callable[[], None]) -> None:
+    def _take(self, measurement: Measurement) -> None:
         """Run a turn; where it fails, the others go on."""
         try:
-            function()
+            measurement.repeat()
         except torch.OutOfMemoryError as error:
             measurement.failure = str(error).splitlines()[0]
         except Exception as error:  # reported again when the others are measured

@@ -119,7 +119,6 @@ class BenchSettings:
     """
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options = options
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
         self.dtype = _DTYPES[options.dtype or ("bf16" if options.device == "cuda" else "fp32")]

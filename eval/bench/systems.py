@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
+from kvpass.eval.bench.measure import Scoring, scoring_time
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -50,14 +51,12 @@ def storage_bytes(cache: Any) -> int:
 class System(ABC):
     """A way to prefill a prompt and to decode; only the cache holds state."""
 
-    name: str
-    model: Any
-    compiled: bool = True
+    compiled = True
 
-    @functools.cached_property
-    def seen(self) -> set[bool | torch.Size]:
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self.model = name, model
+        self.seen: set[bool | torch.Size] = set()
         """Whether it has run with several rows (True), with one (False), and with which shapes of prompts."""
-        return set()
 
     @abstractmethod
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
@@ -86,11 +85,10 @@ class System(ABC):
 class HfEager(System):
     """transformers as it comes: eager forward, SDPA, DynamicCache."""
 
-    name = "hf-eager"
     compiled = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        super().__init__("hf-eager", model)
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
         cache = DynamicCache(config=self.model.config)
@@ -114,10 +112,8 @@ class HfStatic(System):
     are then copied to a static cache of ``tokens`` slots.
     """
 
-    name = "hf-static"
-
     def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
-        self.model = model
+        super().__init__("hf-static", model)
         self.tokens = tokens
         self.on_cuda = model.device.type == "cuda"
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
@@ -147,15 +143,15 @@ class HfStatic(System):
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
         positions = torch.arange(position, position + 1, device=token.device)  # made there: nothing waits for a copy
-        extra = {"cache_position": positions} if self.takes_cache_position else {}
+        call = {CACHE: cache, "position_ids": positions[None], "logits_to_keep": 1}
+        if self.takes_cache_position:
+            call["cache_position"] = positions
         if self.on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        return self.compiled_step(
-            token, position_ids=positions[None], **{CACHE: cache}, logits_to_keep=1, **extra
-        ).logits
+        return self.compiled_step(token, **call).logits
 
 
-KVPRESS_TWINS: dict[str, Callable[[Any, float, int], Any]] = {
+KVPRESS_TWINS: dict[str, Callable[..., Any]] = {
     "snapkv": lambda kvpress, ratio, window: kvpress.SnapKVPress(ratio, window_size=window),
     "ada_snapkv": lambda kvpress, ratio, window: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=window)),
     "pyramidkv": lambda kvpress, ratio, window: kvpress.PyramidKVPress(ratio, window_size=window),
@@ -178,30 +174,24 @@ class Kvpress(System):
     compiled = False
 
     def __init__(self, model: PreTrainedModel, policy: str, entries: int, window: int) -> None:
-        self.name = f"kvpress/{policy}"
-        self.model = model
-        self._press_of = KVPRESS_TWINS[policy]
-        self._entries = entries
-        self._window = window
-        self._kvpress, self._attention = _import_kvpress()
+        super().__init__(f"kvpress/{policy}", model)
+        self.kvpress, self.attention = _import_kvpress()
+        self.press = functools.partial(KVPRESS_TWINS[policy], self.kvpress, window=window)
+        self.entries = entries
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
         # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
-        ratio = max(0.0, 1 - (self._entries + 0.5) / ids.shape[1])
-        press, cache = self._press_of(self._kvpress, ratio, self._window), DynamicCache(config=self.model.config)
-        with _sdpa_attention(self._attention), press(self.model):
-            return self._forward(ids, 0, cache), cache
+        ratio = max(0.0, 1 - (self.entries + 0.5) / ids.shape[1])
+        cache = DynamicCache(config=self.model.config)
+        with self.press(ratio)(self.model):
+            return self.step(ids, 0, cache), cache
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
-        with _sdpa_attention(self._attention):
-            return self._forward(token, position, cache)
-
-    def _forward(self, ids: Tensor, first: int, cache: Any) -> Tensor:
         # its hooks read cache_position, which newer versions of transformers no longer make
-        positions = torch.arange(first, first + ids.shape[1], device=ids.device)
-        return self.model(
-            ids, position_ids=positions[None], cache_position=positions, **{CACHE: cache}, logits_to_keep=1
-        ).logits
+        positions = torch.arange(position, position + token.shape[1], device=token.device)
+        call = {CACHE: cache, "position_ids": positions[None], "cache_position": positions}
+        with _sdpa_attention(self.attention):
+            return self.model(token, **call, logits_to_keep=1).logits
 
 
 @functools.cache
@@ -230,15 +220,20 @@ def _sdpa_attention(function: Callable[..., Any]) -> Iterator[None]:
 class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none, ``options`` are of kvpass.compile."""
 
-    def __init__(
-        self, model: PreTrainedModel, name: str, *, policy: Policy, budget: int | float | str, **options: Any
-    ) -> None:
-        self.name = name
-        self.model = kvpass.compile(model, policy=policy, budget=budget if policy.needs_budget else None, **options)
+    def __init__(self, model: PreTrainedModel, name: str, *, policy: Policy, budget: Any, **options: Any) -> None:
+        self.scorings: dict[torch.Size, Scoring | None] = {}
+        budget = budget if policy.needs_budget else None
+        super().__init__(name, kvpass.compile(model, policy=policy, budget=budget, **options))
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out[CACHE]
+
+    def scoring(self, ids: Tensor) -> Scoring | None:
+        """What compression adds to a prefill of ids; measured once for each shape."""
+        if ids.shape not in self.scorings:
+            self.scorings[ids.shape] = scoring_time(functools.partial(self.prefill, ids), ids.device)
+        return self.scorings[ids.shape]
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> None:
         """Generate greedily as users do. Where tokens can be taken back, the cache is then as it was."""

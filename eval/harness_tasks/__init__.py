@@ -36,14 +36,12 @@ def documents(
     prompt_seed: int = 0,
     **metadata: Any,
 ) -> dict[str, Dataset]:
-    """The test split of a task. All arguments but the first come from ``--metadata``.
+    """The test split of a task of ``kvpass.eval.tasks``. All arguments but the first come from ``--metadata``.
 
     The harness's ``--cache_requests`` knows neither ``prompt_*`` nor the files: give it ``refresh`` when they change.
 
     Args:
-        kvpass_task: name in ``kvpass.eval.tasks``.
-        data_dir: folder with ``longbench/``, if there is any; by default that of the environment
-            variable ``KVPASS_DATA_DIR``.
+        data_dir: folder with ``longbench/``; by default that of the environment variable ``KVPASS_DATA_DIR``.
         prompt_tokens, prompt_seed: of prompts that are generated, for the tokenizer ``tokenizer`` or ``pretrained``.
         prompt_count: rows; by default all there are, or 100 generated ones.
     Raises:

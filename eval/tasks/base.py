@@ -21,22 +21,16 @@ _CUT = "\x1fkvpass\x1f"
 
 @dataclass(frozen=True)
 class Sample:
-    """One question.
+    """One question."""
 
-    Attributes:
-        id: within its task. context: what scope ``context`` compresses. question: the rest, with the space or newline
-            that divides the two at its front. answers: references. answer_prefix: how the model's turn begins, behind
-            the chat template if there is one. classes: of a classification. labels: to report, such as the depth.
-    """
-
-    id: str
-    context: str
-    question: str
-    answers: tuple[str, ...]
+    id: str  # within its task
+    context: str  # what scope "context" compresses
+    question: str  # the rest, with the space or newline that divides the two at its front
+    answers: tuple[str, ...]  # references
     max_new_tokens: int
-    answer_prefix: str = ""
-    classes: tuple[str, ...] = ()
-    labels: Mapping[str, int | float | str] = field(default_factory=dict)
+    answer_prefix: str = ""  # how the model's turn begins, behind the chat template if there is one
+    classes: tuple[str, ...] = ()  # of a classification
+    labels: Mapping[str, int | float | str] = field(default_factory=dict)  # to report, such as the depth
 
 
 def library(name: str) -> Any:

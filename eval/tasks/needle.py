@@ -45,20 +45,14 @@ LONGEST = 32768
 
 @dataclass(frozen=True)
 class Task:
-    """What a prompt hides and asks.
+    """What a prompt hides and asks."""
 
-    Attributes:
-        keys: names with facts, variables, or names with lists. questions: how many are asked of one context.
-        form: see :class:`Fact`. attributes: facts of each name: those not asked for are hard distractors.
-        values: length of a list; for other forms 1. hops: for variables, the length of each chain behind the number.
-    """
-
-    keys: int
-    questions: int = 1
-    form: str = "long"
-    attributes: int = 1
-    values: int = 1
-    hops: int = 0
+    keys: int  # names with facts, variables, or names with lists
+    questions: int = 1  # of one context
+    form: str = "long"  # see Fact
+    attributes: int = 1  # facts of each name: those not asked for are hard distractors
+    values: int = 1  # length of a list; for other forms 1
+    hops: int = 0  # for variables, the length of each chain behind the number
 
 
 TASKS = {

@@ -8,6 +8,7 @@ other, not with published tables. Where RULER hides needles in essays, generated
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import string
 import uuid
@@ -78,34 +79,26 @@ class NiahRequests(Ruler):
     build: Niah
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        asked = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
-        made: list[Sample] = []
-        for number in range(-(-count // len(asked))):
+        tasks = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
+        samples: list[Sample] = []
+        for number in range(math.ceil(count / len(tasks))):
             text = f"{self.name}/{seed}/{number}"
-            size = min(one._largest(tokenizer, tokens, text) for one in asked)
-            made += [one._of_size(size, tokens, f"{number}.{key}", text) for key, one in enumerate(asked)]
-        return made[:count]
+            size = min(task._largest(tokenizer, tokens, text) for task in tasks)
+            samples += [task._of_size(size, tokens, f"{number}.{key}", text) for key, task in enumerate(tasks)]
+        return samples[:count]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Niah:
-    """Magic values of keys, hidden in a haystack.
+    """Magic values of keys, hidden in a haystack. Of ``keys`` keys ``queries`` are asked for, each with ``values``."""
 
-    Of ``keys`` keys ``queries`` are asked for, each with ``values``.
-
-    Args:
-        haystack: one repeated sentence, generated ones, or needles of other keys.
-        uuid_keys, uuid_values: UUIDs instead of words and seven-digit numbers.
-        asked: number of the only key that is asked for; None: they are drawn.
-    """
-
-    haystack: Literal["noise", "essay", "needle"]
+    haystack: Literal["noise", "essay", "needle"]  # one repeated sentence, generated ones, or needles of other keys
     keys: int = 1
     values: int = 1
     queries: int = 1
-    uuid_keys: bool = False
-    uuid_values: bool = False
-    asked: int | None = None
+    uuid_keys: bool = False  # instead of words
+    uuid_values: bool = False  # instead of seven-digit numbers
+    asked: int | None = None  # number of the only key that is asked for; None: they are drawn
 
     def __call__(self, size: int, tokens: int, rng: random.Random) -> Text:
         word = "uuid" if self.uuid_values else "number"

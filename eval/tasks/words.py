@@ -60,18 +60,11 @@ _QUESTIONS = _LEADS | {"list": "the {}s of {} {} are", "variable": "the value of
 
 @dataclass(frozen=True)
 class Fact:
-    """A value of a name's attribute, or of a variable.
+    """A value of a name's attribute, or of a variable; the answer of a variable is the chain to its number."""
 
-    Attributes:
-        key: attribute and the two words of the name; for a variable, its one word.
-        value: one or two numbers.
-        form: ``long`` (the code of bara dador is), ``short`` (code bara dador), ``list`` (one code of bara dador is) or
-            ``variable`` (let bara =, asked as ``the value of bara is``; the answer is the chain to its number).
-    """
-
-    key: tuple[str, ...]
-    value: tuple[str, ...]
-    form: str = "long"
+    key: tuple[str, ...]  # attribute and the two words of the name; for a variable, its one word
+    value: tuple[str, ...]  # one or two numbers
+    form: str = "long"  # a key of _LEADS
 
     @property
     def lead(self) -> list[str]:
