@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import inspect
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,19 +47,21 @@ def storage_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class System(ABC):
-    """A way to prefill a prompt and to decode; only the cache holds state."""
+class System:
+    """A way to prefill a prompt and to decode, as transformers does unless a class says otherwise; the cache has all
+    state."""
 
     compiled = True
 
     def __init__(self, name: str, model: Any) -> None:
-        self.name, self.model = name, model
+        self.name, self.model, self.prefill_forward = name, model, model
         self.seen: set[bool | torch.Size] = set()
         """Whether it has run with several rows (True), with one (False), and with which shapes of prompts."""
 
-    @abstractmethod
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         """Prefill ids, int64 ``[B, N]``; returns the last logits, ``[B, 1, vocabulary]``, and a cache."""
+        cache = DynamicCache(config=self.model.config)
+        return self.prefill_forward(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
         """Logits after ``token``, int64 ``[B, 1]``, whose key and value join the cache at ``position``."""
@@ -90,10 +91,6 @@ class HfEager(System):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__("hf-eager", model)
 
-    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        cache = DynamicCache(config=self.model.config)
-        return self.model(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
-
 
 def _forward_of(model: PreTrainedModel) -> Callable[..., Any]:
     """The forward in its own code object: Dynamo limits compiled shapes per code object."""
@@ -117,15 +114,12 @@ class HfStatic(System):
         self.tokens = tokens
         self.on_cuda = model.device.type == "cuda"
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-        self.prefill_forward = model.forward if self.on_cuda else torch.compile(_forward_of(model), **options)
-        if self.on_cuda and backend == "inductor":
+        if not self.on_cuda:
+            self.prefill_forward = torch.compile(_forward_of(model), **options)
+        elif backend == "inductor":
             options["mode"] = "reduce-overhead"
         self.compiled_step = torch.compile(_forward_of(model), **options)
         self.takes_cache_position = "cache_position" in inspect.signature(model.forward).parameters
-
-    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        cache = DynamicCache(config=self.model.config)
-        return self.prefill_forward(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
         static = StaticCache(config=self.model.config, max_cache_len=self.tokens)

@@ -172,8 +172,8 @@ class KVPassLM(HFLM):
             prompt = self._fitted(Prompt(tuple(context), border), self.max_length + 1 - len(continuation))
             continuations[prompt][tuple(continuation[:-1])].append(index)
         self._check_budget(continuations)
-        answers: dict[int, Answer] = {}
-        progress = self._progress(len(requests), "loglikelihood", disable_tqdm)
+        answers = self._scored_whole(requests, continuations, disable_tqdm)
+        progress = self._progress(len(requests) - len(answers), "loglikelihood", disable_tqdm)
         prompts = list(continuations)
         for batch in self._runner.compressed(prompts, [0] * len(prompts), self._conditions):
             some = [prompts[index] for index in batch.indices]
@@ -190,7 +190,6 @@ class KVPassLM(HFLM):
                     progress.update(1)
             del batch  # its cache, before the next one is filled
         progress.close()
-        answers |= self._scored_whole(requests, continuations, disable_tqdm)
         return [answers[index] for index in range(len(requests))]
 
     def _scored_whole(self, requests: Pairs, continuations: Continuations, disable_tqdm: bool) -> dict[int, Answer]:

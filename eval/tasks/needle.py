@@ -28,13 +28,13 @@ from kvpass.eval.tasks.words import (
     DECOYS,
     FIRST_WORDS,
     HELD_OUT_NAMES,
+    LEADS,
     LONGEST_SIMPLE_SENTENCE,
     NUMBERS,
+    QUESTIONS,
     SECOND_WORDS,
     SHORTEST_SENTENCE,
-    Fact,
     Name,
-    chain_words,
     decoy,
     make_sentence,
 )
@@ -49,7 +49,7 @@ class Task:
 
     keys: int  # names with facts, variables, or names with lists
     questions: int = 1  # of one context
-    form: str = "long"  # see Fact
+    form: str = "long"  # a key of LEADS, or "variable"
     attributes: int = 1  # facts of each name: those not asked for are hard distractors
     values: int = 1  # length of a list; for other forms 1
     hops: int = 0  # for variables, the length of each chain behind the number
@@ -141,9 +141,10 @@ def _facts(
     for name in names:
         for attribute in rng.sample(ATTRIBUTES, plan.attributes):
             sizes = [1] * plan.values if plan.form == "list" else [rng.randint(1, 2)]
-            facts = [Fact((attribute, *name), tuple(number() for _ in range(size)), plan.form) for size in sizes]
-            hidden += [fact.sentence for fact in facts]
-            asked.append((facts[0].question, [fact.value for fact in facts]))
+            values = [tuple(number() for _ in range(size)) for size in sizes]
+            hidden += [[*LEADS[plan.form].format(attribute, *name).split(), *value, "."] for value in values]
+            question = QUESTIONS[plan.form].format(attribute, *name)
+            asked.append((f"question {question}".split(), values))
     rng.shuffle(hidden)
     return hidden, asked
 
@@ -154,10 +155,13 @@ def _variables(
     """Chains in random order, each link behind the one it names, and their last links."""
     words = rng.sample(FIRST_WORDS, len(names) * (plan.hops + 1))
     chains = [[number(), *words[i :: len(names)]] for i in range(len(names))]
-    links = [[Fact((word,), (before,), "variable").sentence for before, word in pairwise(chain)] for chain in chains]
+    links = [[f"let {word} = {before} .".split() for before, word in pairwise(chain)] for chain in chains]
     turns = [left for left in map(iter, links) for _ in range(plan.hops + 1)]
     rng.shuffle(turns)
-    asked = [(Fact((chain[-1],), (), "variable").question, [chain_words(chain[-2::-1])]) for chain in chains]
+    asked = [
+        (f"question the value of {chain[-1]} is".split(), [tuple(" = ".join(chain[-2::-1]).split())])
+        for chain in chains
+    ]
     return [next(left) for left in turns], asked
 
 

@@ -6,8 +6,6 @@ One name in eight is held out: its two words occur in training, but never togeth
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 ATTRIBUTES = ("code", "pin", "number")
 ADJECTIVES = (
@@ -54,36 +52,9 @@ HELD_OUT_NAMES: tuple[Name, ...] = tuple(
 )
 """Names that did not occur in training."""
 
-_LEADS = {"long": "the {} of {} {} is", "short": "{} {} {}", "list": "one {} of {} {} is", "variable": "let {} ="}
-_QUESTIONS = _LEADS | {"list": "the {}s of {} {} are", "variable": "the value of {} is"}
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A value of a name's attribute, or of a variable; the answer of a variable is the chain to its number."""
-
-    key: tuple[str, ...]  # attribute and the two words of the name; for a variable, its one word
-    value: tuple[str, ...]  # one or two numbers
-    form: str = "long"  # a key of _LEADS
-
-    @property
-    def lead(self) -> list[str]:
-        """The words in front of the value, where it is said."""
-        return _LEADS[self.form].format(*self.key).split()
-
-    @property
-    def question(self) -> list[str]:
-        """The words in front of the value, where it is asked for."""
-        return ["question", *_QUESTIONS[self.form].format(*self.key).split()]
-
-    @property
-    def sentence(self) -> list[str]:
-        return [*self.lead, *self.value, "."]
-
-
-def chain_words(chain: Sequence[str]) -> tuple[str, ...]:
-    """What a variable leads to, link by link: ``lato = bara = 482``."""
-    return tuple(" = ".join(chain).split())
+LEADS = {"long": "the {} of {} {} is", "short": "{} {} {}", "list": "one {} of {} {} is"}
+"""Words in front of a value of an attribute of a name."""
+QUESTIONS = LEADS | {"list": "the {}s of {} {} are"}
 
 
 def _noun_phrase(rng: random.Random) -> list[str]:

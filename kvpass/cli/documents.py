@@ -56,9 +56,8 @@ class Document:
     ) -> Document:
         """Load what :meth:`save` wrote; policy, options, budget and format of entries come from the file.
 
-        Args:
-            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder: a file must not cause a download.
+        Without ``model`` also the name of the model, if loading it downloads nothing.
+
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
                 the file names another.
@@ -68,7 +67,13 @@ class Document:
         if not isinstance(named, str) or not isinstance(dtype, str):
             raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
         policy = _policy_of(path, metadata)
-        loaded, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
+        if not model and named != "builtin" and named not in PACKAGES and not os.path.isdir(named):
+            raise CacheFileError(
+                path,
+                f"names the model {named!r}, which is no folder here, and what is downloaded is not for a file to "
+                "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
+            )
+        loaded, tokenizer = load_model(model or named, dtype=dtype, device=device)
         fast = kvpass.compile(
             loaded, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format
         )
@@ -86,17 +91,6 @@ class Document:
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
         out = self.model.generate(**inputs.to(self.cache.device), past_key_values=self.cache, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
-
-
-def _trusted(path: str | Path, name: str) -> str:
-    """Return a model name from an untrusted file if loading it downloads nothing; else raise ``CacheFileError``."""
-    if name == "builtin" or name in PACKAGES or os.path.isdir(name):
-        return name
-    raise CacheFileError(
-        path,
-        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to "
-        "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
-    )
 
 
 def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:
