@@ -72,10 +72,10 @@ class RecordFile:
         self.path, self.writes = path, writes
         self.records: dict[str, Record] = {}
         content = path.read_bytes() if path.is_file() else b""
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content) and writes:
-            os.truncate(path, whole)
-        for number, line in enumerate(content[:whole].splitlines(), 1):
+        end = content.rfind(b"\n") + 1
+        if end < len(content) and writes:
+            os.truncate(path, end)
+        for number, line in enumerate(content[:end].splitlines(), 1):
             try:
                 record = msgspec.json.decode(line, type=Record)
             except msgspec.DecodeError as error:

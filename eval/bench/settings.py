@@ -21,8 +21,7 @@ BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
 WARM_UP_STEPS = 3
 """Decode steps of the first run of a system, and those before the timed steps of every run on CUDA, where the first
 steps on a new cache capture a CUDA graph."""
-WARM_UP_TOKENS = 512
-"""Prompt of the first run of a system that compiles nothing then."""
+WARM_UP_TOKENS = 512  # prompt of the first run of a system that compiles nothing then
 
 
 class BenchModel(NamedTuple):

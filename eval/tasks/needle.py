@@ -183,8 +183,8 @@ def _filler(rng: random.Random, tokens: int, names: Sequence[Name], number: Call
 
 def code_match(prediction: str, answers: Sequence[str]) -> float:
     """1 if each answer stands in the prediction, its numbers as whole numbers, spaces between digits aside."""
-    said, *codes = (re.sub(r"(?<=\d) +(?=\d)", "", text) for text in (prediction, *answers))
-    return float(all(re.search(rf"(?<!\d){re.escape(code)}(?!\d)", said) for code in codes))
+    text, *codes = (re.sub(r"(?<=\d) +(?=\d)", "", words) for words in (prediction, *answers))
+    return float(all(re.search(rf"(?<!\d){re.escape(code)}(?!\d)", text) for code in codes))
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,13 @@ class NeedleGrid(Needle):
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
         cells = [(round(part * tokens), depth) for part in LENGTHS for depth in DEPTHS]
-        made = []
+        samples = []
         for index in range(count):
             length, depth = cells[index % len(cells)]
             (sample,) = hidden_facts(tokenizer, length, _SEEDS * seed + index, name=f"{index}")
             context = move_fact(sample.context, sample.question.removeprefix(" question "), depth)
-            made.append(replace(sample, context=context, labels={"length": length, "depth": depth}))
-        return made
+            samples.append(replace(sample, context=context, labels={"length": length, "depth": depth}))
+        return samples
 
 
 def hidden_facts(
@@ -233,11 +233,11 @@ def hidden_facts(
     """
 
     def build(words: int) -> list[Sample]:
-        made = hide(task, words, seed)
-        texts = (f" {' , '.join(sample.answers)} ." for sample in made)
-        limits = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-        pairs = zip(made, limits, strict=True)
-        return [replace(sample, id=f"{name}.{sample.id}", max_new_tokens=limit) for sample, limit in pairs]
+        samples = []
+        for sample in hide(task, words, seed):
+            answer = tokenizer(f" {' , '.join(sample.answers)} .", add_special_tokens=False)["input_ids"]
+            samples.append(replace(sample, id=f"{name}.{sample.id}", max_new_tokens=len(answer)))
+        return samples
 
     plan = TASKS[task]
     smallest = 32 + 12 * plan.keys * plan.attributes * plan.values * (plan.hops + 1)
