@@ -48,7 +48,7 @@ def generation_settings(requested: dict[str, Any], end: str | None, default: int
         )
     if (kwargs.get("num_return_sequences") or 1) != 1:
         raise ValueError(
-            f"generation arguments {requested!r}: num_return_sequences must be 1 (a request has one answer)"
+            f"generation arguments {requested!r}: num_return_sequences must be 1, a request has one answer"
         )
     if not kwargs["do_sample"]:
         kwargs.pop("temperature", None)

@@ -118,14 +118,11 @@ def calibrate(
         raise ValueError(f"texts: {len(pieces)} pieces of {tokens} tokens; at least {_HELD_OUT} are needed")
     sums = _Sums()
     with _observed(model) as run, progress_bar(progress_console()) as progress:
-        task = progress.add_task("calibrate", total=len(pieces))
-        for piece in fitted:
+        for piece in progress.track(fitted, description="calibrate"):
             sums.fit(run(piece))
-            progress.advance(task)
         weight, bias = sums.solve(ridge)
-        for piece in held_out:
+        for piece in progress.track(held_out, description="texts held out"):
             sums.test(run(piece), weight, bias)
-            progress.advance(task)
     head_shares, head_maxima, *_ = torch.stack(sums.heads).mean(0)
     return Calibration(
         weight=weight,
