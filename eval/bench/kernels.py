@@ -131,10 +131,8 @@ def attend(call: Attention, buffers: AppendBuffers, layer: int) -> Tensor:
     return attend_cache(call, buffers, layer)
 
 
-FORMATS: dict[str, EntryFormat] = {
-    **{"uniform": "model", "ragged": "model"},
-    **{"int8": "int8", "rot4": "rot4", "rot3": "rot3", "rot2": "rot2"},
-}
+FORMATS: dict[str, EntryFormat] = {"uniform": "model", "ragged": "model", "int8": "int8"}
+FORMATS |= {"rot4": "rot4", "rot3": "rot3", "rot2": "rot2"}
 """Entry format of each column; lengths are ragged but in the first."""
 
 
@@ -149,8 +147,8 @@ def time_decode(
     call, buffers = shape.tokens(len(lengths), 1), cache_of(shape, lengths, entry_format)
     error = 0.0
     for layer in (0, shape.layers - 1) if check else ():
-        exact = tree_map_only(Tensor, lambda x: x.cpu().float() if x.is_floating_point() else x.cpu(), (call, buffers))
-        expected = reference.attend_cache(*exact, layer)
+        exact = tree_map_only(Tensor, lambda x: x.cpu().float() if x.is_floating_point() else x.cpu(), [call, buffers])
+        expected = reference.attend_cache(exact[0], exact[1], layer)
         error = max(error, float((attend(call, buffers, layer).float().cpu() - expected).norm() / expected.norm()))
         if not error <= WORST_ERROR:
             raise RuntimeError(f"decode kernel, layer {layer}: relative error {error:.2e} above {WORST_ERROR:.0e}")

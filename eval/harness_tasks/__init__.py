@@ -68,6 +68,7 @@ def documents(
 
 def score(document: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The task's own score of an answer, times 100."""
-    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in document.items() if name in _FIELDS}
+    fields: dict[str, Any] = {name: document[name] for name in _FIELDS}
+    fields |= {name: tuple(fields[name]) for name in ("answers", "classes")}
     task = _tasks()[document["kvpass_task"]]
     return {"score": 100.0 * task.metric(results[0], Sample(**fields, max_new_tokens=0))}

@@ -24,9 +24,9 @@ GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench}
 
 def registry(data_dir: Path | None = None) -> dict[str, Task]:
     """Every task by name; ``data_dir``: folder with ``longbench/``, if there is any."""
-    needles = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid()]
-    benches = [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
-    return {task.name: task for task in (*needles, *ruler.tasks(), *benches)}
+    tasks: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid(), *ruler.tasks()]
+    tasks += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
+    return {task.name: task for task in tasks}
 
 
 def find_tasks(names: Sequence[str], data_dir: Path | None = None) -> list[Task]:

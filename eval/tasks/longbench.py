@@ -119,9 +119,9 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
         ImportError: the package ``datasets`` is not installed.
         ValueError: the hub cannot be reached, or has no such data set; or a row is none of LongBench's.
     """
-    for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)) if data_dir is not None else ():
-        path = data_dir / "longbench" / f"{dataset}{ending}"
-        if path.is_file():
+    for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
+        path = None if data_dir is None else data_dir / "longbench" / f"{dataset}{ending}"
+        if path is not None and path.is_file():
             try:
                 with opener(path, "rt", encoding="utf-8-sig") as file:
                     lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -139,7 +139,7 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
 def harness_task(dataset: str) -> dict[str, Any]:
     """The harness's task file of a data set; functions are strings such as ``metrics.get_qa_f1_with_score``."""
     yaml, folder = library("yaml"), Path(library("lm_eval").__file__).parent / "tasks" / "longbench"
-    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_constructor("!function", lambda loader, node: node.value)
     config: dict[str, Any] = yaml.load((folder / f"{dataset}.yaml").read_text(encoding="utf-8"), loader)
     return config
