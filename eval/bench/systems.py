@@ -48,13 +48,13 @@ def storage_bytes(cache: Any) -> int:
 
 
 class System:
-    """A way to prefill a prompt and to decode, as transformers does unless a class says otherwise; the cache has all
-    state."""
+    """A way to prefill a prompt and to decode: transformers' own unless a class says otherwise."""
 
     compiled = True
 
     def __init__(self, name: str, model: Any) -> None:
-        self.name, self.model, self.prefill_forward = name, model, model
+        self.name = name
+        self.model = self.prefill_forward = model
         self.seen: set[bool | torch.Size] = set()
         """Whether it has run with several rows (True), with one (False), and with which shapes of prompts."""
 
