@@ -47,7 +47,12 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no CUDA device")
-    shared = _shared()
+    shared: dict[str, Any] = {}
+    if (processes := launched()[1]) > 1:
+        from transformers.distributed import DistributedConfig
+
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        shared["distributed_config"] = DistributedConfig(tp_size=processes)
     if name == "builtin":
         transformers.utils.logging.disable_progress_bar()
         dtype = "float32" if dtype == "auto" else dtype
@@ -72,14 +77,3 @@ def located(name: str) -> Iterator[str]:
         yield str(builtin.path() if name == "builtin" else fetched(name) if name in PACKAGES else name)
     except OSError as error:
         raise ValueError(f"model={name!r}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _shared() -> dict[str, Any]:
-    """What ``from_pretrained`` must know where several processes share the model."""
-    _, processes = launched()
-    if processes == 1:
-        return {}
-    from transformers.distributed import DistributedConfig
-
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return {"distributed_config": DistributedConfig(tp_size=processes)}

@@ -36,7 +36,7 @@ MEMORY: tuple[Column, ...] = (
     ("cache\nMiB", lambda r: _of(r["cache_bytes"], ".2f", 2**20)),
     ("peak\nGiB", lambda r: _of(r["peak_bytes"], ".2f", 2**30)),
     ("compile\ns", lambda r: _of(r["compile_s"], ".1f")),
-    ("first\nsteps ms", lambda r: _of(_first_steps(r), ".1f")),
+    ("first\nsteps ms", lambda r: _of(statistics.median_high(map(sum, r["first_steps_ms"])) or None, ".1f")),
 )
 _SPARE = ("peak\nGiB", "of the\nbound, %", "\nx full")
 """Left out of the tables of a narrow terminal, the first ones first."""
@@ -69,11 +69,6 @@ def comparison(result: Result) -> Tables:
             tables.append((heading, header, rows))
         failures += [f"{record['name']}: {record['failure']}" for record in run["systems"] if record["failure"]]
     return Tables(tables, (*failures, _conditions(result), LEGEND), spare=_SPARE)
-
-
-def _first_steps(record: Result) -> float | None:
-    steps = [sum(repeat) for repeat in record["first_steps_ms"]]
-    return statistics.median_high(steps) if any(steps) else None
 
 
 def _conditions(result: Result) -> str:
