@@ -145,7 +145,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Split the text of an option at commas into ints; ``ValueError`` if it is none."""
+    """Split the text of an option at commas into ints."""
     try:
         return tuple(int(name) for name in names(text))
     except ValueError:

@@ -1,11 +1,16 @@
-"""Pages of the site that mkdocs writes from the code, from records of the bench, and from files above docs/."""
+"""Pages of the site that mkdocs writes from the code, from records of the bench, and from files above docs/.
+
+Roles of docstrings (``:class:`X```, ``:meth:`Y```) are shown as code, options of policies as plain defaults.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -20,9 +25,9 @@ PAGES = {file: page for page, file in ABOVE.items()} | {"README.md": "index.md"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    made = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
-    made |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks(), "reference.md": reference()}
-    for name, content in made.items():
+    pages = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
+    pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks(), "reference.md": reference()}
+    for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
 
@@ -70,9 +75,9 @@ def benchmarks() -> str:
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
         for path in sorted(folder.glob("*.json")):
-            found = json.loads(path.read_text())
-            lines += ["", f"### {path.stem}", "", f"`{' '.join(found['command'])}`", ""]
-            lines.append("[serve.md](serve.md) has its figures." if "serve" in found else show(found).markdown())
+            record = json.loads(path.read_text())
+            lines += ["", f"### {path.stem}", "", f"`{' '.join(record['command'])}`", ""]
+            lines.append("[serve.md](serve.md) has its figures." if "serve" in record else show(record).markdown())
     return "\n".join(lines) + "\n"
 
 
@@ -97,3 +102,24 @@ _OPTIONS = {
 _COMPILED = """::: kvpass.frontends.transformers.CompressedModel
     options: { heading_level: 3, show_root_full_path: false, show_bases: false, inherited_members: [forward, device] }
 """
+
+_ROLE = re.compile(r":(?:class|func|meth|attr|data|mod):`(~?)([^`]*)`")
+_SECTION = re.compile(r"(\n)([ ]*(?:Args|Attributes|Returns|Yields|Raises):\n)")
+"""griffe reads a section only behind an empty line."""
+
+
+class Roles(griffe.Extension):
+    """Rewrites every docstring and every option of a policy before mkdocstrings reads them."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        value = attr.value
+        if isinstance(value, griffe.ExprCall) and value.canonical_path.endswith(".option"):
+            attr.value = value.arguments[0]
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            # of a name that begins with a tilde only the last part
+            text = _ROLE.sub(
+                lambda role: f"`{role[2].rpartition('.')[2] if role[1] else role[2]}`", obj.docstring.value
+            )
+            obj.docstring.value = _SECTION.sub(r"\1\n\2", text)

@@ -36,7 +36,7 @@ MEMORY: tuple[Column, ...] = (
     ("cache\nMiB", lambda r: _of(r["cache_bytes"], ".2f", 2**20)),
     ("peak\nGiB", lambda r: _of(r["peak_bytes"], ".2f", 2**30)),
     ("compile\ns", lambda r: _of(r["compile_s"], ".1f")),
-    ("first\nsteps ms", lambda r: _of(_first_steps(r), ".1f")),
+    ("first\nsteps ms", lambda r: _of(statistics.median_high(map(sum, r["first_steps_ms"])) or None, ".1f")),
 )
 _SPARE = ("peak\nGiB", "of the\nbound, %", "\nx full")
 """Left out of the tables of a narrow terminal, the first ones first."""
@@ -53,9 +53,14 @@ LEGEND = (
 
 def comparison(result: Result) -> Tables:
     """Two tables for each context and batch, with what their columns mean."""
-    tables, failures = [], []
+    tables, failures, model = [], [], result["model"]
     for run in result["runs"]:
-        for columns, heading in ((SPEED, _title(result, run)), (MEMORY, "")):
+        budget = run["budget"]
+        title = (
+            f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; "
+            f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
+        )
+        for columns, heading in ((SPEED, title), (MEMORY, "")):
             header = ["system", *(name for name, _ in columns)]
             rows = [
                 [record["name"], *("failed" if record["failure"] else cell(record) for _, cell in columns)]
@@ -66,31 +71,18 @@ def comparison(result: Result) -> Tables:
     return Tables(tables, (*failures, _conditions(result), LEGEND), spare=_SPARE)
 
 
-def _first_steps(record: Result) -> float | None:
-    steps = [sum(repeat) for repeat in record["first_steps_ms"]]
-    return statistics.median_high(steps) if any(steps) else None
-
-
-def _title(result: Result, run: Result) -> str:
-    model, budget = result["model"], run["budget"]
-    return (
-        f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; "
-        f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
-    )
-
-
 def _conditions(result: Result) -> str:
     machine, versions = result["machine"], result["versions"]
-    said = (
+    text = (
         f"{machine.get('name', machine['cpu'])}, {machine['threads']} threads, {machine['capability']}, "
         f"copies at {machine['copy_bandwidth'] / 1e9:.0f} GB/s; torch {versions['torch']}, transformers "
         f"{versions['transformers']}. {result['repeats']} repeats x {result['new_tokens']} decode steps."
     )
     if result["shared_prompt"]:
-        said += " One row was prefilled and its cache repeated for the batch."
+        text += " One row was prefilled and its cache repeated for the batch."
     if result["warm_cache"]:
-        said += " Inductor's cache was not emptied."
-    return said + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
+        text += " Inductor's cache was not emptied."
+    return text + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
 
 
 def show(result: Result) -> Tables:

@@ -45,11 +45,7 @@ _RECURSION = 50_000
 
 @dataclass(frozen=True)
 class LongBench:
-    """One data set.
-
-    Args:
-        dataset: one of :data:`NAMES`. data_dir: folder with ``longbench/``.
-    """
+    """One data set, of :data:`NAMES`; ``data_dir``: folder with ``longbench/``."""
 
     dataset: str
     data_dir: Path | None
@@ -143,12 +139,9 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
 def harness_task(dataset: str) -> dict[str, Any]:
     """The harness's task file of a data set; functions are strings such as ``metrics.get_qa_f1_with_score``."""
     yaml, folder = library("yaml"), Path(library("lm_eval").__file__).parent / "tasks" / "longbench"
-
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
-        pass
-
-    Loader.add_constructor("!function", lambda loader, node: node.value)
-    config: dict[str, Any] = yaml.load((folder / f"{dataset}.yaml").read_text(encoding="utf-8"), Loader)
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("!function", lambda loader, node: node.value)
+    config: dict[str, Any] = yaml.load((folder / f"{dataset}.yaml").read_text(encoding="utf-8"), loader)
     return config
 
 
@@ -161,14 +154,11 @@ def harness_metrics() -> ModuleType:
     """
     ratio = library("rapidfuzz.fuzz").ratio
     stand_in: Any = ModuleType("fuzzywuzzy")
-    stand_in.fuzz = SimpleNamespace(ratio=lambda one, other: round(ratio(one, other)))
+    stand_in.fuzz = SimpleNamespace(ratio=lambda text, other: round(ratio(text, other)))
     for name in ("jieba", "rouge"):  # named in the error if missing
         library(name)
-    before = sys.modules.get("fuzzywuzzy")
     sys.modules["fuzzywuzzy"] = stand_in
     try:
         return library("lm_eval.tasks.longbench.metrics")
     finally:
         del sys.modules["fuzzywuzzy"]
-        if before is not None:
-            sys.modules["fuzzywuzzy"] = before

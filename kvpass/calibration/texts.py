@@ -42,14 +42,14 @@ _FIELDS = "population, area in km2, founded, mean rainfall, main export, elevati
 
 def generated_texts(words: int = 900, rounds: int = 5) -> list[str]:
     """Return ``rounds`` texts of each of the five kinds, of about so many words each."""
-    kinds: tuple[Callable[[random.Random], Iterator[str]], ...] = (_prose, _dialogue, _code, _table, _facts)
-    found = []
-    for number in range(rounds * len(kinds)):
-        text, parts = "", kinds[number % len(kinds)](random.Random(number))
+    writers: tuple[Callable[[random.Random], Iterator[str]], ...] = (_prose, _dialogue, _code, _table, _facts)
+    texts = []
+    for number in range(rounds * len(writers)):
+        text, parts = "", writers[number % len(writers)](random.Random(number))
         while len(text) < 6 * words:
             text += next(parts)
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _when(rng: random.Random) -> str:
@@ -87,7 +87,7 @@ def _dialogue(rng: random.Random) -> Iterator[str]:
             f"Why did you say that the {thing} was {quality}?",
             f"What is the number of the {thing}?",
         )
-        asked = rng.choice(questions)
+        question = rng.choice(questions)
         answers = (
             f"I think {rng.choice(_PEOPLE)} {act} it {_when(rng)}.",
             f"At {rng.randint(1, 12)}:{rng.randint(10, 59)}, from platform {rng.randint(1, 9)}.",
@@ -95,8 +95,7 @@ def _dialogue(rng: random.Random) -> Iterator[str]:
             f"No. The last time was in {place}, and it looked {quality}.",
             f"Because {rng.choice(_PEOPLE)} told me so, {_when(rng)}.",
         )
-        told = rng.choice(answers)
-        yield f"{pair[0]}: {asked}\n{pair[1]}: {told}\n"
+        yield f"{pair[0]}: {question}\n{pair[1]}: {rng.choice(answers)}\n"
 
 
 def _code(rng: random.Random) -> Iterator[str]:

@@ -24,11 +24,7 @@ from kvpass.policies import Policy, from_spec, resolve_budget
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A compressed text and the model that answers questions about it.
-
-    Attributes:
-        model: from ``kvpass.compile``. cache: of the text; questions do not change it.
-    """
+    """A compressed text and the model, from ``kvpass.compile``, that answers questions about it."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -37,17 +33,15 @@ class Document:
 
     @classmethod
     def compress(cls, text: str, *, model: str, dtype: str = "auto", device: str = "cpu", **options: Any) -> Document:
-        """Compress a text before any question is known.
+        """Compress a text before any question is known; ``options`` are those of :func:`kvpass.compile`.
 
-        Args:
-            model, dtype, device: as in :func:`load_model`. options: of :func:`kvpass.compile`.
         Raises:
             ValueError: the text is empty, or an argument does not fit.
         """
         if not text.strip():
             raise ValueError("the document is empty")
-        made, tokenizer = load_model(model, dtype=dtype, device=device)
-        fast = kvpass.compile(made, **options)
+        loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+        fast = kvpass.compile(loaded, **options)
         ids = tokenizer(text, return_tensors="pt").input_ids
         cache = fast.compress(ids.to(device))
         return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})
@@ -62,9 +56,8 @@ class Document:
     ) -> Document:
         """Load what :meth:`save` wrote; policy, options, budget and format of entries come from the file.
 
-        Args:
-            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder: a file must not cause a download.
+        Without ``model`` also the name of the model, if loading it downloads nothing.
+
         Raises:
             ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
                 the file names another.
@@ -74,51 +67,34 @@ class Document:
         if not isinstance(named, str) or not isinstance(dtype, str):
             raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
         policy = _policy_of(path, metadata)
-        made, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
+        if not model and named != "builtin" and named not in PACKAGES and not os.path.isdir(named):
+            raise CacheFileError(
+                path,
+                f"names the model {named!r}, which is no folder here, and what is downloaded is not for a file to "
+                "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
+            )
+        loaded, tokenizer = load_model(model or named, dtype=dtype, device=device)
         fast = kvpass.compile(
-            made, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format
+            loaded, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format
         )
         cache = restore_cache(path, metadata, tensors, fast)
         return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
 
     def ask(self, question: str, *, new_tokens: int = 64) -> str:
-        """Return the model's greedy continuation of the text followed by the question.
-
-        Raises:
-            ValueError: the question is empty.
-        """
-        asked = self.tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
-        tokens = asked.input_ids.shape[1]
+        """Return the model's greedy continuation of the text followed by the question, which must have tokens."""
+        inputs = self.tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
+        tokens = inputs.input_ids.shape[1]
         if tokens == 0:
             raise ValueError("the question has no tokens")
         # over both, since ids longer than the document, with a mask of their own, would be taken for the whole text
-        asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
+        inputs["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
         greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, **greedy)
+        out = self.model.generate(**inputs.to(self.cache.device), past_key_values=self.cache, **greedy)
         return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
 
 
-def _trusted(path: str | Path, name: str) -> str:
-    """Return a model name from an untrusted file if loading it downloads nothing.
-
-    Raises:
-        CacheFileError: it would be downloaded.
-    """
-    if name == "builtin" or name in PACKAGES or os.path.isdir(name):
-        return name
-    raise CacheFileError(
-        path,
-        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to "
-        "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
-    )
-
-
 def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:
-    """Return the policy that a file names, checked against the budget.
-
-    Raises:
-        CacheFileError: this kvpass has none of that name and options.
-    """
+    """Return the policy that a file names, checked against the budget; ``CacheFileError`` if there is none."""
     try:
         policy = from_spec(metadata.policy)
         resolve_budget(policy, metadata.budget)

@@ -84,21 +84,21 @@ def main(
                 )
 
 
-def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
-    """Let a command take each field of its ``options``, a dataclass, as a parameter; libraries are imported before."""
-    kind = inspect.signature(command, eval_str=True).parameters["options"].annotation
+def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Add a command that takes each field of its ``options``, a dataclass; libraries are imported before."""
+    options = inspect.signature(command, eval_str=True).parameters["options"].annotation
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         _import_libraries()
-        command(kind(**given))
+        command(options(**values))
 
-    run.__signature__ = inspect.signature(kind, eval_str=True)  # type: ignore[attr-defined]
-    return run
+    run.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+    app.command(command.__name__.rstrip("_"))(run)
+    return command
 
 
-@app.command()
-@_with_options
+@_command
 def demo(options: DemoOptions) -> None:
     """Hide facts in a long text and ask a model for them, with full and compressed caches."""
     from kvpass.eval.demo import Demo
@@ -109,8 +109,7 @@ def demo(options: DemoOptions) -> None:
     checked.run()
 
 
-@app.command()
-@_with_options
+@_command
 def bench(options: BenchOptions) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
     from kvpass.eval.bench.report import comparison
@@ -130,9 +129,8 @@ def bench(options: BenchOptions) -> None:
         Console().print(f"written: {path}", highlight=False)
 
 
-@app.command("eval")
-@_with_options
-def evaluate(options: EvalOptions) -> None:
+@_command
+def eval_(options: EvalOptions) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import Evaluation
@@ -147,55 +145,52 @@ def evaluate(options: EvalOptions) -> None:
         Console().print(f"written: {options.output}", highlight=False)
 
 
-@app.command()
-@_with_options
+@_command
 def calibrate(options: CalibrateOptions) -> None:
     """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
 
-    output, texts = options.output, options.texts
+    output, folder = options.output, options.texts
     with _interruptible("the same command begins anew"), _bad_values():
-        read = None if texts is None else [_read_text(path) for path in sorted(texts.glob("*.txt"))]
+        texts = None if folder is None else [_read_text(path) for path in sorted(folder.glob("*.txt"))]
         _make_folder("output", output.parent)
-        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
-        made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge)
-        made.save(output)
-    mean, least = float(made.r2.mean()), float(made.r2.mean(1).min())
+        model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
+        calibration = fit(model, tokenizer, texts=texts, tokens=options.tokens, ridge=options.ridge)
+        calibration.save(output)
+    mean, least = float(calibration.r2.mean()), float(calibration.r2.mean(1).min())
     Console().print(f"R2 {mean:.2f} in texts held out, lowest of a layer {least:.2f}")
     Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
 
-@app.command()
-@_with_options
+@_command
 def compress(options: CompressOptions) -> None:
     """Compress a document into a file that 'kvpass ask' answers questions from."""
     from kvpass.cli.documents import Document
     from kvpass.eval.policy_spec import parse_policies, typed
     from kvpass.loading import launched
 
-    document, output = options.document, options.output
+    output = options.output
     with _bad_values():
-        chosen = parse_policies(options.policy)
-        if len(chosen) != 1:
+        policy, *others = parse_policies(options.policy)
+        if others:
             raise ValueError(f"policy={options.policy!r}: name one")
-        text = _read_text(document)
+        text = _read_text(options.document)
         _make_folder("output", output.parent)
-        made = Document.compress(
+        document = Document.compress(
             text,
-            policy=chosen[0].name,
-            budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
+            policy=policy.name,
+            budget=typed(options.budget) if policy.resolve().needs_budget else None,
             **{name: getattr(options, name) for name in ("model", "entries", "dtype", "device", "backend")},
-            **({} if options.window is None else {"window": options.window}) | dict(chosen[0].options),
+            **({} if options.window is None else {"window": options.window}) | dict(policy.options),
         )
-        made.save(output)
+        document.save(output)
     if launched()[0] == 0:
-        Console().print(made.model.report())
+        Console().print(document.model.report())
         Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
 
-@app.command()
-@_with_options
+@_command
 def ask(options: AskOptions) -> None:
     """Answer a question about a compressed document."""
     from kvpass.cli.documents import Document
@@ -205,8 +200,8 @@ def ask(options: AskOptions) -> None:
     with _bad_values():
         if options.policy is not None:
             policy_class(options.policy)
-        found = Document.load(options.cache, model=options.model, device=options.device, backend=options.backend)
-        answer = found.ask(options.question, new_tokens=options.new_tokens)
+        document = Document.load(options.cache, model=options.model, device=options.device, backend=options.backend)
+        answer = document.ask(options.question, new_tokens=options.new_tokens)
     if launched()[0] == 0:
         typer.echo(answer)
 
@@ -241,11 +236,7 @@ def policies() -> None:
 
 
 def _make_folder(option: str, folder: Path) -> None:
-    """Make the folder that a command writes to, with its parents, before the work begins.
-
-    Raises:
-        ValueError: it cannot be made, for instance because there is a file of that name.
-    """
+    """Make the folder that a command writes to before the work begins; ``ValueError`` if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -253,11 +244,7 @@ def _make_folder(option: str, folder: Path) -> None:
 
 
 def _read_text(path: Path) -> str:
-    """Read a document; ``-`` is standard input.
-
-    Raises:
-        ValueError: it cannot be read, or is no text.
-    """
+    """Read a document; ``-`` is standard input. ``ValueError`` if it is no text."""
     try:
         if str(path) == "-":
             return typer.get_text_stream("stdin", encoding="utf-8-sig").read()
