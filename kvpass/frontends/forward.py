@@ -127,8 +127,6 @@ class CompressedForward(_Base):
                 raise ValueError(f"logits_to_keep={logits_to_keep!r}: must be an int >= 0")
             if self.training:
                 raise ValueError("the model is in training mode; call model.eval() first")
-            if text.shape[1] > 1:  # walks over all modules, too slow for each decode step
-                runtime.identity.look_again()
             if held is not None:
                 runtime.check_cache(held, runtime.rules_now)
             return text
@@ -164,7 +162,7 @@ def decoder_of(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) 
     runtime: Runtime = model._kvpass
     own: Any = type(model).__bases__[1]  # the class of the user's model
     forward = types.MethodType(own.forward, model)
-    return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
+    return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep)
 
 
 def read_prompt(
