@@ -51,9 +51,9 @@ def names_in(guards: Iterable[Guard]) -> frozenset[str]:
 
 
 def _name_beside(guard: Guard) -> str:
-    """What a guard asks about its source: whether there is this attribute or key."""
+    """The attribute that a guard asks for beside its source: whether it is there. Keys of other containers are not."""
     keywords = getattr(guard.create_fn, "keywords", {})
-    return str(keywords.get("attr", keywords.get("key", "")))
+    return str(keywords.get("attr", keywords.get("key", "") if "__dict__" in guard.name[-9:] else ""))
 
 
 def _base(source: Source) -> Source | None:
