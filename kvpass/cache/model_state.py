@@ -23,6 +23,8 @@ _MAPPINGS = (dict, OrderedDict)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset)
 _PLAIN = (int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
 _TENSORS = (Tensor, nn.Parameter)
+_HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
+_HOOKS_THAT_RUN = {"_forward_hooks", "_forward_pre_hooks"}
 
 
 class _Attributes:
@@ -45,7 +47,7 @@ class ModelState:
     """Values of the attributes that have certain names, of an object and of all that these attributes lead to.
 
     Args:
-        root: the object. Hooks of a module are left out: they run around its forward. names: of attributes.
+        root: the object. Its own hooks are left out: they run around its forward. names: of attributes.
     Attributes:
         value: equal for states that are captured alike.
     """
@@ -106,11 +108,11 @@ class ModelState:
                 self._numbers[id(kind)] = len(self._numbers)
                 (attributes,) = gc.get_referents(kind.__dict__)  # of which that is a read-only view
                 self._classes[kind] = self._named(attributes)
-        return type(x), self._named(vars(x), hooks=x is not self._root)
+        return type(x), self._named(vars(x), _HOOKS if x is self._root else _HOOKS - _HOOKS_THAT_RUN)
 
-    def _named(self, attributes: dict[str, Any], *, hooks: bool = True) -> dict[str, Any]:
+    def _named(self, attributes: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
         self._watch(attributes)
-        names = [name for name in attributes if name in self._names and (hooks or not name.endswith("_hooks"))]
+        names = [name for name in attributes if name in self._names and name not in without]
         return {name: self._value(attributes[name]) for name in names}
 
     def _watch(self, x: dict[Any, Any]) -> None:
