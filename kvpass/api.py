@@ -121,10 +121,11 @@ def compile(
             cuda_graphs=cuda_graphs,
             ranks=ranks,
         )
+        identity = ModelFingerprint(compiled, adapted.divided)
         compiled._kvpass = runtime = Runtime(
             rules=rules,
-            captures=CaptureCache(phases, None if recurrent is None else recurrent.arguments),
-            identity=ModelFingerprint(compiled, adapted.divided),
+            captures=CaptureCache(phases, identity, None if recurrent is None else recurrent.arguments),
+            identity=identity,
             adapted=adapted,
             block=block,
         )

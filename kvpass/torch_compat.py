@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -11,11 +11,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._dynamo.guards import GlobalStateGuard, dict_version
+from torch._C._dynamo.guards import dict_version
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import config as dynamo_config
 from torch._dynamo import disable as dynamo_disable
 from torch._dynamo import eval_frame, maybe_mark_dynamic
 from torch._dynamo.convert_frame import compile_lock
@@ -26,7 +24,6 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
-from torch._dynamo.guards import install_guard
 from torch._dynamo.source import GlobalSource, LocalSource, TensorProperty, TensorPropertySource, is_from_source
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.symbolic_convert import tls as dynamo_thread_locals
@@ -54,7 +51,6 @@ from torch.utils._sympy.value_ranges import ValueRanges
 REPEATS_LAYERS = torch.__version__ >= "2.13"
 """Whether Dynamo can trace one of several equal layers and repeat its graph for the others."""
 if REPEATS_LAYERS:
-    from torch._dynamo.guards import GUARD_VALUE_DISPATCH, GuardCheckSpec
     from torch._dynamo.variables import invoke_subgraph
 
 
@@ -77,16 +73,6 @@ def process_group(name: Any) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
-def dynamo_settings() -> tuple[Any, ...]:
-    """Settings of the process by which Dynamo may run a function eagerly, or with another backend."""
-    return eval_frame._stance, dynamo_config.disable
-
-
-def modes_are_active() -> bool:
-    """Whether a mode of torch functions or of dispatch sees the operators of a call."""
-    return bool(_len_torch_function_stack() or _len_torch_dispatch_stack())
-
-
 def changed_objects() -> Iterator[tuple[VariableTracker, Mapping[str, VariableTracker]]]:
     """Yield what the traced call changes and did not make, with the attributes that it stores there. In the trace."""
     translator = getattr(dynamo_thread_locals, "current_tx", None)
@@ -97,20 +83,6 @@ def changed_objects() -> Iterator[tuple[VariableTracker, Mapping[str, VariableTr
         made_in_call = isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
         if effects.is_modified(variable) and not made_in_call:
             yield variable, effects.store_attr_mutations.get(variable, {})
-
-
-def traced_effects() -> bool:
-    """Whether the traced call leaves objects changed that it did not make. To be called in the trace."""
-    return any(not _restores(variable, stored) for variable, stored in changed_objects())
-
-
-def _restores(variable: VariableTracker, stored: Mapping[str, VariableTracker]) -> bool:
-    """Whether what a call stores in an object is there already, as after transformers has set and reset a variable."""
-    changed = getattr(variable, "value", None)
-    return bool(stored) and all(
-        value.is_python_constant() and getattr(changed, name, variable) is value.as_python_constant()
-        for name, value in stored.items()
-    )
 
 
 @contextmanager
@@ -145,48 +117,26 @@ def storage_users(tensor: Tensor) -> int:
 
 
 @contextmanager
-def repeated_layers_are_guarded() -> Iterator[None]:
-    """Let Dynamo repeat the graph of a layer for those alone for which all its guards hold, and set them there too.
+def repeated_where(are_alike: Callable[[Collection[Any], Collection[Guard]], bool]) -> Iterator[None]:
+    """Let Dynamo repeat the graph of a layer for those alone that are alike; torch compares part of their attributes.
 
-    Torch 2.13 compares part of them, none of those on modules, and sets none: in later calls no one would look whether
-    a layer is still like the one that was traced.
+    Args:
+        are_alike: of the traced layer and another one (or of another argument of both), and the guards on the former.
     """
-    fits, layers = invoke_subgraph.is_reusable, dict[int, list[tuple[Guard, Any]]]()
+    fits = invoke_subgraph.is_reusable
 
     def guarded(tx: Any, condition: Any, arguments: Any, traced: Any) -> bool:
         if not fits(tx, condition, arguments, traced):
             return False
         scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
         replaced = invoke_subgraph.build_source_replacement(traced.arg_sources, arguments.arg_sources)
-        if id(condition) not in layers:
-            of_layer = [g for g in tx.output.guards if any(is_from_source(g.originating_source, x) for x in replaced)]
-            known: dict[Source, Any] = {}
-            layers[id(condition)] = [
-                (g, _expected(g, g.originating_source.get_value(scope, {}, known))) for g in of_layer
-            ]
-        copies: list[Guard] = []
-        known = {}
-        for guard, expected in layers[id(condition)]:
-            source = guard.originating_source.clone(lambda part: replaced.get(part, part))
-            try:
-                value = source.get_value(scope, {}, known)
-            except (AttributeError, KeyError, IndexError):
-                return False
-            if not expected(value):
-                return False
-            if guard.create_fn_name() != "TENSOR_MATCH":  # of that tensor; Dynamo sets one when it reads the other
-                copies.append(source.make_guard(guard.create_fn))
-        install_guard(*copies)
-        return True
+        return all(
+            are_alike(
+                [source.get_value(scope, {}, {}) for source in sources],
+                [guard for guard in tx.output.guards if is_from_source(guard.originating_source, sources[0])],
+            )
+            for sources in replaced.items()
+        )
 
     with mock.patch.object(invoke_subgraph, "is_reusable", guarded):
         yield
-
-
-def _expected(guard: Guard, value: Any) -> Callable[[Any], bool]:
-    """What a guard that holds for a value says of another one; that it is the same object, where torch does not say."""
-    check = GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
-    if not isinstance(check, GuardCheckSpec):
-        return lambda other: other is value
-    wanted = check.get_metadata_fn(guard, value)
-    return lambda other: bool(check.eval_fn(other, wanted))

@@ -173,13 +173,6 @@ class CompressedCache(Cache):
             raise _differs(f"entries={ours!r}", repr(entry_format), "compile the model with the cache's entries")
         self._check_state(owner)
 
-    def recheck_fingerprint(self) -> None:
-        """Check the state of the model again, for a new capture: its modules may have been replaced."""
-        identity = self._filler.identity()
-        if identity is not None:
-            identity.look_again()
-            self._check_state(identity)
-
     def _check_state(self, owner: Fingerprint) -> None:
         if self.is_empty:
             self._filler = _Filler(owner)
@@ -358,7 +351,7 @@ class CompressedCache(Cache):
         identity = self._filler.identity()
         if identity is None:
             raise ValueError(f"{self!r} cannot be saved: the model that filled it is gone, or never was a kvpass model")
-        self.recheck_fingerprint()  # what is written is the fingerprint of the model as it is now
+        self._check_state(identity)  # what is written is the fingerprint of the model as it is now
         metadata = CacheMetadata(
             kvpass_version=__version__,
             model=identity.describe(),

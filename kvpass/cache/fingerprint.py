@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from kvpass.cache.model_state import ModelState
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
 
@@ -33,20 +33,27 @@ _IRRELEVANT = set(
 _VERSION = attrgetter("_version")
 
 
-class _Parts(NamedTuple):
-    """Parts of a model that are compared in every call, collected once."""
+_NAMES = frozenset(
+    "_parameters _buffers _modules _forward_hooks _forward_pre_hooks "
+    "_active_adapter _disable_adapters merged_adapters scaling".split()
+)
+"""Attributes by which a model leads to its modules, tensors and hooks, and those of PEFT's layers."""
 
+
+class _Seen(NamedTuple):
+    """A model when it was looked at."""
+
+    attributes: ModelState
     ids: tuple[int, ...]  # of the tensors of the checkpoint
     counted: tuple[Tensor, ...]  # those whose version counts writes: all that were not made in inference mode
-    adapters: tuple[Any, ...]  # layers of PEFT
-    hooks: tuple[Mapping[int, Any], ...]  # forward hooks of the modules, by number of registration
+    adapters: tuple[str, ...]
 
 
 class ModelFingerprint:
     """Fingerprint of a model.
 
     Args:
-        model: the decoder. Its weights may change later; the present state is compared.
+        model: the decoder. It may change later; the present state is compared.
         whole: weights (DTensor) of which the model has the part of this process, by name. All processes must then call
             :meth:`describe` and :meth:`check` together.
     """
@@ -54,6 +61,7 @@ class ModelFingerprint:
     def __init__(self, model: nn.Module, whole: Mapping[str, Any] | None = None) -> None:
         self._model = model
         self._whole = whole or {}
+        self._names = _NAMES
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelFingerprint:
         return ModelFingerprint(copy.deepcopy(self._model, memo), self._whole)
@@ -63,25 +71,24 @@ class ModelFingerprint:
         """The first parameter, which represents the model where only one tensor can."""
         return next(self._model.parameters())
 
-    def look_again(self) -> None:
-        """Collect the parts again at the next use: modules may have been added, removed or replaced."""
-        vars(self).pop("parts", None)
-
     @cached_property
-    def parts(self) -> _Parts:
+    def seen(self) -> _Seen:
+        """The model when :attr:`state` was last read; the same object until something is written to it."""
+        attributes = ModelState(self._model, self._names)  # first: later writes to the rest are noticed too
         tensors = tuple(tensor for _, tensor in _checkpoint(self._model))
-        inner = list(self._model.modules())[1:]  # hooks of the model itself run around our forward
-        return _Parts(
+        return _Seen(
+            attributes,
             tuple(map(id, tensors)),
             tuple(tensor for tensor in tensors if not tensor.is_inference()),
-            tuple(module for module in inner if _is_adapter(module)),
-            tuple(hooks for module in inner for hooks in (module._forward_pre_hooks, module._forward_hooks)),
+            tuple(_adapter_state(module) for module in self._model.modules() if _is_adapter(module)),
         )
 
-    @property
-    def hooks(self) -> tuple[int, ...]:
-        """Numbers of the forward hooks on the modules; a capture contains the hooks of its time."""
-        return tuple(chain.from_iterable(self.parts.hooks))
+    def attributes(self, names: frozenset[str]) -> ModelState:
+        """Return the present state of the attributes with these names, which a capture reads, and watch them."""
+        if not names <= self._names:
+            self._names |= names
+            vars(self).pop("seen", None)
+        return self.seen.attributes if self._names == names | _NAMES else ModelState(self._model, names | _NAMES)
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -89,8 +96,10 @@ class ModelFingerprint:
 
         Torch does not count writes through ``tensor.data``, so they are not detected.
         """
-        parts = self.parts
-        return parts.ids, sum(map(_VERSION, parts.counted)), tuple(map(_adapter_state, parts.adapters))
+        if not self.seen.attributes.holds():
+            vars(self).pop("seen", None)
+        seen = self.seen
+        return seen.ids, sum(map(_VERSION, seen.counted)), seen.adapters
 
     def describe(self) -> dict[str, Any]:
         """Return the fingerprint for a file: class, dtype, config, adapters, digest of the weights; plain JSON."""

@@ -6,20 +6,25 @@ import logging
 import re
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.utils
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule
 
+from kvpass.cache.fingerprint import ModelFingerprint
+from kvpass.cache.model_state import ModelState
 from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
-from kvpass.compiler.step import Call, GraphCall, RepeatedStep, given_places
+from kvpass.compiler.guards import are_alike, take_over_guards
+from kvpass.compiler.step import Call
+from kvpass.errors import UnsupportedAttentionError
 from kvpass.graphs.bind_state import placeholders
 from kvpass.graphs.canonical import batch_and_tokens
 from kvpass.graphs.fx_utils import argument_of, recorded
@@ -36,7 +41,7 @@ from kvpass.torch_compat import (
     Unsupported,
     UserError,
     maybe_mark_dynamic,
-    repeated_layers_are_guarded,
+    repeated_where,
 )
 from kvpass.tracing import CALL
 
@@ -47,6 +52,8 @@ Further = Callable[[Tensor], dict[str, Any]]
 
 Key = tuple[int, int, bool]
 
+MAX_STATES = 8
+"""States of a model of which captures are kept, as other adapters; that of the longest ago is dropped first."""
 
 _NOT_ITS_CODE = (*torch.__path__, *transformers.utils.__path__, str(Path(__file__).parent))
 """Folders of code that is never a model's own."""
@@ -76,89 +83,112 @@ class _LengthLimits:
     columns: set[int] = field(default_factory=set)
     positions: set[int] = field(default_factory=set)
 
+    def check_positions(self, seen: int, positions: Tensor) -> None:
+        """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
+        end, tokens = min(self.positions, default=None), positions.shape[1]
+        if end is None or (positions.is_cuda and seen + tokens <= end):
+            return
+        last = int(positions.max())
+        if last >= end:
+            raise ValueError(
+                f"{tokens} tokens after {seen}: the decoder does not take more than {end}, its table of positions ends "
+                f"there and one would be at {last}"
+            )
+
+    def check_replays(self, policy: Policy, positions: Tensor) -> None:
+        """Whether the decoder takes what the policy replays behind a prompt at these positions."""
+        longest = min(self.columns | self.positions, default=None)
+        if longest is None:
+            return
+        tokens = positions.shape[1]
+        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
+        replayed = max((replay.ids.shape[1] for replay in replays), default=0)
+        last = max(int(positions.max()) + 1, tokens)
+        if last + replayed > longest:
+            raise ValueError(
+                f"policy {policy.name!r} replays {replayed} tokens behind a prompt of {tokens}, but the decoder does "
+                f"not take more than {longest}, or does otherwise from there on; give a smaller chunk, or a "
+                "shorter prompt"
+            )
+
+
+@dataclass(eq=False)
+class _Captures:
+    """Captures of a model in one of its states.
+
+    Attributes:
+        state: of the attributes with these names, which the captures read. compiled: what runs them. ends: of them.
+    """
+
+    state: Any
+    names: frozenset[str] = frozenset()
+    compiled: dict[Key, Callable[..., Tensor]] = field(default_factory=dict)
+    ends: _LengthLimits = field(default_factory=_LengthLimits)
+
 
 class CaptureCache:
     """Runs a model's forward as captured graphs.
 
     Args:
-        compiler: makes the phases of every capture. further: of the positions, what else the forward is captured with.
-    Attributes:
-        repeated: the last decode step of each capture since the last call of several tokens.
+        compiler: makes the phases of every capture. model: tells its present state. further: of the positions, what
+            else the forward is captured with.
     """
 
-    def __init__(self, compiler: PhaseCompiler, further: Further | None = None) -> None:
-        self.compiler, self.further = compiler, further
-        self._ends = _LengthLimits()
-        self._compiled: dict[Key, Callable[..., Tensor]] = {}
-        self._hooks: tuple[int, ...] = ()
-        self.repeated: dict[Key, RepeatedStep] = {}
+    def __init__(self, compiler: PhaseCompiler, model: ModelFingerprint, further: Further | None = None) -> None:
+        self.compiler, self.model, self.further = compiler, model, further
+        self._states: list[_Captures] = []  # the present one first
+        self._present: ModelState | None = None
 
-    @property
-    def longest(self) -> int | None:
-        """Tokens in all that the captures so far take; None when any number."""
-        return min(self._ends.columns | self._ends.positions, default=None)
+    def _captures(self) -> _Captures:
+        """Captures of the model in its present state: there may be some from when it was in this state before."""
+        attributes = self.model.seen.attributes
+        if self._present is not attributes:
+            states = [captures for captures in self._states if captures.compiled]
+            fits = (x for x in states if x.state == self.model.attributes(x.names).value)
+            present = next(fits, None) or _Captures(self.model.attributes(frozenset()).value)
+            self._states = [present, *(captures for captures in states if captures is not present)][:MAX_STATES]
+            self._present = attributes
+        return self._states[0]
 
-    def run(
-        self,
-        call: Call,
-        forward: types.MethodType,
-        ids: Tensor,
-        positions: Tensor,
-        logits_to_keep: int,
-        hooks: tuple[int, ...],
-    ) -> Tensor:
+    def run(self, call: Call, forward: types.MethodType, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
         """Logits ``[B, T or logits_to_keep, vocabulary]`` of a call; captures and compiles first what it needs.
 
+        The model must be in the state in which its fingerprint last was.
+
         Args:
-            forward: the model's; the same in every call. ids, positions: contiguous ``[B, T]``; of a prompt ids may be
-                embeddings ``[B, T, D]``. logits_to_keep: of the last so many tokens; 0 = all. hooks: numbers of the
-                hooks on its modules. Dynamo does not look whether they changed after a capture.
+            forward: the model's. ids, positions: contiguous ``[B, T]``; of a prompt ids may be embeddings
+                ``[B, T, D]``. logits_to_keep: of the last so many tokens; 0 = all.
         Raises:
             ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
                 not take so many tokens.
         """
-        if hooks != self._hooks:
-            self._compiled.clear()
-        if hooks != self._hooks or ids.shape[1] > 1:
-            self.repeated.clear()
-        self._hooks = hooks
-        key, given = self._key(ids, logits_to_keep), (ids, positions)
-        repeated = self.repeated.get(key)
-        if repeated is not None and not repeated.holds(given):
-            self.repeated.pop(key, None)
-            repeated = None
-        if repeated is None:
-            self._prepare(call, forward, ids, key)
+        captures = self._captures()
+        call.take_over_guards = partial(take_over_guards, forward, partial(self._watch, captures))
+        key, ends = self._key(captures, ids, logits_to_keep), captures.ends
+        if key not in captures.compiled:
+            # a capture is made of several tokens, also where the call has one, and serves one as well
+            compiled = _make_compiled_forward(forward, self.further, self.compiler, key, ends)
+            self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
+            captures.compiled[key] = compiled
         seen = 0 if call.phase == "prefill" else call.cache.columns
-        check_length(min(self._ends.columns, default=None), seen, ids.shape[1])
-        self._check_positions(seen, positions)
+        check_length(min(ends.columns, default=None), seen, ids.shape[1])
+        ends.check_positions(seen, positions)
         for cache in (call.cache, *call.cache.fills) if call.phase == "prefill" else ():
             if cache.policy.replays_prompt:
-                self._check_replays(cache.policy, positions)
-        if repeated is not None:
-            return repeated(call, given)
-        compiled = self._compiled[key]
+                ends.check_replays(cache.policy, positions)
+        compiled = captures.compiled[key]
         try:
-            logits = _call_compiled(compiled, call, ids, positions)
+            return _call_compiled(compiled, call, ids, positions)
         except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
             self._capture_on_all_ranks(compiled, call, _several(ids))
-            logits = _call_compiled(compiled, call, ids, positions)
-        made, module = call.made, forward.__self__
-        if call.phase == "decode" and made is not None and any(value is logits for value in made.outputs):
-            assert isinstance(module, nn.Module)
-            self.repeated[key] = RepeatedStep(module, made, given, logits)
-        return logits
+            return _call_compiled(compiled, call, ids, positions)
 
-    def _prepare(self, call: Call, forward: types.MethodType, ids: Tensor, key: Key) -> None:
-        """Capture and compile what a call needs, without running it.
-
-        A capture is made of several tokens, also where the call has one, and serves one as well.
-        """
-        if key in self._compiled:
-            return
-        compiled = _make_compiled_forward(forward, self.further, self.compiler, key, self._ends)
-        self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
-        self._compiled[key] = compiled
+    def _watch(self, captures: _Captures, names: frozenset[str]) -> ModelState:
+        """The state of the attributes that captures of the model read: now those of these names too."""
+        captures.names |= names
+        attributes = self.model.attributes(captures.names)
+        captures.state = attributes.value
+        return attributes
 
     def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
         """Capture without running, in all processes that share the weights or in none.
@@ -171,7 +201,7 @@ class CaptureCache:
 
         def capture_once(layers_once: bool) -> None:
             once = replace(only_capture, layers_once=layers_once)
-            with suppress(_OnlyCaptured), repeated_layers_are_guarded() if layers_once else nullcontext():
+            with suppress(_OnlyCaptured), repeated_where(are_alike) if layers_once else nullcontext():
                 _call_compiled(compiled, once, ids, positions)
                 once.check_begun()
 
@@ -182,6 +212,9 @@ class CaptureCache:
                     try:
                         capture_once(layers_once=True)
                         is_captured = True
+                    except UnsupportedAttentionError as error:
+                        if "equal_layers.py" not in error.line:  # where a repeated layer is called, as one node
+                            raise
                     except Exception:  # limits of this way; an error of the model is raised below
                         log.debug("captured again, with every layer traced", exc_info=True)
                 if not is_captured:
@@ -189,41 +222,14 @@ class CaptureCache:
 
         run_on_all_ranks(self.compiler.ranks, what, capture)
 
-    def _check_positions(self, seen: int, positions: Tensor) -> None:
-        """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
-        end, tokens = min(self._ends.positions, default=None), positions.shape[1]
-        if end is None or (positions.is_cuda and seen + tokens <= end):
-            return
-        last = int(positions.max())
-        if last >= end:
-            raise ValueError(
-                f"{tokens} tokens after {seen}: the decoder does not take more than {end}, its table of positions ends "
-                f"there and one would be at {last}"
-            )
-
-    def _check_replays(self, policy: Policy, positions: Tensor) -> None:
-        """Whether the decoder takes what the policy replays behind a prompt at these positions."""
-        if self.longest is None:
-            return
-        tokens = positions.shape[1]
-        replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
-        replayed = max((replay.ids.shape[1] for replay in replays), default=0)
-        last = max(int(positions.max()) + 1, tokens)
-        if last + replayed > self.longest:
-            raise ValueError(
-                f"policy {policy.name!r} replays {replayed} tokens behind a prompt of {tokens}, but the decoder does "
-                f"not take more than {self.longest}, or does otherwise from there on; give a smaller chunk, or a "
-                "shorter prompt"
-            )
-
-    def _key(self, ids: Tensor, logits_to_keep: int) -> Key:
+    def _key(self, captures: _Captures, ids: Tensor, logits_to_keep: int) -> Key:
         """Rows (2: any number from 2 on), number of logits (0 = all) and whether ids are embeddings.
 
         One token takes any that has its logits.
         """
         rows, tokens, embedded = min(len(ids), 2), ids.shape[1], ids.ndim == 3
         if tokens == 1:
-            fits = (key for key in self._compiled if key[::2] == (rows, embedded) and key[1] <= 1)
+            fits = (key for key in captures.compiled if key[::2] == (rows, embedded) and key[1] <= 1)
             return next(fits, (rows, 0, embedded))
         return rows, logits_to_keep if logits_to_keep < tokens else 0, embedded
 
@@ -299,35 +305,23 @@ def _make_compiled_forward(
     # Dynamo keeps every backend for good: it must not keep the model
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call: Call = CALL.get()
-        call.cache.recheck_fingerprint()
-        decoder, given = compiler.canonicalize(gm, example_inputs), given_places(gm)
+        decoder = compiler.canonicalize(gm, example_inputs)
         _find_ends(decoder.gm, key, ends)
 
         def run(*inputs: Any) -> Any:
             call: Call = CALL.get()
             if call.only_capture:
                 raise _OnlyCaptured
-            outputs = decoder(call, *inputs)
-            if given is not None:
-                call.made = GraphCall(decoder, inputs, outputs, given)
-            return outputs
+            return decoder(call, *inputs)
 
         decoder.runner(call)  # now, so that Dynamo checks what the compiler assumes
         decoder.admit_one_token()
+        assert call.take_over_guards is not None
+        call.take_over_guards()
         return run
 
     # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
-    return torch.compile(
-        _own_code(step), backend=backend, fullgraph=True, dynamic=False, options={"guard_filter_fn": _needed}
-    )
-
-
-def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Whether each of Dynamo's guards is kept: not those on what classes of transformers can record beside logits.
-
-    That table grows with every class of which a model is loaded: all captures made before would be made again.
-    """
-    return ["_CAN_RECORD_REGISTRY" not in guard.name for guard in guards]
+    return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
 def _find_ends(gm: GraphModule, key: Key, ends: _LengthLimits) -> None:

@@ -157,8 +157,6 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
         raise ValueError(f"logits_to_keep={inputs.logits_to_keep!r}: must be an int >= 0")
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
-    if inputs.text.shape[1] > 1:  # walks over all modules, too slow for each decode step
-        runtime.identity.look_again()
     if inputs.cache is not None:
         runtime.check_cache(inputs.cache, runtime.rules_now)
 
@@ -168,7 +166,7 @@ def _decoder_of(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int)
     runtime: Runtime = model._kvpass
     own: Any = type(model).__bases__[1]  # the class of the user's model
     forward = types.MethodType(own.forward, model)
-    return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep, runtime.identity.hooks)
+    return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep)
 
 
 def _read_prompt(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:

@@ -96,8 +96,9 @@ class Runtime:
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """Return the runtime of a copied model, without captures: those read the original's weights."""
         compiler = replace(self.captures.compiler, records=[], readers=[], reuse=BufferReuse())
-        captures = CaptureCache(compiler, self.captures.further)
-        return replace(self, captures=captures, identity=copy.deepcopy(self.identity, memo), last_prompt=None)
+        identity = copy.deepcopy(self.identity, memo)
+        captures = CaptureCache(compiler, identity, self.captures.further)
+        return replace(self, captures=captures, identity=identity, last_prompt=None)
 
 
 _Calls = tuple[tuple[Runtime, Rules, Block | None], ...]
