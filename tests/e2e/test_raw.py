@@ -80,17 +80,10 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
     assert_close("logits of the prompt", found[1][0][:, :90], module(*text)[:, :90], atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("decoder", "compiler"),
-    [
-        (True, "eager"),
-        # the repeat is gone by then
-        pytest.param(True, "inductor", marks=pytest.mark.exhaustive),
-        pytest.param(False, "inductor", marks=pytest.mark.exhaustive),
-    ],
-    indirect=["decoder"],
-    ids=["repeated-eager", "repeated-inductor", "grouped-inductor"],
-)
+REPEATED = [(True, "eager"), (True, "inductor"), (False, "inductor")]
+
+
+@pytest.mark.parametrize(("decoder", "compiler"), quick_rows(REPEATED, REPEATED[:1]), indirect=["decoder"])
 def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
     fast = compiled(decoder, policy="lava", budget=10**6, compiler=compiler)
     for tokens in (30, 41):
@@ -131,19 +124,14 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
     assert_close("logits", found, torch.cat(expected, 1), atol=1e-5)
 
 
-def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
-    fast = compiled(SelfNumbering(False, layers=1))
-    ids, mask = padded(40, 31)
-    with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
-        fast(ids)
-
-
-def test_a_raw_module_needs_a_session_and_no_grad(decoder):
-    fast, ids = compiled(decoder), random_ids(1, 40)
+def test_a_raw_module_needs_a_session_and_no_grad_and_no_padding_where_it_numbers_its_own_tokens(decoder):
+    (ids, mask), fast, numbering = padded(40, 31), compiled(decoder), compiled(SelfNumbering(False, layers=1))
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"runs inside `with kvpass.session\(\):`"):
         fast(ids, counted(ids))
     with pytest.raises(RuntimeError, match="no_grad"), kvpass.session():
         fast(ids, counted(ids))
+    with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
+        numbering(ids)
 
 
 def by_hand(fast, cache, ids):
@@ -171,26 +159,21 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(policy):
         assert torch.equal(by_hand(fast, cache, token)[0], expected)
 
 
-def test_a_reusable_cache_stays_as_it_is(decoder):
-    fast = compiled(decoder)
-    _, cache = in_session(fast, [40], random_ids(1, 40), torch.arange(40)[None])
-    question = random_ids(1, 5, seed=1)
-    cache.reusable = True
-    found = [by_hand(fast, cache, question) for _ in range(2)]
-    assert torch.equal(found[0][0], found[1][0])
-    assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
-
-
 @pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
-def test_a_prompt_in_inference_mode_is_continued_outside(decoder, compiler):
+def test_a_prompt_in_inference_mode_is_continued_outside_and_a_reusable_cache_stays(decoder, compiler):
     fast, logits = compiled(decoder, compiler=compiler), []
     for mode in (torch.inference_mode, torch.no_grad):
-        with kvpass.session():
+        with kvpass.session() as session:
             with mode():
                 fast(random_ids(1, 40), torch.arange(40)[None])
+            cache = session.cache.clone()
             with torch.no_grad():
                 logits.append(fast(random_ids(1, 1, seed=1), torch.tensor([[40]])))
     assert torch.equal(*logits)
+    cache.reusable = True
+    found = [by_hand(fast, cache, random_ids(1, 5, seed=1)) for _ in range(2)]
+    assert torch.equal(found[0][0], found[1][0])
+    assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
 
 
 class Broken(Decoder):
@@ -264,18 +247,14 @@ def test_what_a_forward_reads_is_the_modules_own_between_sessions_and_cannot_cha
         compiled(decoder.train(), budget=1 << 20)(ids, positions)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        # it would be that of one token while decoding
+def test_contract_7_a_graph_of_one_length_and_an_unknown_compiler_are_refused(decoder):
+    """The graph would be that of one token while decoding."""
+    for given, message in (
         ({"dynamic": False}, r"for 40 tokens and no other length.*dynamic=True"),
         ({"compiler": "none"}, "compiler='none': must be one of inductor, eager"),
-    ],
-    ids=["contract 7, a graph of one length", "an unknown compiler"],
-)
-def test_how_a_module_cannot_be_compiled(decoder, given, message):
-    with pytest.raises(Exception, match=message), torch.no_grad(), kvpass.session():
-        compiled(decoder, **given)(random_ids(1, 40), torch.arange(40)[None])
+    ):
+        with pytest.raises(Exception, match=message), torch.no_grad(), kvpass.session():
+            compiled(decoder, **given)(random_ids(1, 40), torch.arange(40)[None])
 
 
 class WithLoss(Decoder):
