@@ -68,18 +68,11 @@ def test_a_cache_of_weights_that_are_gone_is_not_saved_as_one_of_the_weights_of_
         kvpass.load_cache(tmp_path / "cache.kv", fast)
 
 
-def test_a_replaced_module_is_noticed_by_a_call_of_several_tokens():
+def test_a_replaced_module_is_noticed_by_a_call_of_several_tokens_and_a_cache_that_is_filled_again_works():
     fast, cache = prompted(tiny_model("llama", layers=2))
     steps(fast, cache)
     fast.model.layers[0].mlp = copy.deepcopy(fast.model.layers[1].mlp)
     refused(fast, cache, "weights were written to or replaced", lengths=[4, 1])
-    steps(fast, fast(PROMPT).past_key_values)
-
-
-def test_a_cache_that_is_filled_again_belongs_to_the_model_of_now():
-    fast, cache = prompted()
-    with torch.no_grad():
-        fast.model.norm.weight.mul_(2)
     cache.reset()
     fast(PROMPT, past_key_values=cache)
     steps(fast, cache)

@@ -107,13 +107,9 @@ def test_snapkv_score(obs, pool, group, reduce):
     assert_score(resolve("snapkv", window=W, pool=pool, kernel_size=5, group=group), obs, want)
 
 
-def test_snapkv_without_pooling(obs):
+def test_snapkv_without_pooling_and_pyramidkv_which_sums_where_it_takes_the_mean(obs):
     assert_score(resolve("snapkv", window=W, pool=None), obs, attention(obs)[:, :, -W:, :M].mean((1, 2)).tolist())
-
-
-def test_pyramidkv_sums_where_snapkv_takes_the_mean(obs):
-    want = (resolve("snapkv", window=W).score(obs)[0] * W).tolist()
-    assert_score(resolve("pyramidkv", window=W), obs, want)
+    assert_score(resolve("pyramidkv", window=W), obs, (resolve("snapkv", window=W).score(obs)[0] * W).tolist())
 
 
 def test_lava_pools_each_query_head_takes_the_group_maximum_and_weighs_by_the_largest_evictable_value(obs):
@@ -158,16 +154,10 @@ def test_cake_layer_preference_also_serves_other_scores(obs):
     assert resolve("snapkv", window=W).layer_weight(obs, torch.zeros(1, K, M)) is None
 
 
-def test_h2o_score_adds_up_all_rows(obs):
+def test_h2o_adds_up_all_rows_tova_takes_the_last_of_all_heads_and_streaming_llm_sinks_and_the_latest(obs):
     assert_score(resolve("h2o", window=W), obs, attention(obs)[..., :M].sum(2).mean(1).tolist())
-
-
-def test_tova_score_is_the_last_row_averaged_over_all_heads(obs):
     row = attention(obs)[:, :, -1, :M].mean((0, 1)).tolist()
     assert_score(resolve("tova", window=W), obs, [row, row])
-
-
-def test_streaming_llm_keeps_sinks_first_then_the_latest(obs):
     score = resolve("streaming_llm", window=W, sinks=2).score(obs)[0, 0]
     assert score.argsort(descending=True).tolist() == [0, 1, *range(M - 1, 1, -1)]
 
@@ -325,11 +315,6 @@ def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotat
     assert_score(resolve("expected_attention", window=W, **options), obs, score.tolist())
 
 
-def test_expected_attention_keeps_short_prompts_from_the_front(obs):
-    short = Observation(obs.queries[:, :, :4], obs.keys[:, :, :4], obs.values[:, :, :4], 0.5, 0, 0, L)
-    assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
-
-
 def chunks_kept(s: list[float], chunk: int, spikes: int, n: int) -> set[int]:
     """Which n positions stay: one chunk after the other is taken, then single positions, as kvpress does it."""
     parts = [[*range(first, min(first + chunk, len(s)))] for first in range(0, len(s), chunk)]
@@ -363,9 +348,11 @@ def test_chunkkv_keeps_chunks_by_their_mean_and_cuts_the_last_one(chunk, spikes)
             assert {*kept[head].nonzero().flatten().tolist()} == chunks_kept(own, chunk, spikes, n)
 
 
-def test_lagkv_scores_a_short_prompt_by_recency(obs):
+def test_lagkv_scores_a_short_prompt_by_recency_and_expected_attention_keeps_one_from_the_front(obs):
     score = resolve("lagkv", window=W, sinks=2, lag=8).score(obs)[0]
     assert torch.equal(score, torch.tensor([1, 1, *(i / 15 for i in range(M - 2))]).expand(K, -1))
+    short = Observation(obs.queries[:, :, :4], obs.keys[:, :, :4], obs.values[:, :, :4], 0.5, 0, 0, L)
+    assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
 
 
 def test_random_depends_on_seed_layer_head_and_position_alone(obs):
@@ -425,14 +412,11 @@ def test_pyramid_is_an_exact_arithmetic_sequence():
     assert budgets(policy, 40, 500, 1) == [40]
 
 
-@pytest.mark.parametrize("shape", ["geometric", "exponential"])
-def test_other_pyramid_shapes_fall_and_keep_the_total(shape):
-    found = budgets(resolve("pyramidkv", shape=shape), 100, 5000, 6)
-    assert sum(found) == 600 and found == sorted(found, reverse=True) and found[0] > 2 * found[-1]
-    assert found != budgets(resolve("pyramidkv"), 100, 5000, 6)
-
-
-def test_prompt_driven_pyramid_shapes_prefer_layers_that_look_everywhere(obs):
+def test_other_pyramid_shapes_fall_and_keep_the_total_or_prefer_layers_that_look_everywhere(obs):
+    for shape in ("geometric", "exponential"):
+        found = budgets(resolve("pyramidkv", shape=shape), 100, 5000, 6)
+        assert sum(found) == 600 and found == sorted(found, reverse=True) and found[0] > 2 * found[-1]
+        assert found != budgets(resolve("pyramidkv"), 100, 5000, 6)
     sharp = dataclasses.replace(obs, queries=obs.queries * 20)
     flat = dataclasses.replace(obs, queries=obs.queries * 0)
     for shape in ("entropy", "gini"):
@@ -505,17 +489,14 @@ def test_the_released_safeguard_equals_its_counts_for_every_budget(heads, m, alp
             assert found == sorted(i for _, i in keep), (budget, h)
 
 
-def test_lava_has_a_safeguard_only_where_asked():
-    scores = torch.tensor([[[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]]])
-    for alpha, lengths in ((None, [4, 0]), (0.5, [3, 1]), (1.0, [2, 2])):
-        assert (resolve("lava", alpha=alpha).rank(scores, torch.tensor([2])) < 4).sum(2).tolist() == [lengths]
-
-
-def test_normalize_raises_heads_whose_best_entries_hold_their_mass():
-    scores = torch.tensor([[[5.0, 5.0, 5.0, 5.0, 5.0, 5.0], [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]]])
-    plain = resolve("ada_snapkv", alpha=0.0).rank(scores, torch.tensor([2])) < 4
-    weighed = resolve("ada_snapkv", alpha=0.0, normalize=True).rank(scores, torch.tensor([2])) < 4
-    assert plain.sum(2).tolist() == [[4, 0]] and weighed.sum(2).tolist() == [[2, 2]]
+def test_lava_has_a_safeguard_only_where_asked_and_normalize_raises_heads_whose_best_entries_hold_their_mass():
+    even, peaked = [[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]], [[5.0] * 6, [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]]
+    for policy, scores, lengths in (
+        *((resolve("lava", alpha=a), even, n) for a, n in ((None, [4, 0]), (0.5, [3, 1]), (1.0, [2, 2]))),
+        (resolve("ada_snapkv", alpha=0.0), peaked, [4, 0]),
+        (resolve("ada_snapkv", alpha=0.0, normalize=True), peaked, [2, 2]),
+    ):
+        assert (policy.rank(torch.tensor([scores]), torch.tensor([2])) < 4).sum(2).tolist() == [lengths]
 
 
 CRITICAL = {
