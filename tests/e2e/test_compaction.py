@@ -104,7 +104,7 @@ def test_the_report_says_how_much_is_lost_and_less_with_compaction():
 
 
 def test_latents_and_embeddings_are_refused():
-    _, fast = two_layers("deepseek_v3", compact=True, **KEPT)
+    _, fast = two_layers("deepseek_v3", layers=1, compact=True, **KEPT)
     with pytest.raises(ValueError, match=r"cache holds latents, .* compile the model without compact$"):
         fast.compress(random_ids(1, 40))
     _, fast = two_layers(policy="keydiff", budget=12, compact=True)

@@ -148,7 +148,7 @@ def test_a_map_that_is_not_as_published_is_refused(rows, config, said, tmp_path)
 
 def test_a_map_of_another_shape_is_refused_before_a_prompt_is_read():
     given = {"budget": 17, "window": 5, "head_map": HEAD_MAP[:2]}
-    _, fast = compiled_once("llama", policy="duo_attention", backend="eager", **given)
+    _, fast = compiled_once("llama", layers=3, policy="duo_attention", backend="eager", **given)
     said = "head_map is of 2 layers of 2 KV heads, but the model has 3 layers of 2 KV heads under the budget"
     with pytest.raises(ValueError, match=said):
         fast(random_ids(1, 40))
