@@ -25,28 +25,23 @@ QUESTION = random_ids(2, 5, seed=3)
 
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
-def test_a_question_is_answered_from_what_was_kept_at_its_true_positions(backend):
+def test_a_question_is_answered_from_what_was_kept_at_its_true_positions_in_a_cache_of_its_own(backend):
     model, fast = two_layers(budget=16, backend=backend)
     ids, mask = DOCUMENT
     cache = fast.compress(ids, mask)
-    answer = fast.generate(QUESTION, past_key_values=cache, **GREEDY)
+    answered = fast.generate(QUESTION, past_key_values=cache, return_dict_in_generate=True, **GREEDY)
     keep = kept_columns(cache, ids.shape[1])
     sequence, seen = put_together(DOCUMENT, QUESTION)
     for _ in range(8):
         logits = MaskedOracle(model).logits(sequence, seen, keep)
         sequence = torch.cat([sequence, logits[:, -1:].argmax(-1)], 1)
         seen = torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
-    assert torch.equal(answer, sequence[:, ids.shape[1] :])
-
-
-def test_the_continuation_of_a_reusable_cache_is_a_cache_of_its_own(tight):
-    cache = tight.compress(random_ids(1, 40))
-    out = tight(random_ids(1, 3), past_key_values=cache)
-    assert out.past_key_values is not cache and out.past_key_values.get_seq_length() == 43
-    pools = {c.state.full_layers[0].buffers.pool_k.data_ptr() for c in (cache, out.past_key_values)}
+    assert torch.equal(answered.sequences, sequence[:, ids.shape[1] :])
+    own = answered.past_key_values
+    assert own is not cache and (own.columns, cache.columns) == (50 + 5 + 7, 50)
+    pools = {c.state.full_layers[0].buffers.pool_k.data_ptr() for c in (cache, own)}
     assert len(pools) == 1, "the kept entries should be shared"
-    again = tight(random_ids(1, 1), past_key_values=out.past_key_values)
-    assert again.past_key_values is out.past_key_values
+    assert fast(random_ids(2, 1), past_key_values=own).past_key_values is own
 
 
 def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(monkeypatch):

@@ -61,6 +61,7 @@ def compiled(layers=2, budget=BUDGET, **options):
 
 OFTEN = [*zip(EVICTING, itertools.cycle(["eager", "cpp"]), strict=False)]
 SELDOM = ("kvzap+h2o", "kvzap+streaming_llm", "lava+triattention", "keydiff+r_kv")
+SELDOM += tuple(f"{name}, code" for name in ("tova", "h2o", "streaming_llm", "vatp"))  # which evict as by the paper
 
 
 @pytest.mark.parametrize(

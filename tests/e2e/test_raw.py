@@ -59,9 +59,8 @@ def counted(ids):
 
 
 @pytest.fixture
-def decoder(request):
-    """Of one layer, with grouped heads unless a test asks for repeated ones."""
-    return Decoder(getattr(request, "param", False), layers=1)
+def decoder():
+    return Decoder(False, layers=1)
 
 
 @pytest.mark.parametrize(("block", "numbered"), quick_rows([(2, False), (13, True), (89, False)], [(13, True)]))
@@ -80,23 +79,20 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
     assert_close("logits of the prompt", found[1][0][:, :90], module(*text)[:, :90], atol=2e-5)
 
 
-REPEATED = [(True, "eager"), (True, "inductor"), (False, "inductor")]
-
-
-@pytest.mark.parametrize(("decoder", "compiler"), quick_rows(REPEATED, REPEATED[:1]), indirect=["decoder"])
-def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
-    fast = compiled(decoder, policy="lava", budget=10**6, compiler=compiler)
+@pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
+@pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
+def test_contracts_1_and_2_a_plain_module_decodes_exactly_without_a_limit_and_keeps_the_budget_per_row(
+    repeat, compiler
+):
+    module = Decoder(repeat, layers=1)
+    fast = compiled(module, budget=10**6, compiler=compiler)
     for tokens in (30, 41):
         ids = random_ids(2, tokens + NEW, seed=tokens)
         logits, cache = in_session(fast, [tokens, 1, 1, 1, 1, NEW - 4], ids, counted(ids))
-        assert_close("logits", logits, decoder(ids, counted(ids)), atol=1e-4)
+        assert_close("logits", logits, module(ids, counted(ids)), atol=1e-4)
         assert cache.get_seq_length() == tokens + NEW
         assert cache.lengths.shape[2] == 2, "the repeat was not stripped"
-
-
-@pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
-def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(repeat):
-    fast = compiled(Decoder(repeat, layers=1))
+    fast = compiled(module, compiler=compiler)
     ids, mask = padded(40, 25, 12)
     _, cache = in_session(fast, [40], ids, (mask.cumsum(1) - 1).clamp(min=0), attention_mask=mask)
     assert cache.lengths.sum((1, 2)).tolist() == [16 * 2, 16 * 2, 12 * 2]

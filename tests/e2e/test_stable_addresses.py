@@ -21,7 +21,8 @@ from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.frontends.transformers import CompressedModel
 from pairwise import quick, quick_rows
-from tiny_models import in_session, left_pad, random_ids, raw_llama, tiny_model
+from small_decoders import raw_decoder
+from tiny_models import in_session, left_pad, random_ids, tiny_model
 
 OPTIONS = {"budget": 16, "window": 8, "backend": "eager"}
 
@@ -228,7 +229,7 @@ def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
 
 
 def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
-    _, compiled = raw_llama(budget=16, cuda_graphs=False)
+    _, compiled = raw_decoder(budget=16, cuda_graphs=False)
     _, cache = in_session(compiled, [40], random_ids(1, 40), torch.arange(40)[None])
     assert tail_of(cache) == 8 + 64
     sizes = []

@@ -9,7 +9,8 @@ from peft import LoraConfig
 import kvpass
 from compiled_models import compiled_anew
 from pairwise import quick
-from tiny_models import random_ids, raw_llama, tiny_model
+from small_decoders import raw_decoder
+from tiny_models import random_ids, tiny_model
 
 PROMPT = random_ids(1, 60)
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")  # two adapters are meant
@@ -144,11 +145,11 @@ def test_hooks_are_honoured_whenever_they_are_registered(kind):
 
 
 def test_a_raw_module_whose_weights_were_written_to_is_noticed():
-    model, compiled = raw_llama()
+    model, compiled = raw_decoder()
     with torch.no_grad(), kvpass.session() as session:
         compiled(random_ids(1, 40), torch.arange(40)[None])
         compiled(random_ids(1, 1), torch.tensor([[40]]))
-        model.model.norm.weight.mul_(2)
+        model.head.weight.mul_(2)
         with pytest.raises(kvpass.CacheMismatchError, match="weights were written to"):
             compiled(random_ids(1, 1), torch.tensor([[41]]))
         assert session.cache.columns == 41 and session.calls == 2

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import kvpass
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import FAMILIES, compiled_once, random_ids, raw_llama, tiny_model
+from small_decoders import raw_decoder
+from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
 NOT_RUN = "the captured graph did not run"
@@ -277,7 +278,7 @@ def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_pat
 
 @pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
 def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
-    _, compiled = raw_llama()
+    _, compiled = raw_decoder()
     with torch.compiler.set_stance(stance):
         with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
             pass
@@ -286,7 +287,7 @@ def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
 
 
 def test_generate_notices_a_step_that_ran_eagerly():
-    _, compiled = raw_llama()
+    _, compiled = raw_decoder()
     steps = []
 
     def changing(ids, positions):

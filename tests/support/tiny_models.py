@@ -369,17 +369,6 @@ def in_session(fast: Any, sizes: list[int], *inputs: Tensor, **given: Any) -> tu
     return torch.cat(logits, 1), session.cache
 
 
-def raw_llama(**options: Any) -> tuple[PreTrainedModel, Any]:
-    """A llama of one layer, and a function of ids and positions that is compiled by the raw backend and calls it."""
-    model = tiny_model("llama", layers=options.pop("layers", 1))
-
-    def logits(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-    given = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", **options}
-    return model, torch.compile(logits, backend="kvpass", options=given, fullgraph=True, dynamic=True)
-
-
 def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:
     """Token ids without padding, int64 ``[rows, tokens]``."""
     generator = torch.Generator().manual_seed(seed)
