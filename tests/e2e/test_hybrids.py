@@ -139,9 +139,13 @@ def test_thousands_of_steps_take_no_more_memory():
     assert max(resident) - resident[0] < 16 << 20, "2,500 steps hold memory"
 
 
-def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own_which_are_not_cropped():
+def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own_which_are_reported_and_not_cropped():
     _, fast = pair(budget=24)
-    cache = fast.compress(random_ids(2, 60))
+    cache, report = fast.compress(random_ids(2, 60)), fast.report()
+    size = sum(state.buffers.held.nbytes + state.buffers.made.nbytes for state in cache.state.states)
+    assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
+    assert report.to_dict()["state_nbytes"] == size > 0
+    assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)
     before = states_of(cache)
     later = fast(random_ids(2, 5), past_key_values=cache).past_key_values
     assert all(map(torch.equal, before, states_of(cache)))
@@ -172,16 +176,6 @@ def test_a_call_that_fails_leaves_the_states(monkeypatch):
     assert all(map(torch.equal, states_of(cache), states_of(twin)))
     expected = fast(question, past_key_values=twin).logits
     assert torch.equal(fast(question, past_key_values=cache).logits, expected)
-
-
-def test_the_report_names_the_layers_of_the_model_and_the_bytes_of_states():
-    _, fast = pair(budget=24)
-    cache = fast.compress(random_ids(1, 60))
-    report = fast.report()
-    size = sum(state.buffers.held.nbytes + state.buffers.made.nbytes for state in cache.state.states)
-    assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
-    assert report.to_dict()["state_nbytes"] == size > 0
-    assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)
 
 
 @pytest.mark.exhaustive

@@ -44,12 +44,18 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, whe
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
 
 
-def test_an_interrupt_while_compiling_leaves_the_model_usable():
+def test_an_interrupt_or_no_memory_while_compiling_leaves_the_model_usable():
+    """The first cache is allocated while the graph is compiled, where Dynamo wraps what is raised."""
     model, ids = tiny_model("llama", layers=1), random_ids(1, 50)
     fast = compiled_anew(model, budget=UNLIMITED)
+    with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
+        fast(ids, logits_to_keep=1)
     with failing(PhaseCompiler, "compile"):
         fast(ids, logits_to_keep=1)
     assert torch.equal(greedy(fast, ids), greedy(model, ids))
+    with failing(reference, "attend_cache"):
+        fast.warmup(prompt_tokens=20)
+    assert fast.report().prompt_lengths.tolist() == [50]
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -138,17 +144,6 @@ def test_a_cache_whose_crop_was_interrupted_is_refused_until_it_is_reset():
             call()
     cache.reset()
     assert fast(random_ids(1, 50), past_key_values=cache).past_key_values.columns == 50
-
-
-def test_an_interrupted_warmup_leaves_the_report_and_no_memory_for_the_first_cache_is_said_as_such():
-    """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
-    fast = compiled_anew()
-    with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
-        fast(random_ids(1, 50))
-    assert fast(random_ids(1, 50)).past_key_values.columns == 50
-    with failing(reference, "attend_cache"):
-        fast.warmup(prompt_tokens=20)
-    assert fast.report().prompt_lengths.tolist() == [50]
 
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])

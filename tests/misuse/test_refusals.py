@@ -60,13 +60,17 @@ def test_a_rotary_embedding_that_takes_no_frequencies_by_row_is_refused(monkeypa
         kvpass.compile(tiny_model("llama", layers=1, rope_parameters=dynamic), budget=100)
 
 
-def test_contract_7_a_decoder_that_is_no_single_graph_is_refused():
+def test_contract_7_a_decoder_that_is_no_single_graph_and_a_layer_without_attention_are_refused():
     branching = tiny_model("llama", num_hidden_layers=1)
     branching.model.norm.forward = lambda x: x if x.sum() > 0 else -x
     place = r"one graph: test_refusals.py, line \d+, `branching.model.norm.forward = .*`: Data-dependent branching"
     with pytest.raises(ValueError, match=place) as refused:
-        kvpass.compile(branching, budget=100, backend="eager")(random_ids(1, 40))
+        kvpass.compile(branching, budget=100, backend="eager")(IDS)
     assert "\n" not in str(refused.value) and "Explanation" in str(refused.value.__cause__)
+    model = tiny_model("llama", num_hidden_layers=2)
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"found 1 attention ops in 1 modules .* of 2 layers"):
+        kvpass.compile(model, budget=100, backend="eager")(IDS)
 
 
 @pytest.mark.parametrize("what", quick(["dict", "list", "counter", "counter in a dict"], ["dict", "counter"]))
@@ -89,13 +93,6 @@ def test_contract_7_a_hook_that_keeps_or_counts_is_refused(what):
         kvpass.UnsupportedAttentionError, match=r"layers\.0\.mlp.*: it counts, or keeps results in a dict"
     ):
         kvpass.compile(model, budget=100, backend="eager")(IDS)
-
-
-def test_contract_7_a_layer_without_attention_is_refused():
-    model = tiny_model("llama", num_hidden_layers=2)
-    model.model.layers[1].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with pytest.raises(kvpass.UnsupportedAttentionError, match=r"found 1 attention ops in 1 modules .* of 2 layers"):
-        kvpass.compile(model, budget=100, backend="eager")(random_ids(1, 40))
 
 
 @pytest.mark.parametrize(
@@ -218,13 +215,6 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
             tight(**call)
         assert cache.get_seq_length() == 40
     assert_close("logits", tight(token, past_key_values=cache).logits, expected, atol=0)
-
-
-def test_contract_10_a_fraction_too_small_for_the_prompt_is_refused():
-    _, fast = two_layers(budget=0.1)
-    with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
-        fast(IDS)
-    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 4
 
 
 def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
@@ -459,14 +449,11 @@ def test_every_named_argument_works_or_is_refused_by_its_name(tight):
             tight.generate(random_ids(1, 20), max_new_tokens=2, **{name: value})
 
 
-def test_what_comes_next_is_prepared_from_ids_by_name_and_not_from_nothing(tight):
+def test_what_comes_next_is_prepared_from_ids_and_every_method_of_continuous_batching_names_vllm(tight):
+    """They would run transformers' own attention over a full cache."""
     assert torch.equal(tight.prepare_inputs_for_generation(input_ids=IDS)["input_ids"], IDS)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'input_ids'"):
         tight.prepare_inputs_for_generation()
-
-
-def test_every_method_of_continuous_batching_names_vllm(tight):
-    """They would run transformers' own attention over a full cache."""
     for name, method in vars(transformers.ContinuousMixin).items():
         if callable(method) and not name.startswith("_"):
             with pytest.raises(AttributeError, match="serve the model with the vLLM plug-in"):
@@ -510,9 +497,13 @@ def test_a_pad_token_inside_a_prompt_or_a_text_that_continues_a_cache_is_named(t
         tight.generate(text, past_key_values=cache, max_new_tokens=2)
 
 
-def test_report_after_guidance_is_of_the_prompt(tight):
-    greedy(tight, IDS, 2, guidance_scale=1.5, negative_prompt_ids=random_ids(1, 12))
-    assert tight.report().prompt_lengths.tolist() == [40]
+def test_a_fraction_too_small_for_the_prompt_is_refused_and_the_report_after_guidance_is_of_the_prompt():
+    _, fast = two_layers(budget=0.1)
+    with pytest.raises(ValueError, match=r"window \+ 1 = 9"):
+        fast(IDS)
+    assert fast(random_ids(1, 200)).past_key_values.lengths.sum() == 20 * 4
+    greedy(fast, random_ids(1, 100), 2, guidance_scale=1.5, negative_prompt_ids=random_ids(1, 90))
+    assert fast.report().prompt_lengths.tolist() == [100]
 
 
 def test_cache_read_as_layers_says_what_to_read(tight):
