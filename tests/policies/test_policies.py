@@ -52,16 +52,6 @@ def assert_score(policy: Policy, obs: Observation, want: list[list[float]]) -> N
     torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-9)
 
 
-def test_layers_that_compete_go_with_heads_that_do():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Uniform(resolve("layer_defensivekv").__class__):
-        def heads(self):
-            return UniformHeads()
-
-    with pytest.raises(ValueError, match=r"needs heads\(\) to be AdaptiveHeads\(0.0\)"):
-        Uniform()
-
-
 OF_A_PROMPT = {"projection", "rotation", "replays", "queries", "column_sum"}
 
 
@@ -209,22 +199,19 @@ def test_compactor_adds_leverage_and_attention_within_chunks(obs, chunk, blend):
     assert score[0, :, :sinks].amin() > 1e30
 
 
-def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_on_each_other():
+def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_and_short_prompts_keep_their_ends(obs):
     """Of n independent keys in n + 1 dimensions each is needed (n - 1 of n once their mean is gone); of copies none."""
-    keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
-    asked = PolicyInputs(frequencies=torch.zeros(4), entries=torch.tensor([8]))
-    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, asked=asked)
-    leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
-    assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
-
-
-def test_compactor_keeps_short_prompts_from_the_front_and_the_end(obs):
     turns = torch.ones(L, D // 2)
     q, k, v = (x[None, :, :, :12].expand(L, -1, -1, -1, -1) for x in (obs.queries, obs.keys, obs.values))
     for length, budget, want in ((12, 9, [0, 1, 2, 3, 4, 8, 9, 10, 11]), (3, 5, [0, 1, 2]), (10, 5, [0, 6, 7, 8, 9])):
         cut = (x[:, :, :, :length] for x in (q, k, v))
         keep = plan("compactor", *cut, budget=budget, rope_frequencies=turns).keep
         assert all(head.nonzero().flatten().tolist() == want for head in keep[:, 0].flatten(0, 1))
+    keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
+    asked = PolicyInputs(frequencies=torch.zeros(4), entries=torch.tensor([8]))
+    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, asked=asked)
+    leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
+    assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 1.0])])
@@ -254,7 +241,7 @@ def test_dropkv_is_what_the_output_changes_by_if_one_entry_is_missing(obs, form,
     torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-4, atol=1e-9)
 
 
-def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides(obs):
+def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides_and_heads_share_equally_unless_they_compete(obs):
     """Its value is nearly the output; without it the output is the mean of the others' values."""
     obs.queries[:], obs.keys[:] = 2.0, 0.0
     obs.keys[0, :, 3] = 2.5  # e^10 against 1
@@ -263,9 +250,6 @@ def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides(obs):
     share = 1 / (1 + (N - 1) / math.exp(10))
     want = (obs.values[0, :, 3].double() - others).norm(dim=-1) * share
     torch.testing.assert_close(score[:, 3].double(), want, rtol=5e-3, atol=0)
-
-
-def test_heads_of_dropkv_share_equally_unless_they_compete():
     q, k, v = torch.randn(3, 1, 1, K * G, 40, D, generator=torch.Generator().manual_seed(4))
     k, v = k[:, :, :K], v[:, :, :K] * torch.tensor([0.5, 2.0])[:, None, None]
     equal, compete = (plan("dropkv", q, k, v, budget=16, window=W, alpha=alpha).lengths[0, 0] for alpha in (1.0, 0.2))
@@ -400,7 +384,11 @@ def budgets(policy: Policy, entries: int, available: int, layers: int, kv_heads:
     return policy.layer_budgets(w, torch.tensor([entries]), torch.tensor([available]), kv_heads, layers)[0].tolist()
 
 
-def test_pyramid_is_an_exact_arithmetic_sequence():
+def test_layers_that_compete_go_with_heads_that_do_and_a_pyramid_is_an_exact_arithmetic_sequence():
+    uniform = {"heads": lambda policy: UniformHeads()}
+    kind = dataclasses.dataclass(frozen=True, kw_only=True)(type("Uniform", (POLICIES["layer_defensivekv"],), uniform))
+    with pytest.raises(ValueError, match=r"needs heads\(\) to be AdaptiveHeads\(0.0\)"):
+        kind()
     policy = resolve("pyramidkv", window=8)
     assert budgets(policy, 40, 500, 3) == [78, 40, 2]
     assert budgets(policy, 100, 1000, 5, 2) == [390, 295, 200, 105, 10]
