@@ -348,21 +348,15 @@ def continuation(fast: Any, cache: Any) -> Tensor:
 
 
 def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
-    """A module or function compiled by the backend, as if nothing had been captured of its class before.
-
-    Not ``torch._dynamo.reset``: the models that tests share would be captured again too.
-    """
+    """A module or function compiled by the backend, as if nothing had been captured of its class before."""
+    # not torch._dynamo.reset: the models that tests share would be captured again too
     torch._dynamo.eval_frame.remove_from_cache(module)
     torch._dynamo.pgo.reset_code_state()  # lengths that were seen
     return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=dynamic, options=options)
 
 
 def in_session(fast: Any, sizes: list[int], *inputs: Tensor, **given: Any) -> tuple[Tensor, Any]:
-    """Logits of a text that a raw module is given in pieces of so many tokens, and the cache of their session.
-
-    Args:
-        inputs: ``[B, T]`` each, ids first. given: to the session.
-    """
+    """Logits of a text, ids ``[B, T]`` first, that a raw module reads in pieces, and the cache of their session."""
     with torch.no_grad(), kvpass.session(**given) as session:
         pieces = zip(*(x.split(sizes, 1) for x in inputs), strict=True)
         logits = [fast(*(x.contiguous() for x in piece)) for piece in pieces]
