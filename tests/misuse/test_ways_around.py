@@ -228,10 +228,6 @@ def calling_a_global(*args, **kwargs):
     return ORIGINAL(*args, **kwargs)  # noqa: F821  # set by a test
 
 
-def calling_an_attribute(holder):
-    return lambda *args, **kwargs: holder.original(*args, **kwargs)
-
-
 WRAPS = {"timer": timed, "mode": torch.inference_mode(), "partial": functools.partial}
 
 
@@ -248,14 +244,14 @@ def test_a_wrapped_generate_calls_that_of_the_copy(name):
     assert model.generate is before and not torch.equal(model(ids).logits, fast(ids).logits)
 
 
-@pytest.mark.parametrize("reach", ["ORIGINAL", "holder"])
-def test_a_function_that_calls_the_original_by_another_name_is_refused(reach, monkeypatch):
+def test_a_function_that_calls_the_original_by_another_name_is_refused(monkeypatch):
     model = tiny_model("llama", layers=1)
     monkeypatch.setitem(globals(), "ORIGINAL", model.generate)
     holder = types.SimpleNamespace(original=model.generate)
-    model.generate = calling_a_global if reach == "ORIGINAL" else calling_an_attribute(holder)
-    with pytest.raises(ValueError, match=f"generate was replaced on the instance .* calls this model by '{reach}'"):
-        kvpass.compile(model, **OPTIONS)
+    functions = {"ORIGINAL": calling_a_global, "holder": lambda *args, **kwargs: holder.original(*args, **kwargs)}
+    for reach, model.generate in functions.items():
+        with pytest.raises(ValueError, match=f"generate was replaced on the instance .* calls this model by '{reach}'"):
+            kvpass.compile(model, **OPTIONS)
 
 
 def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_path):
@@ -276,19 +272,14 @@ def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_pat
 # -- raw modules -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
-def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
-    _, compiled = raw_decoder()
-    with torch.compiler.set_stance(stance):
-        with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
-            pass
-        with pytest.raises(RuntimeError, match="default stance"):
-            kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=3, positions=True)
-
-
-def test_generate_notices_a_step_that_ran_eagerly():
-    _, compiled = raw_decoder()
-    steps = []
+def test_no_session_under_a_stance_that_may_run_modules_eagerly_and_generate_notices_a_step_that_ran_so():
+    (_, compiled), steps = raw_decoder(), []
+    for stance in ("force_eager", "eager_on_recompile", "eager_then_compile"):
+        with torch.compiler.set_stance(stance):
+            with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
+                pass
+            with pytest.raises(RuntimeError, match="default stance"):
+                kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=3, positions=True)
 
     def changing(ids, positions):
         steps.append(ids)
