@@ -161,15 +161,12 @@ def test_the_notebook_prints_what_it_shows(quickly):
     run(cells_of(NOTEBOOK), {"__name__": "__main__"}, NOTEBOOK.name)
 
 
-def test_blocks_that_print_something_else_are_seen():
+def test_blocks_that_print_something_else_are_seen_and_every_language_block_is_python_or_text():
+    """A block in another spelling (``py``, ``python3``) would not be run."""
     with pytest.raises(AssertionError, match="block 1"):
         run([("print(1)", "2\n")], {}, "page")
     with pytest.raises(AssertionError):
         run([("tokenizer = str\nprint(tokenizer(1))  # 2", None)], {}, "page")
-
-
-def test_every_language_block_of_the_docs_is_python_or_text():
-    """A block in another spelling (``py``, ``python3``) would not be run."""
     for page in TEXTS:
         assert set(re.findall(r"^ *```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "text"}, page
 

@@ -24,12 +24,9 @@ def test_what_is_refused_is_listed_with_its_reason(model_type):
     assert refused_row(model_type) in listed(MODELS_PAGE.read_text())
 
 
-def test_nothing_else_is_listed():
+def test_nothing_else_is_listed_and_decoders_of_which_the_same_is_said_share_a_row():
     rows = [name for name, *_ in listed(MODELS_PAGE.read_text())]
     assert len(rows) == len(set(rows)) == len(FAMILIES) + len(HYBRIDS) + len(REFUSED)
-
-
-def test_decoders_of_which_the_same_is_said_share_a_row():
     made = tables([["a", "x", ""], ["b", "y", "z"], ["c", "x", ""]], [["d", "no"]])
     assert "| a, c | x |  |" in made and "| b | y | z |" in made and "| d | no |" in made
 

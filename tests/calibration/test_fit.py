@@ -220,7 +220,7 @@ def test_a_model_whose_rotary_embedding_is_not_found_has_no_statistics_of_querie
         fast.set_policy("triattention", 20, statistics=str(path))
 
 
-def test_pieces_have_the_chat_template_around_them_and_its_request_behind():
+def test_pieces_have_the_chat_template_around_them_and_generated_texts_are_the_same_in_every_run():
     (piece, last), text = fit._pieces(Chat(), ["x" * 70], 50), Letters()("x")["input_ids"]
     assert (piece.text, last.text) == (text * 50, text * 20)
     assert piece.header == Letters()("<user>")["input_ids"]
@@ -228,28 +228,21 @@ def test_pieces_have_the_chat_template_around_them_and_its_request_behind():
     assert piece.first == len(piece.header) == 6
     (plain,) = fit._pieces(Letters(), ["x" * 50, "x" * 5], 50)
     assert (plain.header, plain.first) == ([1], 4)
-
-
-def test_generated_texts_are_the_same_in_every_run_and_small():
     texts = generated_texts()
     assert texts == generated_texts() and len(set(texts)) == 25
     assert sum(map(len, texts)) < 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"texts": ["too short"]}, "0 pieces of 1000 tokens; at least 4"),
-        ({"ridge": 0}, "ridge=0"),
-        ({"tokens": 5}, "tokens=5"),
-    ],
-)
-def test_contract_10_what_cannot_be_fitted_is_refused(given, said):
+def test_contract_10_what_cannot_be_fitted_is_refused():
     model = tiny_model("llama", layers=1)
-    with pytest.raises(ValueError, match=said):
-        kvpass.calibrate(model, Letters(), **given)
-    with pytest.raises(ValueError, match="compiled by kvpass"):
-        kvpass.calibrate(kvpass.compile(model, policy="full", backend="eager"), Letters())
+    for subject, options, said in (
+        (model, {"texts": ["too short"]}, "0 pieces of 1000 tokens; at least 4"),
+        (model, {"ridge": 0}, "ridge=0"),
+        (model, {"tokens": 5}, "tokens=5"),
+        (kvpass.compile(model, policy="full", backend="eager"), {}, "compiled by kvpass"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            kvpass.calibrate(subject, Letters(), **options)
 
 
 def test_a_file_of_the_command_is_an_option_of_the_policy(tmp_path):

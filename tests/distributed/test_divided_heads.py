@@ -196,13 +196,10 @@ def test_threads_read_their_heads_of_statistics_in_a_file(name):
     assert not torch.equal(found, without), "the file decides"
 
 
-def test_threads_keep_together_what_is_above_a_threshold():
+def test_threads_keep_together_what_is_above_a_threshold_and_agree_on_random_shares_of_layers():
     found = kept_together(resolve("kvzap", window=6, weights=OPTIONS["kvzap"]["weights"], threshold=4.0))
     above = found.sum((0, 2, 3))
     assert (above > LAYERS * KV_HEADS * 6).all() and (above < LAYERS * KV_HEADS * BUDGET).all()
-
-
-def test_threads_agree_on_random_shares_of_layers():
     found = kept_together(resolve("snapkv", window=6, layer_split="random", seed=5)).sum((2, 3))
     assert found[:, 0].unique().numel() == LAYERS and (found.sum(0) == LAYERS * KV_HEADS * BUDGET).all()
 

@@ -145,13 +145,9 @@ def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, giv
 
 
 @pytest.mark.exhaustive
-def test_a_file_that_the_first_process_cannot_write_raises_in_all(two, folder_of, tmp_path):
-    two.run(divided.saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
-
-
-@pytest.mark.exhaustive
-def test_what_one_process_refuses_all_refuse(two, folder_of):
+def test_what_one_process_refuses_or_cannot_write_all_refuse(two, folder_of, tmp_path):
     two.run(divided.agree_on_arguments, folder_of("llama"))
+    two.run(divided.saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
 
 
 @pytest.mark.exhaustive

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor
-from transformers import StoppingCriteria
 
 import compiled_models
 from kvpass.cache.cache import CompressedCache
@@ -114,18 +112,17 @@ def test_nothing_of_a_call_is_left_in_the_next():
     assert not model.generation_config.is_assistant and not fast.compress(PROMPT).assists
 
 
-class Interrupting(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if input_ids.shape[1] > 75:
-            raise KeyboardInterrupt
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 def test_an_interrupted_call_leaves_nothing():
     model, fast = drafting()
     plain, expected = greedy(fast, PROMPT), greedy(model, PROMPT)
+
+    def interrupting(ids, scores):
+        if ids.shape[1] > 75:
+            raise KeyboardInterrupt
+        return scores
+
     with pytest.raises(KeyboardInterrupt):
-        greedy(model, PROMPT, assistant_model=fast, stopping_criteria=[Interrupting()])
+        greedy(model, PROMPT, assistant_model=fast, logits_processor=[interrupting])
     assert torch.equal(greedy(fast, PROMPT), plain)
     assert torch.equal(greedy(model, PROMPT, assistant_model=fast), expected)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import kvpass
 from compiled_models import compiled_anew, padded, two_layers
 from pairwise import quick
-from tiny_models import compiled_once, random_ids
+from tiny_models import compiled_once
 
 IDS, MASK = padded(12, 7)
 REAL = MASK.bool()
@@ -45,11 +45,15 @@ def test_body_called_alone_reads_its_mask(family):
     assert len(fast.report().compiled) == compiled
 
 
-def test_body_takes_a_mask_of_its_own(model, fast):
+def test_body_takes_a_mask_of_its_own_and_reads_its_mask_where_the_user_compiles_it(model, fast):
     mask = torch.full((1, 1, 9, 9), float("-inf")).triu(1)
     mask[..., 4:, 3] = float("-inf")
     ids = torch.arange(1, 10)[None]
     assert torch.equal(hidden(fast, ids, mask), hidden(model, ids, mask))
+    body = torch.compile(fast.model, backend="eager")
+    with torch.no_grad():
+        found = body(IDS, MASK).last_hidden_state
+    torch.testing.assert_close(found[REAL], hidden(model)[REAL])
 
 
 def test_configuration_names_the_users_attention_and_makes_plain_models(model, fast):
@@ -73,19 +77,9 @@ def test_body_is_plain_while_another_thread_captures(model):
         captured.result()
 
 
-def test_body_compiled_by_the_user_reads_its_mask(model, fast):
-    fast(IDS[:1])
-    body = torch.compile(fast.model, backend="eager")
-    with torch.no_grad():
-        found = body(IDS, MASK).last_hidden_state
-    torch.testing.assert_close(found[REAL], hidden(model)[REAL])
-
-
 @pytest.mark.parametrize("policy", quick(["lava", "tova"], ["lava"]))
 def test_default_device_of_torch_is_not_the_models(policy, model, tmp_path):
-    ids = random_ids(2, 40)
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
+    ids, mask = padded(33, 40)
     expected = compiled_once("llama", layers=1, backend="eager", policy=policy, budget=36)[1](ids, mask).logits
     torch.set_default_device("meta")
     try:

@@ -1,6 +1,7 @@
 """Saved caches: loading is bit-exact, and what does not belong to the model is refused with the reason."""
 
 import gc
+from operator import attrgetter
 
 import pytest
 import torch
@@ -39,40 +40,33 @@ QUICK = ["lava", "no window", "evicts, tables", "evicts, reads queries", "ring, 
 QUICK += ["compressed again", "replays", "two policies", *["states of lfm2"] * HAS_STATES]
 
 
+FACTS = attrgetter("columns", "batch_size", "state.layout", "policy", "budget")
+
+
 def compiled(family="llama", model=None, **options):
     return compiled_anew(model or tiny_model(family, layers=2), **options)
 
 
-def shared(family="llama", policy="lava", **options):
-    """The same, shared with other tests."""
-    return two_layers(family, policy=policy, **options)[1]
-
-
 @pytest.fixture
 def fast():
-    return shared()
+    return two_layers()[1]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "cache.kv"
-    shared().compress(*padded(50, 31)).save(path)
+    two_layers()[1].compress(*padded(50, 31)).save(path)
     return path
 
 
 @pytest.mark.parametrize("case", quick([*CASES], QUICK))
 def test_a_loaded_cache_continues_bit_for_bit_like_the_live_one(case, tmp_path):
     family, policy, options = CASES[case]
-    fast = shared(family, policy, **options)
+    _, fast = two_layers(family, policy=policy, **options)
     cache = fast(*padded(50, 31)).past_key_values
     for step in ("after the prompt", "after some tokens"):
         loaded = reloaded(cache, fast, tmp_path)
-        assert (loaded.columns, loaded.batch_size, len(loaded)) == (cache.columns, 2, len(cache))
-        assert (
-            loaded.state.layout == cache.state.layout
-            and loaded.policy == cache.policy
-            and loaded.budget == cache.budget
-        )
+        assert FACTS(loaded) == FACTS(cache) and len(loaded) == len(cache)
         if cache.state.full_layers:
             assert torch.equal(loaded.positions, cache.positions) and torch.equal(loaded.lengths, cache.lengths), step
         assert loaded.nbytes <= cache.nbytes
@@ -116,18 +110,14 @@ DTYPES = [(torch.bfloat16, "lava"), (torch.float32, "h2o"), (torch.float16, "sna
 
 @pytest.mark.parametrize(("dtype", "policy"), quick_rows(DTYPES, DTYPES[:2]))
 def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtype, policy):
-    if dtype == torch.float32:
-        fast = shared(policy=policy, budget=1024)
-    else:
-        fast = compiled(policy=policy, budget=1024, model=tiny_model("llama", layers=2, dtype=dtype))
+    _, fast = two_layers(policy=policy, budget=1024, changes={} if dtype == torch.float32 else {"dtype": dtype})
     loaded = reloaded(fast.compress(random_ids(1, 1400)), fast, tmp_path)
     size = (tmp_path / "cache.kv").stat().st_size
     assert loaded.nbytes < size < 1.01 * loaded.nbytes
     assert all(store.buffers.pool_k.dtype == dtype for store in loaded.state.full_layers)
 
 
-def test_slots_without_an_entry_are_not_written_to_the_file(tmp_path):
-    fast = shared()
+def test_slots_without_an_entry_are_not_written_to_the_file(fast, tmp_path):
     files = []
     for value in (3.0, 7.0):
         cache = fast(*padded(50, 31)).past_key_values
@@ -170,6 +160,9 @@ def test_a_file_of_another_model_policy_or_budget_is_refused_with_the_reason(fas
     write_cache_file(tmp_path / "newer.kv", tensors, metadata)
     for path in (saved, tmp_path / "newer.kv"):
         assert kvpass.load_cache(path, compiled(model=same)).columns == 50, "another copy of the model may have it"
+    with torch.inference_mode():
+        loaded = kvpass.load_cache(saved, fast).clone()
+    fast(random_ids(2, 1), past_key_values=loaded)  # outside of that mode
 
 
 def test_what_cannot_be_saved_says_why(fast, tmp_path):
@@ -188,16 +181,10 @@ def test_what_cannot_be_saved_says_why(fast, tmp_path):
     assert not (tmp_path / "other.kv").exists()
 
 
-def test_loading_in_inference_mode_gives_a_cache_that_works_outside(fast, saved):
-    with torch.inference_mode():
-        loaded = kvpass.load_cache(saved, fast).clone()
-    fast(random_ids(2, 1), past_key_values=loaded)
-
-
 @pytest.mark.parametrize("case", quick(["lava", "evicts, tables", "ring"], ["evicts, tables", "ring"]))
 def test_a_cache_moves_to_another_device_as_a_whole(case):
     family, policy, options = CASES[case]
-    fast = shared(family, policy, **options)
+    _, fast = two_layers(family, policy=policy, **options)
     cache = fast.compress(random_ids(1, 40))
     before = cache.nbytes
     assert cache.to("cpu") is cache

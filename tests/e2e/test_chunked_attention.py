@@ -15,8 +15,7 @@ CHUNK, NEW = 24, 40  # the answer crosses the end of a chunk, or two
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))
 def test_contracts_1_and_4_over_the_ends_of_chunks(backend):
-    model, fast = two_layers("llama4", budget=UNLIMITED, backend=backend)
-    lengths = (CHUNK, 5, 2 * CHUNK + 1)
+    (model, fast), lengths = two_layers("llama4", budget=UNLIMITED, backend=backend), (CHUNK, 5, 2 * CHUNK + 1)
     ids, mask = padded(*lengths)
     with in_blocks(fast, 13):
         in_parts = greedy(fast, ids, NEW, attention_mask=mask)[:, -NEW:]

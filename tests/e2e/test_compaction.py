@@ -89,7 +89,7 @@ def test_compiled_code_a_file_and_later_turns_continue_a_compacted_cache(tmp_pat
     assert torch.equal(*found)
 
 
-def test_the_report_says_how_much_is_lost_and_less_with_compaction():
+def test_the_report_says_how_much_is_lost_and_less_with_compaction_and_latents_and_embeddings_are_refused():
     _, fast = two_layers(compact=True, **KEPT)
     fast.compress(random_ids(1, 80))
     report = fast.report()
@@ -101,12 +101,9 @@ def test_the_report_says_how_much_is_lost_and_less_with_compaction():
     fast.set_policy("kvzip", 12)
     fast.compress(random_ids(1, 80))
     assert fast.report().output_errors is None
-
-
-def test_latents_and_embeddings_are_refused():
-    _, fast = two_layers("deepseek_v3", compact=True, **KEPT)
-    with pytest.raises(ValueError, match=r"cache holds latents, .* compile the model without compact$"):
-        fast.compress(random_ids(1, 40))
-    _, fast = two_layers(policy="keydiff", budget=12, compact=True)
+    fast.set_policy("keydiff", 12, window=8, compact=True)
     with pytest.raises(ValueError, match="it replays the ids of the prompt"):
         fast.compress(inputs_embeds=torch.randn(1, 20, fast.config.hidden_size))
+    _, fast = two_layers("deepseek_v3", layers=1, compact=True, **KEPT)
+    with pytest.raises(ValueError, match=r"cache holds latents, .* compile the model without compact$"):
+        fast.compress(random_ids(1, 40))

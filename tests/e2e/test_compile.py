@@ -12,7 +12,7 @@ from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace
 import kvpass
 from compiled_models import greedy, spoken
 from numeric_checks import assert_close
-from tiny_models import compiled_once, random_ids, step_logits, tiny_model
+from tiny_models import random_ids, step_logits, tiny_model
 
 
 def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_every_kind_of_budget_and_200_steps():
@@ -110,21 +110,16 @@ def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt
     assert "compiled decode of 2 or more rows (inductor)" in str(fast.report())
 
 
-def test_a_model_of_another_class_that_is_loaded_later_has_nothing_captured_again():
-    model, fast = compiled_once("llama", layers=1, budget=16, window=8, backend="eager")
-    fast(random_ids(1, 60))
-    type("Another", (type(model),), {})(model.config)
-    counters.clear()
-    fast(random_ids(1, 50))
-    assert not counters["stats"]["unique_graphs"]
-
-
-def test_steps_that_only_append_are_rewritten_once_for_all_policies():
-    fast = kvpass.compile(tiny_model("llama", layers=1), budget=16, window=8, backend="eager")
-    rewritten = []
+def test_steps_that_only_append_are_rewritten_once_for_all_policies_and_a_later_model_has_nothing_captured_again():
+    model, rewritten = tiny_model("llama", layers=1), []
+    fast = kvpass.compile(model, budget=16, window=8, backend="eager")
     for policy in ("lava", "snapkv", "h2o"):
         fast.set_policy(policy, 16, window=8)
         fast(random_ids(1, 1), past_key_values=fast(random_ids(1, 60)).past_key_values)
         (record,) = (record for record in fast.report().compiled if record.phase == "decode")
         rewritten.append(record.passes[-1])
     assert rewritten[0] is rewritten[1] is not rewritten[2]
+    type("Another", (type(model),), {})(model.config)
+    counters.clear()
+    fast(random_ids(1, 50))
+    assert not counters["stats"]["unique_graphs"]

@@ -106,7 +106,9 @@ def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
 def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies, layers):
     every = EveryPolicy(family, layers)
     for policy in policies:
-        assert_identical_without_a_limit(every, policy)
+        evicts = kvpass.POLICIES[policy](**OPTIONS.get(policy, {})).decode_rule() is not None
+        if layers is None or policy == policies[0] or evicts:  # of the others, test_plan.py sees it in every run
+            assert_identical_without_a_limit(every, policy)
         assert_padded_rows_equal_alone(every, policy, copies=1 if layers is None or family == "llama" else 3)
     if family not in MET_OTHERWISE:
         assert supported_row(family, every.model) in listed(MODELS_PAGE.read_text()), "run make support-table"
@@ -180,12 +182,8 @@ def test_contract_1_identity_in_16_bits(family, dtype, backend):
             fast.set_budget(20)
             cache = fast(ids).past_key_values
             assert int(cache.lengths.sum()) == cache.lengths.numel() * 20
-            logits = fast(new, past_key_values=cache).logits
-            (store,) = cache.state.full_layers
-            assert (
-                logits.dtype == dtype == store.buffers.pool_k.dtype == store.buffers.tail_v.dtype
-                and logits.isfinite().all()
-            )
+            logits, held = fast(new, past_key_values=cache).logits, cache.state.full_layers[0].buffers
+            assert logits.dtype == dtype == held.pool_k.dtype == held.tail_v.dtype and logits.isfinite().all()
 
 
 @each_value(policy=["lava", "snapkv", "streaming_llm"], budget=[20, 0.5, "12KiB"])
@@ -223,10 +221,10 @@ def test_a_prompt_no_longer_than_the_window_is_kept_whole_by_a_fraction_and_by_b
 @pytest.mark.parametrize(
     ("family", "place"), [("llama", "cpu"), ("gemma3", "cpu"), pytest.param("llama", "cuda", marks=pytest.mark.gpu)]
 )
-def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
+def test_contract_2_nbytes_is_what_the_storages_occupy_and_does_not_grow_with_the_prompt(family, place):
     _, fast = two_layers(family) if place == "cpu" else (None, compiled_anew(tiny_model(family, layers=2)))
     fast.to(place)
-    cache = fast(random_ids(2, PROMPT).to(place)).past_key_values
+    cache, bigger = (fast(random_ids(2, tokens).to(place)).past_key_values for tokens in (PROMPT, 2000))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensors in (vars(cache.state).values(), *(part.buffers for part in cache.state.parts))
@@ -234,12 +232,6 @@ def test_contract_2_nbytes_is_what_the_storages_occupy(family, place):
         if isinstance(tensor, torch.Tensor) and tensor.ndim > 0
     }
     assert cache.nbytes == sum(storages.values())
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_contract_2_nbytes_does_not_grow_with_the_prompt(family):
-    _, fast = two_layers(family)
-    cache, bigger = (fast(random_ids(2, tokens)).past_key_values for tokens in (PROMPT, 2000))
     full = 2 * PROMPT * cache.state.full_layers[0].geometry.token_bytes()
     assert bigger.ids.nbytes == 2 * 2000 * 4
     assert bigger.nbytes - bigger.ids.nbytes == cache.nbytes - cache.ids.nbytes < full * 2000 / PROMPT
@@ -277,16 +269,16 @@ def test_contract_6_compressed_decoding_equals_masking_the_full_model(family, ba
 
 
 def test_contract_7_the_report_proves_that_compression_ran():
-    fast = compiled_anew(tiny_model("llama", layers=2))
+    fast = compiled_anew()
     with pytest.raises(ValueError, match="no prompt"):
         fast.report()
     greedy(fast, random_ids(1, PROMPT))
     report = fast.report().to_dict()
-    assert [(record["phase"], record["sites"]) for record in report["compiled"]] == [("prefill", 2), ("decode", 2)]
+    assert [(record["phase"], record["sites"]) for record in report["compiled"]] == [("prefill", 1), ("decode", 1)]
     assert report["nbytes"] == fast(random_ids(1, PROMPT), logits_to_keep=1).past_key_values.nbytes
     prefill, decode = (record["passes"][-1] for record in report["compiled"])
-    assert (prefill["name"], prefill["sites"]) == ("split_layers", 2)
-    assert "kvpass.attend_cache.default: 0 -> 2 (+2)" in decode["op_diff"]
+    assert (prefill["name"], prefill["sites"]) == ("split_layers", 1)
+    assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in decode["op_diff"]
 
 
 def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
@@ -309,9 +301,10 @@ def test_contract_7_the_report_states_layers_with_a_sliding_window_or_chunks_apa
 
 
 def test_layers_of_a_ring_share_the_table_of_its_columns():
-    fast = compiled_anew(tiny_model("mistral_sliding", layers=2))
-    greedy(fast, random_ids(1, PROMPT))
-    rewrite = fast.report().to_dict()["compiled"][1]["passes"][-1]
+    _, fast = two_layers("mistral_sliding")
+    fast(random_ids(2, 1), past_key_values=fast(random_ids(2, PROMPT)).past_key_values)
+    compiled = fast.report().to_dict()["compiled"]
+    rewrite = next(record["passes"][-1] for record in reversed(compiled) if record["phase"] == "decode")
     assert "kvpass.attend_ring.default: 0 -> 2 (+2)" in rewrite["op_diff"]
     assert "kvpass.columns_held.default: 0 -> 1 (+1)" in rewrite["op_diff"]
 

@@ -61,6 +61,7 @@ def compiled(layers=2, budget=BUDGET, **options):
 
 OFTEN = [*zip(EVICTING, itertools.cycle(["eager", "cpp"]), strict=False)]
 SELDOM = ("kvzap+h2o", "kvzap+streaming_llm", "lava+triattention", "keydiff+r_kv")
+SELDOM += tuple(f"{name}, code" for name in ("tova", "h2o", "streaming_llm", "vatp"))  # which evict as by the paper
 
 
 @pytest.mark.parametrize(
@@ -95,12 +96,11 @@ def test_a_padded_batch_keeps_what_plan_says_of_each_row_at_every_step(monkeypat
     steps = [calls[3 * (step + 1) : 3 * (step + 2)] for step in range(STEPS)]
     for row, prompt in enumerate(prompts):
         n, pad = len(prompt), 40 - len(prompt)
-        q, k, v = (torch.stack([call[i][row : row + 1, :, pad:] for call in calls[:3]]) for i in range(3))
-        decode = tuple(
-            torch.stack([torch.stack([call[i][row : row + 1, :, 0] for call in step]) for step in steps])
-            for i in range(3)
-        )
-        x = torch.stack([every[i][row : row + 1, pad:] for i in range(3)]) if "token_scores" in policy.inputs else None
+        own = slice(row, row + 1)
+        q, k, v = (torch.stack([call[i][own, :, pad:] for call in calls[:3]]) for i in range(3))
+        new = ([torch.stack([call[i][own, :, 0] for call in step]) for step in steps] for i in range(3))
+        decode = tuple(map(torch.stack, new))
+        x = torch.stack([every[i][own, pad:] for i in range(3)]) if "token_scores" in policy.inputs else None
         asked = {"rope_frequencies": fast.model.rotary_emb.inv_freq.expand(3, -1), "entering": x}
         expected = plan(policy, q, k, v, budget=BUDGET, decode=decode, **asked)
         assert torch.equal(found[0][row, ..., pad:], expected.keep[:, 0])
@@ -257,7 +257,7 @@ def test_inductor_evicts_as_eager_does(name):
 @torch.no_grad()
 def test_statistics_of_a_file_alone_decide_what_is_kept():
     held, prompt = load_file(statistics_file()), random_ids(2, 40)
-    _, fast = compiled_once("llama", layers=2, backend="eager", budget=BUDGET, policy="triattention", buffer=5)
+    fast = compiled(policy="triattention", buffer=5)
     own = fast(prompt).past_key_values
     fast.set_policy("triattention", BUDGET, buffer=5, statistics=statistics_file())
     cache = fast(prompt).past_key_values
@@ -272,26 +272,23 @@ def test_statistics_of_a_file_alone_decide_what_is_kept():
 @pytest.mark.parametrize("policy", ["triattention", "expected_attention"])
 def test_statistics_that_do_not_fit_are_refused(policy, tmp_path):
     other = "query_modulus" if policy == "triattention" else "query_covariance"
-    held = load_file(statistics_file())
+    held, file = load_file(statistics_file()), tmp_path / "file"
     save_file({name: x for name, x in held.items() if name != other}, tmp_path / "lacks")
     save_file(held | {"query_mean": held["query_mean"] * torch.nan}, tmp_path / "nan")
     (tmp_path / "text").write_text("no tensors")
-    _, fast = compiled_once("llama", layers=2, backend="eager", budget=None, policy="full")
-    messages = {
-        "none": "cannot be read",
-        "text": "cannot be read",
-        "nan": "query_mean: all values must be finite",
-        "lacks": f"lacks query_mean or {other}, which 'kvpass calibrate' writes",
-    }
-    for name, message in messages.items():
+    fast = compiled(budget=None, policy="full")
+    for name, message in (
+        *(("none", "cannot be read"), ("text", "cannot be read"), ("nan", "query_mean: all values must be finite")),
+        ("lacks", f"lacks query_mean or {other}, which 'kvpass calibrate' writes"),
+    ):
         with pytest.raises(ValueError, match=f"statistics=.*{message}"):
             fast.set_policy(policy, BUDGET, statistics=str(tmp_path / name))
-    shutil.copy(statistics_file((1, 2, 2)), tmp_path / "file")
-    fast.set_policy(policy, BUDGET, statistics=str(tmp_path / "file"))
+    shutil.copy(statistics_file((1, 2, 2)), file)
+    fast.set_policy(policy, BUDGET, statistics=str(file))
     with pytest.raises(ValueError, match=r"holds .*\(1, 2, 2, 16\).*need .*\(2, 2, 2, 16\)"):
         fast(random_ids(1, 30))
-    shutil.copy(statistics_file(), tmp_path / "file")
-    fast.set_policy(policy, BUDGET, statistics=str(tmp_path / "file"))
+    shutil.copy(statistics_file(), file)
+    fast.set_policy(policy, BUDGET, statistics=str(file))
     assert int(fast(random_ids(1, 30)).past_key_values.lengths.sum()) == BUDGET * 4, "it is read again"
 
 

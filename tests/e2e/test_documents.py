@@ -11,8 +11,10 @@ import pytest
 import kvpass
 from command_line import invoke
 from divided_model import small_builtin
+from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import Document
+from pairwise import quick_rows
 from tiny_models import sharing_captures
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
@@ -52,8 +54,8 @@ def text(tmp_path):
 
 
 def test_a_fresh_process_answers_as_the_live_cache_does(tmp_path):
-    """With a model of two layers, which is captured sooner."""
-    output, model = tmp_path / "doc.kv", str(small_builtin(tmp_path / "model"))
+    """With a model of one layer, which is captured sooner."""
+    output, model = tmp_path / "doc.kv", str(small_builtin(tmp_path / "model", layers=1))
     document = Document.compress(TEXT, model=model, policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
     document.save(output)
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
@@ -93,9 +95,8 @@ def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatc
 def test_questions_are_answered_also_those_that_are_longer_than_the_document(document):
     answers = [document.ask(question, new_tokens=6) for question in QUESTIONS]
     assert answers[1] == "482 913 ." and len(set(answers)) == 3
-    short = Document.compress(
-        "the code of bara dador is 482 913 .", model="builtin", policy="full", budget=None, backend="eager"
-    )
+    given = {"model": "builtin", "policy": "full", "budget": None, "backend": "eager"}
+    short = Document.compress("the code of bara dador is 482 913 .", **given)
     question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of bara dador is"
     assert short.ask(question, new_tokens=6) == "482 913 ."
     assert short.cache.columns < 15
@@ -104,23 +105,15 @@ def test_questions_are_answered_also_those_that_are_longer_than_the_document(doc
 def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tmp_path):
     path = tmp_path / "doc.kv"
     document.save(path)
-    metadata, _ = read_cache_file(path)
-    assert metadata["notes"] == {"model": "builtin", "dtype": "auto"}
-    from kvpass import builtin
-
+    assert read_cache_file(path)[0]["notes"] == {"model": "builtin", "dtype": "auto"}
     result = invoke("ask", path, "is", "--backend", "eager", "--new-tokens", "6", "--model", builtin.path())
     assert result.exit_code == 2 and "dtype is torch.float32, here it is" in result.output
 
 
-@pytest.mark.parametrize(
-    ("words", "window"),
-    [
-        pytest.param("--policy lava:window=8", 8, marks=pytest.mark.exhaustive),
-        ("--window 8 --policy lava:window=9", 9),
-        pytest.param("--window 8", 8, marks=pytest.mark.exhaustive),
-        pytest.param("", 32, marks=pytest.mark.exhaustive),
-    ],
-)
+WINDOWS = {"--policy lava:window=8": 8, "--window 8 --policy lava:window=9": 9, "--window 8": 8, "": 32}
+
+
+@pytest.mark.parametrize(("words", "window"), quick_rows([*WINDOWS.items()], [*WINDOWS.items()][1:2]))
 def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
     path = tmp_path / "new" / "doc.kv"
     result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", *words.split())
@@ -141,14 +134,11 @@ def test_standard_input_and_a_byte_order_mark_are_read_as_the_same_text(text, tm
 
 
 def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
-    path = tmp_path / "doc.kv"
+    path, damaged, empty, binary = (tmp_path / name for name in ("doc.kv", "damaged.kv", "empty.txt", "binary.txt"))
     document.save(path)
-    damaged = tmp_path / "damaged.kv"
-    damaged.write_bytes(path.read_bytes()[:-1])
-    empty = tmp_path / "empty.txt"
-    empty.write_text("")
-    binary = tmp_path / "binary.txt"
-    binary.write_bytes(b"\xff\xfe\x00")
+    for file, content in ((damaged, path.read_bytes()[:-1]), (empty, b""), (binary, b"\xff\xfe\x00")):
+        file.write_bytes(content)
+    before = path.read_bytes()
     for words, message in [
         (("ask", damaged, "is"), "truncated"),
         (("ask", text, "is"), "no cache file"),
@@ -161,7 +151,6 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", text, "-o", path, "--entries", "int4"), "entries='int4'"),
         (("compress", text, "-o", path, "--budget", "0.01", "--backend", "eager"), "window + 1"),
     ]:
-        before = path.read_bytes()
         result = invoke(*words)
         assert result.exit_code == 2, (words, result.output, result.exception)
         assert "error: " in result.output and message in result.output, (words, result.output)

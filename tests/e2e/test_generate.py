@@ -18,6 +18,8 @@ from tiny_models import VOCABULARY, compiled_once, random_ids, tiny_model
 from versions import needs_transformers
 
 NEW = 10
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONG_ROPE = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 48}
 CHAIN = "let bara = 482 . let lato = bara . let mivi = lato . question the value of mivi is"
 
 
@@ -75,27 +77,22 @@ def test_generation_without_a_cache_by_configuration_must_be_meant(model, monkey
     """Checkpoints say so after training; each new token would be a prompt of its own, and nothing forgotten."""
     _, fast = two_layers(policy="snapkv", budget=12)
     monkeypatch.setattr(fast, "generation_config", copy.deepcopy(fast.generation_config))
-    ids = random_ids(1, 40)
-    compressed = greedy(fast, ids, NEW)
-
-    def given(**options):
-        return GenerationConfig(max_new_tokens=NEW, **options)
-
-    for of_model, call in (
-        (False, lambda: greedy(fast, ids, NEW)),
-        (True, lambda: greedy(fast, ids, NEW, generation_config=given(use_cache=False))),
-        (False, lambda: greedy(fast, ids, NEW, use_cache=None)),
-        (False, lambda: fast.generate(ids, given())),
+    ids, configured = random_ids(1, 40), functools.partial(GenerationConfig, max_new_tokens=NEW)
+    call = functools.partial(greedy, fast, ids, NEW)
+    compressed = call()
+    for of_model, options in (
+        (True, {"generation_config": configured(use_cache=False)}),
+        *((False, options) for options in ({}, {"use_cache": None}, {"generation_config": configured()})),
     ):
         fast.generation_config.use_cache = of_model
         with pytest.raises(ValueError, match="configured with use_cache=False"):
-            call()
-    assert torch.equal(greedy(fast, ids, NEW, use_cache=True), compressed)
-    assert torch.equal(fast.generate(ids, given(use_cache=True)), compressed)
-    assert torch.equal(fast.generate(ids, generation_config=given(do_sample=False, use_cache=True)), compressed)
-    assert torch.equal(greedy(fast, ids, NEW, use_cache=False), greedy(model, ids, NEW))
+            call(**options)
+    assert torch.equal(call(use_cache=True), compressed)
+    assert torch.equal(fast.generate(ids, configured(use_cache=True)), compressed)
+    assert torch.equal(fast.generate(ids, generation_config=configured(do_sample=False, use_cache=True)), compressed)
+    assert torch.equal(call(use_cache=False), greedy(model, ids, NEW))
     fast.generation_config.use_cache = True
-    assert torch.equal(greedy(fast, ids, NEW, use_cache=None), compressed)
+    assert torch.equal(call(use_cache=None), compressed)
 
 
 @pytest.mark.parametrize("given", ["filled", "empty", "chunks"])
@@ -147,13 +144,11 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
 @pytest.mark.parametrize("kind", quick(["longrope", "dynamic"], ["longrope"]))
 def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
     """With dynamic frequencies the second row begins its answer on one side of the limit and ends it on the other."""
-    given = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    sizes = {"max_position_embeddings": 48}
     if kind == "longrope":
-        given |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-        sizes = {"max_position_embeddings": 96, "original_max_position_embeddings": 48}
-    family = "phi3" if kind == "longrope" else "llama"
-    original = tiny_model(family, layers=1, rope_parameters=given, **sizes)
+        original = tiny_model("phi3", layers=1, **LONG_ROPE, max_position_embeddings=96)
+    else:
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        original = tiny_model("llama", layers=1, rope_parameters=rope, max_position_embeddings=48)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
     lengths = (60, 38 if kind == "longrope" else 44, 20)
     ids, mask = padded(*lengths)
@@ -177,9 +172,7 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
 
 @needs_transformers("5.23", "older ones branch on the longest row, which is no graph")
 def test_a_chat_goes_on_in_its_cache_where_longrope_has_the_text_read_again():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    sizes = {"max_position_embeddings": 192, "original_max_position_embeddings": 48}
-    original = tiny_model("phi3", layers=1, rope_parameters=rope, **sizes)
+    original = tiny_model("phi3", layers=1, **LONG_ROPE, max_position_embeddings=192)
     fast = kvpass.compile(original, budget=30, window=8, backend="eager")
     text = random_ids(1, 40)
     cache, document = fast.compress(text, reusable=False, budget=100), fast.compress(text)
@@ -197,40 +190,28 @@ def test_a_chat_goes_on_in_its_cache_where_longrope_has_the_text_read_again():
     assert (document.columns, document.reusable) == (40, True)
 
 
-class AnyArguments(LlamaForCausalLM):
-    def generate(self, *args, **kwargs):
-        return super().generate(*args, **kwargs)
+GENERATES = {
+    "any arguments": lambda self, *args, **kwargs: LlamaForCausalLM.generate(self, *args, **kwargs),
+    "other names": lambda self, input_ids=None, **options: LlamaForCausalLM.generate(self, input_ids, **options),
+    "rest of another name": lambda self, inputs=None, generation_config=None, **options: LlamaForCausalLM.generate(
+        self, inputs, generation_config, **options
+    ),
+}
 
 
-class OtherNames(LlamaForCausalLM):
-    def generate(self, input_ids=None, **options):
-        return super().generate(input_ids, **options)
+def test_a_class_may_have_a_generate_of_its_own(model):
+    plain, ids, new = two_layers(layers=1)[1], random_ids(1, 40), random_ids(1, 5, seed=1)
+    expected = greedy(plain, new, 4, past_key_values=plain.compress(ids))
+    for generate in GENERATES.values():
+        mine = tiny_model("llama", layers=1)
+        mine.__class__ = type("Mine", (LlamaForCausalLM,), {"generate": generate})
+        own = compiled_apart(1, model=mine)
+        assert torch.equal(greedy(own, new, 4, past_key_values=own.compress(ids)), expected)
+        with pytest.raises(TypeError, match="each argument once, and what comes after generation_config by its name"):
+            own.generate(ids, None, *[None] * 20)
 
 
-class RestOfAnotherName(LlamaForCausalLM):
-    def generate(self, inputs=None, generation_config=None, **options):
-        return super().generate(inputs, generation_config, **options)
-
-
-@pytest.mark.parametrize("kind", [AnyArguments, OtherNames, RestOfAnotherName])
-def test_a_class_may_have_a_generate_of_its_own(model, kind):
-    mine = kind(model.config).eval()
-    mine.load_state_dict(model.state_dict())
-    mine.generation_config = model.generation_config
-    own, plain = compiled_apart(model=mine), two_layers()[1]
-    ids, new = random_ids(1, 40), random_ids(1, 5, seed=1)
-    found = [greedy(one, new, 4, past_key_values=one.compress(ids)) for one in (own, plain)]
-    assert torch.equal(*found)
-    with pytest.raises(TypeError, match="each argument once, and what comes after generation_config by its name"):
-        own.generate(ids, None, *[None] * 20)
-
-
-def test_beams_without_a_cache_are_those_of_the_model(model, fast):
-    ids = random_ids(1, 40)
-    assert torch.equal(*(greedy(one, ids, 4, num_beams=2, use_cache=False) for one in (model, fast)))
-
-
-def test_a_loop_of_the_callers_own_continues_the_compressed_cache(fast):
+def test_a_loop_of_the_callers_own_continues_the_compressed_cache(model, fast):
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, steps, **kwargs):
         while not bool(stopping_criteria(input_ids, None).all()):
             begun = kwargs["past_key_values"].get_seq_length() > 0
@@ -244,6 +225,7 @@ def test_a_loop_of_the_callers_own_continues_the_compressed_cache(fast):
     ids, steps = random_ids(1, 40), []
     assert torch.equal(greedy(fast, ids, 4, custom_generate=loop, steps=steps), greedy(fast, ids, 4))
     assert steps == [False, True, True, True]
+    assert torch.equal(*(greedy(one, ids, 4, num_beams=2, use_cache=False) for one in (model, fast))), "without a cache"
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -317,12 +299,17 @@ def test_generate_asks_for_the_logits_of_the_last_position_only(fast, monkeypatc
     assert seen == [(2, 1, VOCABULARY)] * 3
 
 
-def test_logits_to_keep_and_use_cache(model, fast):
+def test_logits_to_keep_and_use_cache_and_a_tuple_where_one_is_asked_for(model, fast):
     ids = random_ids(2, 30)
     expected = model(ids).logits
     for keep in (5, 0, 1, 99):
         assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
     assert fast(ids, use_cache=False).past_key_values is None
+    logits, cache = fast(ids, None, None, None, return_dict=False)
+    assert torch.equal(logits, fast(ids).logits) and isinstance(cache, kvpass.CompressedCache)
+    assert len(fast(ids, return_dict=False, use_cache=False)) == 1
+    with pytest.raises(TypeError, match="positional"):
+        fast(ids, None, None, None, None, ids)  # labels, in transformers
 
 
 @pytest.mark.exhaustive
@@ -340,20 +327,9 @@ def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tm
 
 
 def test_the_text_generation_pipeline_works_unmodified():
-    model, tokenizer = builtin.load(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    model, tokenizer = builtin.load(num_hidden_layers=1, layer_types=["full_attention"])
     fast = kvpass.compile(model, budget=10**6, backend="eager")
-    answers = [
-        pipeline("text-generation", model=subject, tokenizer=tokenizer)(CHAIN, max_new_tokens=5, do_sample=False)
-        for subject in (model, fast)
-    ]
+    pipelines = [pipeline("text-generation", model=subject, tokenizer=tokenizer) for subject in (model, fast)]
+    answers = [answer(CHAIN, max_new_tokens=5, do_sample=False) for answer in pipelines]
     assert answers[0] == answers[1]
     assert fast.report().prompt_lengths.tolist() == [len(tokenizer(CHAIN).input_ids)]
-
-
-def test_a_tuple_is_returned_where_one_is_asked_for(tight):
-    ids = random_ids(1, 40)
-    logits, cache = tight(ids, None, None, None, return_dict=False)
-    assert torch.equal(logits, tight(ids).logits) and isinstance(cache, kvpass.CompressedCache)
-    assert len(tight(ids, return_dict=False, use_cache=False)) == 1
-    with pytest.raises(TypeError, match="positional"):
-        tight(ids, None, None, None, None, ids)  # labels, in transformers

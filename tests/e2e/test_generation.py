@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import kvpass
-from compiled_models import padded, prompts_of
+from compiled_models import padded, prompts_of, two_layers
 from kvpass.frontends import generation
 from small_decoders import SmallDecoder, recomputed
-from tiny_models import random_ids, raw, tiny_model
+from tiny_models import random_ids, raw
 
 NEW = 7
 
@@ -37,26 +37,22 @@ def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
         assert torch.equal(out[row, ids.shape[1] :], alone[0, prompt.numel() :]), f"row {row}"
 
 
-def test_a_row_that_has_ended_says_nothing_else(decoder):
-    ids = random_ids(2, 37)
+def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_now_and_then(decoder, monkeypatch):
+    ids, fast = random_ids(2, 37), compiled(decoder)
     free = recomputed(decoder, ids, NEW)[:, 37:]
     end = int(free[0, 2])
-    out = kvpass.generate(compiled(decoder), ids, max_new_tokens=NEW, eos_token_id=end)[:, 37:]
+    out = kvpass.generate(fast, ids, max_new_tokens=NEW, eos_token_id=end)
     for row in range(2):
         said = free[row].tolist()
         stop = said.index(end) if end in said else NEW
-        assert out[row].tolist() == (said[: stop + 1] + [end] * NEW)[: out.shape[1]]
-
-
-def test_a_device_that_is_looked_at_now_and_then_gives_the_same(decoder, monkeypatch):
-    ids, fast = random_ids(1, 37), compiled(decoder)
-    end = int(recomputed(decoder, ids, NEW)[0, 37 + 2])
-    options = {"max_new_tokens": NEW, "eos_token_id": end}
-    expected = kvpass.generate(fast, ids, **options)
+        assert out[row, 37:].tolist() == (said[: stop + 1] + [end] * NEW)[: out.shape[1] - 37]
+    both = ids[:1].repeat(2, 1)
+    expected = kvpass.generate(fast, both, max_new_tokens=NEW, eos_token_id=end)
+    assert expected[0, -1] == end and expected.shape[1] <= 37 + 3 < 37 + NEW
     for every in (2, 16):
         monkeypatch.setattr(generation, "LOOK_EVERY", {"cpu": every})
-        assert torch.equal(kvpass.generate(fast, ids, **options), expected)
-    assert expected[0, -1] == end and expected.shape[1] <= 37 + 3 < 37 + NEW
+        for text, answer in ((ids, out), (both, expected)):
+            assert torch.equal(kvpass.generate(fast, text, max_new_tokens=NEW, eos_token_id=end), answer)
 
 
 def test_logits_may_be_the_first_item_of_a_tuple(decoder):
@@ -79,17 +75,14 @@ def test_logits_may_be_the_first_item_of_a_tuple(decoder):
 
 def test_bad_arguments_are_refused(decoder):
     ids, fast = random_ids(1, 20), compiled(decoder)
-    model = kvpass.compile(tiny_model("llama", num_hidden_layers=1), budget=100)
-    for module, given, new, message in (
-        (fast, ids, 0, "max_new_tokens=0"),
-        (fast, "how are you?", 2, "must be a tensor of token ids, such as tokenizer"),
-        (fast, ids[0], 2, r"ids of shape \[20\]"),
-        (model, ids, 2, "use its own generate method"),
+    answers = compiled(lambda ids: {"logits": decoder(ids)})
+    for module, text, new, error, message in (
+        (fast, ids, 0, ValueError, "max_new_tokens=0"),
+        (fast, "how are you?", 2, ValueError, "must be a tensor of token ids, such as tokenizer"),
+        (fast, ids[0], 2, ValueError, r"ids of shape \[20\]"),
+        (two_layers(budget=20)[1], ids, 2, ValueError, "use its own generate method"),
+        (answers, ids, 2, ValueError, "module returned a dict"),
+        (decoder, ids, 2, RuntimeError, "nothing was compressed"),
     ):
-        with pytest.raises(ValueError, match=message):
-            kvpass.generate(module, given, max_new_tokens=new)
-    answers = compiled(lambda ids, positions: {"logits": decoder(ids, positions)})
-    with pytest.raises(ValueError, match="module returned a dict"):
-        kvpass.generate(answers, ids, max_new_tokens=2, positions=True)
-    with pytest.raises(RuntimeError, match="nothing was compressed"):
-        kvpass.generate(decoder, ids, max_new_tokens=2)
+        with pytest.raises(error, match=message):
+            kvpass.generate(module, text, max_new_tokens=new)

@@ -37,34 +37,6 @@ def states_of(cache):
     return [state.buffers.held.clone() for state in cache.state.states]
 
 
-def check_two_turns(model, fast):
-    ids = random_ids(1, 61)
-    found, expected = (subject(ids, logits_to_keep=1).logits for subject in (fast, model))
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    first = greedy(fast, ids, return_dict_in_generate=True)
-    assert torch.equal(first.sequences, greedy(model, ids))
-    longer = torch.cat([first.sequences, random_ids(1, 13, seed=3)], 1)
-    given = {"attention_mask": torch.ones_like(longer)}  # the answer may hold the id of padding
-    expected = greedy(model, longer, **given)
-    assert torch.equal(greedy(fast, longer, past_key_values=first.past_key_values, **given), expected)
-
-
-def check_padding(fast):
-    prompts = prompts_of(50, 31, 64)
-    ids, mask = left_pad(prompts, pad=5)  # the embedding of the padding token is zero, which hides what it leaves
-    width, given = ids.shape[1], {"return_dict_in_generate": True, "output_logits": True}
-    fast.set_budget(24)
-    together = greedy(fast, ids, NEW, attention_mask=mask, **given)
-    kept, logits = kept_columns(together.past_key_values, width + NEW - 1), torch.stack(together.logits, 1)
-    for row, prompt in enumerate(prompts):
-        alone, n = greedy(fast, prompt[None], NEW, **given), prompt.numel()
-        assert torch.equal(together.sequences[row, -NEW:], alone.sequences[0, -NEW:])
-        assert_close(f"row {row}", logits[row], torch.cat(alone.logits), atol=1e-4)
-        expected = kept_columns(alone.past_key_values, n + NEW - 1)[0]
-        assert torch.equal(kept[row, ..., width - n :], expected), f"row {row} keeps other entries"
-        assert not kept[row, ..., : width - n].any(), f"row {row} keeps padding"
-
-
 COMPILED = ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "olmo_hybrid"]
 
 
@@ -74,9 +46,26 @@ COMPILED = ["lfm2", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "o
 )
 def test_contracts_1_4_6_two_turns_and_a_padded_batch(family, backend):
     model, fast = pair(family, backend=backend)
-    check_two_turns(model, fast)
-    check_padding(fast)
-    fast(random_ids(1, 20), logits_to_keep=1)
+    ids, told = random_ids(1, 61), {"return_dict_in_generate": True, "output_logits": True}
+    first, expected = (greedy(subject, ids, **told) for subject in (fast, model))
+    torch.testing.assert_close(first.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(first.sequences, expected.sequences)
+    longer = torch.cat([first.sequences, random_ids(1, 13, seed=3)], 1)
+    seen = {"attention_mask": torch.ones_like(longer)}  # the answer may hold the id of padding
+    expected = greedy(model, longer, **seen)
+    assert torch.equal(greedy(fast, longer, past_key_values=first.past_key_values, **seen), expected)
+    prompts = prompts_of(50, 31, 64)
+    ids, mask = left_pad(prompts, pad=5)  # the embedding of the padding token is zero, which hides what it leaves
+    fast.set_budget(24)
+    together = greedy(fast, ids, NEW, attention_mask=mask, **told)
+    kept, logits = kept_columns(together.past_key_values, 64 + NEW - 1), torch.stack(together.logits, 1)
+    for row, prompt in enumerate(prompts):
+        alone, n = greedy(fast, prompt[None], NEW, **told), prompt.numel()
+        assert torch.equal(together.sequences[row, -NEW:], alone.sequences[0, -NEW:])
+        assert_close(f"row {row}", logits[row], torch.cat(alone.logits), atol=1e-4)
+        expected = kept_columns(alone.past_key_values, n + NEW - 1)[0]
+        assert torch.equal(kept[row, ..., 64 - n :], expected), f"row {row} keeps other entries"
+        assert not kept[row, ..., : 64 - n].any(), f"row {row} keeps padding"
     assert supported_row(family, fast) in listed(MODELS_PAGE.read_text())
 
 
@@ -150,15 +139,22 @@ def test_thousands_of_steps_take_no_more_memory():
     assert max(resident) - resident[0] < 16 << 20, "2,500 steps hold memory"
 
 
-def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own():
+def test_a_reusable_cache_and_rows_of_beams_have_states_of_their_own_which_are_reported_and_not_cropped():
     _, fast = pair(budget=24)
-    cache = fast.compress(random_ids(2, 60))
+    cache, report = fast.compress(random_ids(2, 60)), fast.report()
+    size = sum(state.buffers.held.nbytes + state.buffers.made.nbytes for state in cache.state.states)
+    assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
+    assert report.to_dict()["state_nbytes"] == size > 0
+    assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)
     before = states_of(cache)
-    fast(random_ids(2, 5), past_key_values=cache)
+    later = fast(random_ids(2, 5), past_key_values=cache).past_key_values
     assert all(map(torch.equal, before, states_of(cache)))
     cache.reorder_cache(torch.tensor([1, 1]))
     for state, old in zip(cache.state.states, before, strict=True):
         assert torch.equal(state.buffers.held, old[[1, 1]])
+    with pytest.raises(ValueError, match="a recurrent layer holds the state after the last token"):
+        later.crop(-1)
+    assert later.columns == 65
 
 
 def test_a_call_that_fails_leaves_the_states(monkeypatch):
@@ -180,25 +176,6 @@ def test_a_call_that_fails_leaves_the_states(monkeypatch):
     assert all(map(torch.equal, states_of(cache), states_of(twin)))
     expected = fast(question, past_key_values=twin).logits
     assert torch.equal(fast(question, past_key_values=cache).logits, expected)
-
-
-def test_the_report_names_the_layers_of_the_model_and_the_bytes_of_states():
-    _, fast = pair(budget=24)
-    cache = fast.compress(random_ids(1, 60))
-    report = fast.report()
-    size = sum(state.buffers.held.nbytes + state.buffers.made.nbytes for state in cache.state.states)
-    assert report.to_dict()["model_layers"] == [1] and report.layer_ids == (0,)
-    assert report.to_dict()["state_nbytes"] == size > 0
-    assert f"recurrent layers are outside the budget: {size} bytes of states" in str(report)
-
-
-def test_what_cannot_be_taken_back_is_not_cropped():
-    _, fast = pair(budget=24)
-    cache = fast.compress(random_ids(1, 60), reusable=False)
-    fast(random_ids(1, 3), past_key_values=cache)
-    with pytest.raises(ValueError, match="a recurrent layer holds the state after the last token"):
-        cache.crop(-1)
-    assert cache.columns == 63
 
 
 @pytest.mark.exhaustive

@@ -44,12 +44,18 @@ def test_an_interrupted_prefill_leaves_model_and_other_caches_usable(policy, whe
     assert torch.equal(fast(token, past_key_values=reused).logits, expected)
 
 
-def test_an_interrupt_while_compiling_leaves_the_model_usable():
+def test_an_interrupt_or_no_memory_while_compiling_leaves_the_model_usable():
+    """The first cache is allocated while the graph is compiled, where Dynamo wraps what is raised."""
     model, ids = tiny_model("llama", layers=1), random_ids(1, 50)
     fast = compiled_anew(model, budget=UNLIMITED)
+    with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
+        fast(ids, logits_to_keep=1)
     with failing(PhaseCompiler, "compile"):
         fast(ids, logits_to_keep=1)
     assert torch.equal(greedy(fast, ids), greedy(model, ids))
+    with failing(reference, "attend_cache"):
+        fast.warmup(prompt_tokens=20)
+    assert fast.report().prompt_lengths.tolist() == [50]
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -78,20 +84,20 @@ def test_a_failed_step_on_an_appending_cache_did_not_happen(tokens, recompress, 
 def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(family, policy, change):
     _, fast = two_layers(family, policy=policy)
     cache = fast(random_ids(2, 50)).past_key_values
-    picks = {
-        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
-        "repeat": lambda: cache.batch_repeat_interleave(2),
-        "select": lambda: cache.batch_select_indices(torch.tensor([1])),
-    }
+    pick, rows = {
+        "reorder": (lambda: cache.reorder_cache(torch.tensor([1, 0])), 2),
+        "repeat": (lambda: cache.batch_repeat_interleave(2), 4),
+        "select": (lambda: cache.batch_select_indices(torch.tensor([1])), 1),
+    }[change]
     token = random_ids(2, 1, seed=1)
     expected = fast(token, past_key_values=cache.clone()).logits
     for call in (2, 6):
         with failing(torch.Tensor, "index_select", call, torch.OutOfMemoryError):
-            picks[change]()
+            pick()
         assert cache.batch_size == 2
         assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
-    picks[change]()
-    assert cache.batch_size == {"reorder": 2, "repeat": 4, "select": 1}[change]
+    pick()
+    assert cache.batch_size == rows
 
 
 def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind():
@@ -111,22 +117,18 @@ def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind():
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
 
 
-@pytest.mark.parametrize("change", ["float", "text", "too many", "no row", "no beam"])
-def test_an_argument_that_is_refused_changes_nothing(tmp_path, change):
+def test_an_argument_that_is_refused_changes_nothing(tmp_path):
     _, fast = two_layers()
     cache, new = fast(random_ids(2, 50)).past_key_values, random_ids(2, 3, seed=1)
     fast(new, past_key_values=cache)
-    expected = fast(new, past_key_values=cache.clone()).logits
-    calls = {
-        "float": lambda: cache.crop(-1.0),
-        "text": lambda: cache.crop("1"),
-        "too many": lambda: cache.crop(-4),
-        "no row": lambda: cache.batch_select_indices(torch.tensor([], dtype=torch.int64)),
-        "no beam": lambda: cache.reorder_cache(torch.tensor([], dtype=torch.int64)),
-    }
-    with pytest.raises(ValueError, match=r"must be an int|cannot be taken back|no row of the cache"):
-        calls[change]()
-    assert torch.equal(fast(new, past_key_values=reloaded(cache, fast, tmp_path)).logits, expected)
+    expected, nothing = fast(new, past_key_values=cache.clone()).logits, torch.tensor([], dtype=torch.int64)
+    for change, argument in (
+        *((cache.crop, tokens) for tokens in (-1.0, "1", -4)),
+        *((change, nothing) for change in (cache.batch_select_indices, cache.reorder_cache)),
+    ):
+        with pytest.raises(ValueError, match=r"must be an int|cannot be taken back|no row of the cache"):
+            change(argument)
+        assert torch.equal(fast(new, past_key_values=reloaded(cache, fast, tmp_path)).logits, expected)
     cache.crop(np.int64(-1))
     assert reloaded(cache, fast, tmp_path).columns == 52
 
@@ -142,14 +144,6 @@ def test_a_cache_whose_crop_was_interrupted_is_refused_until_it_is_reset():
             call()
     cache.reset()
     assert fast(random_ids(1, 50), past_key_values=cache).past_key_values.columns == 50
-
-
-def test_an_interrupted_warmup_leaves_the_report_of_the_last_prompt():
-    _, fast = two_layers()
-    fast(random_ids(1, 50))
-    with failing(reference, "attend_cache"):
-        fast.warmup(prompt_tokens=20)
-    assert fast.report().prompt_lengths.tolist() == [50]
 
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
@@ -171,14 +165,6 @@ def test_a_half_overwritten_cache_is_refused_until_it_is_reset(tmp_path, family,
     cache.reset()
     fast(ids, past_key_values=cache)
     assert torch.equal(fast(token, past_key_values=cache).logits, expected)
-
-
-def test_no_memory_for_the_first_cache_is_said_as_such():
-    """It is allocated while the graph is compiled, where Dynamo wraps what is raised."""
-    fast, ids = compiled_anew(), random_ids(1, 40)
-    with failing(prefill, "PrefillLayers", error=torch.OutOfMemoryError):
-        fast(ids)
-    assert fast(ids).past_key_values.columns == 40
 
 
 @pytest.mark.parametrize("asked", ["assistant_model", "prompt_lookup_num_tokens"])

@@ -72,21 +72,14 @@ def test_contract_1_identity_with_an_unlimited_budget(decoder, compiler):
     assert [store.group.layers for store in cache.state.full_layers] == [(0, 2), (1,), (3,)]
 
 
-def assert_each_geometry_keeps(cache, entries):
+@pytest.mark.parametrize("budget", ["10KiB", BUDGET])
+def test_contracts_2_and_6_the_budget_is_exact_and_decoding_equals_masking_the_whole_sequence(decoder, budget):
+    ids, positions, logits, cache = run(decoder, budget)
+    entries = BUDGET if budget == BUDGET else 10 * 1024 // (2 * 4 * (2 * 2 * 12 + 4 * 8 + 1 * 10))
     for store in cache.state.full_layers:
         heads = store.geometry.layers * store.geometry.kv_heads
         assert store.lengths.sum((1, 2)).tolist() == [(entries + NEW) * heads] * 2
     assert cache.lengths.shape == (2, 4, 4) and int(cache.lengths[:, 3, 1:].sum()) == 0
-
-
-def test_contract_2_every_geometry_keeps_exactly_the_budget_in_bytes(decoder):
-    token_bytes = 2 * 4 * (2 * 2 * 12 + 4 * 8 + 1 * 10)
-    assert_each_geometry_keeps(run(decoder, "10KiB")[-1], 10 * 1024 // token_bytes)
-
-
-def test_contracts_2_and_6_the_budget_is_exact_and_decoding_equals_masking_the_whole_sequence(decoder):
-    ids, positions, logits, cache = run(decoder, BUDGET)
-    assert_each_geometry_keeps(cache, BUDGET)
     total = TOKENS + NEW
     held = cache.positions
     for layer, (_, kv_heads, _) in enumerate(SHAPES):

@@ -11,25 +11,18 @@ from pairwise import quick
 from tiny_models import random_ids
 
 WINDOW, BUDGET = 8, 20  # of two_layers
+DIVIDE_OTHERS = {"lava_nohead", "lava_pyramid", "lava_uniform", "ada_pyramidkv"}
+"""Policies that divide a budget by the layers as one of the others does, and by the heads as another."""
 LIKE_A_PROMPT = {
-    "lava": {},
-    "lava_nohead": {},
-    "lava_pyramid": {},
-    "lava_uniform": {},
-    "snapkv": {},
+    **{name: {} for name in ("lava", "snapkv", "keydiff", "knorm", *sorted(DIVIDE_OTHERS))},
     "ada_snapkv": {"normalize": True},
     "pyramidkv": {"shape": "entropy"},
-    "ada_pyramidkv": {},
     "cake": {"tau1": 1.3, "tau2": 0.7, "evict_during_decode": False},
     "vatp": {"sinks": 2},
     "streaming_llm": {"evict_during_decode": False},
-    "keydiff": {},
     "dropkv": {"alpha": 0.2},
-    "knorm": {},
 }
 """Policies that can compress again, with options."""
-DIVIDE_OTHERS = {"lava_nohead", "lava_pyramid", "lava_uniform", "ada_pyramidkv"}
-"""Those that divide a budget by the layers as one of the others does, and by the heads as another."""
 
 
 def transcript_of(model, ids, mask):
@@ -52,11 +45,9 @@ def test_generate_twice_appends_and_equals_the_masked_model(family, whole):
         sequence = torch.cat([sequence, question], 1)
         seen_mask = torch.cat([seen_mask, torch.ones_like(question)], 1)
         transcript.append(question, kept_columns(cache, cache.columns))
-        options = {"past_key_values": cache, "return_dict_in_generate": True}
-        if whole:
-            out = greedy(fast, sequence, 4, attention_mask=seen_mask, **options)
-        else:
-            out = greedy(fast, question, 4, **options)
+        options = {"attention_mask": seen_mask} if whole else {}
+        ids = sequence if whole else question
+        out = greedy(fast, ids, 4, past_key_values=cache, return_dict_in_generate=True, **options)
         assert out.past_key_values is cache
         answer = out.sequences[:, -4:]
         for step in range(4):
@@ -152,13 +143,17 @@ def test_rows_are_compressed_as_they_would_be_alone_each_when_it_is_full():
     assert bool((lengths[:, 1:][lengths.diff(dim=1) < 0] == BUDGET).all())
 
 
-def test_a_question_longer_than_the_window_is_not_needed_and_a_reusable_cache_stays():
+def test_a_question_longer_than_the_window_is_not_needed_and_a_reusable_cache_stays_and_warns_of_none(recwarn):
     _, fast = two_layers(recompress="every_turn")
-    cache = fast.compress(random_ids(1, 60))
+    text = random_ids(1, 60)
+    cache = fast.compress(text)
     before = cache.positions
     questions = [random_ids(1, n, seed=n) for n in (2, 5, 40)]
     answers, again = ([greedy(fast, q, 4, past_key_values=cache) for q in questions] for _ in range(2))
     assert all(torch.equal(*pair) for pair in zip(answers, again, strict=True))
+    for question in questions[:2]:  # the whole sequence each time
+        text = greedy(fast, torch.cat([text, question], 1), 4, past_key_values=cache)
+    assert not [warning for warning in recwarn if "last token of the answer" in str(warning.message)]
     assert torch.equal(cache.positions, before) and cache.columns == 60
     follow = fast(questions[2], past_key_values=cache).past_key_values
     assert int(follow.lengths.sum()) == 4 * BUDGET
@@ -179,18 +174,6 @@ def test_turns_continue_the_cache_of_compress_only_where_it_is_not_reusable(reus
     assert bool(told) == reusable and all("compress(ids, reusable=False)" in message for message in told)
 
 
-def test_independent_questions_and_whole_sequences_on_a_reusable_cache_are_not_warned_about(recwarn):
-    _, fast = two_layers()
-    context = random_ids(1, 50)
-    cache = fast.compress(context)
-    sequence = torch.cat([context, random_ids(1, 5)], 1)
-    for seed in range(3):
-        greedy(fast, random_ids(1, 5, seed=seed), 4, past_key_values=cache)
-        answered = greedy(fast, sequence, 4, past_key_values=cache)
-        sequence = torch.cat([answered, random_ids(1, 2, seed=seed)], 1)
-    assert not [warning for warning in recwarn if "last token of the answer" in str(warning.message)]
-
-
 def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_held():
     _, fast = two_layers(recompress="every_turn")
     cache = fast(random_ids(1, 3)).past_key_values
@@ -201,14 +184,11 @@ def test_a_prompt_below_its_budget_grows_to_it_and_a_tiny_fraction_budget_is_hel
     cache = fast(random_ids(1, 5)).past_key_values
     fast(random_ids(1, 20), past_key_values=cache)
     assert int(cache.lengths.sum()) == 4 * 5, "the whole of 5 tokens is a budget below the window"
-
-
-def test_rows_take_their_own_budget_along():
-    _, fast = two_layers(recompress="every_turn", budget=0.5)
+    fast.set_budget(0.5)
     cache = fast(*padded(60, 40, 50)).past_key_values
     cache.batch_select_indices(torch.tensor([2, 0, 0, 1]))
     fast(random_ids(4, 12), past_key_values=cache)
-    assert cache.lengths.sum((1, 2)).tolist() == [4 * 25, 4 * 30, 4 * 30, 4 * 20]
+    assert cache.lengths.sum((1, 2)).tolist() == [4 * 25, 4 * 30, 4 * 30, 4 * 20], "rows take their budget along"
 
 
 def test_inductor_compresses_again_like_the_eager_graph():
@@ -251,5 +231,4 @@ def test_a_turn_that_is_never_compressed_does_not_look_at_lengths(monkeypatch):
     _, fast = two_layers()
     cache = fast(random_ids(1, 50)).past_key_values
     monkeypatch.delattr(FullAttentionLayers, "lengths")
-    fast(random_ids(1, 12), past_key_values=cache)
-    assert cache.columns == 62
+    assert fast(random_ids(1, 12), past_key_values=cache).past_key_values.columns == 62

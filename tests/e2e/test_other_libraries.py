@@ -33,19 +33,16 @@ def test_dora_is_named_until_it_is_merged(model):
     assert_same_tokens(adapted.merge_and_unload(), backend="eager")
 
 
-def test_8_bit_layers_of_bitsandbytes_are_named(model):
-    layer = model.model.layers[0].mlp
-    layer.up_proj = type("Linear8bitLt", (nn.Linear,), {})(*reversed(layer.up_proj.weight.shape), bias=False)
-    with pytest.raises(ValueError, match=r"mlp.up_proj is an 8-bit layer of bitsandbytes"):
-        kvpass.compile(model, policy="full", backend="eager")
-
-
-def test_activations_quantised_by_torchao_are_refused_in_compiled_code_on_a_cpu(model):
+def test_activations_quantised_by_torchao_are_refused_in_compiled_code_and_layers_of_bitsandbytes_named(model):
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
     with pytest.raises(ValueError, match=r"weight of torchao quantises what it is multiplied with"):
         kvpass.compile(model, policy="full")
     assert_same_tokens(model, backend="eager")
+    layer = model.model.layers[0].mlp
+    layer.up_proj = type("Linear8bitLt", (nn.Linear,), {})(*reversed(layer.up_proj.weight.shape), bias=False)
+    with pytest.raises(ValueError, match=r"mlp.up_proj is an 8-bit layer of bitsandbytes"):
+        kvpass.compile(model, policy="full", backend="eager")
 
 
 @pytest.mark.parametrize("config", quick(["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"], ["Int8WeightOnlyConfig"]))

@@ -31,8 +31,7 @@ def padded(rows, side, width=9):
     return ids, mask
 
 
-def layers_of(family):
-    return 1 if family == "bloom" else 2
+LAYERS = {"bloom": 1}  # else 2
 
 
 def questions(seed):
@@ -45,7 +44,7 @@ def test_padded_questions_get_the_answers_of_each_question_alone(family, options
     if "entries" in options:
         fast = compiled_anew(model := tiny_model(family, layers=2), **options)
     else:
-        model, fast = two_layers(family, layers=layers_of(family), **options)
+        model, fast = two_layers(family, layers=LAYERS.get(family, 2), **options)
     document, asked = random_ids(1, 40), questions(5)
     cache = fast.compress(document)
     ids, mask = padded(asked, side)
@@ -61,7 +60,7 @@ def test_padded_questions_get_the_answers_of_each_question_alone(family, options
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "bloom"])
 def test_padded_turns_have_the_logits_of_each_row_alone(family, tmp_path):
-    model, fast = two_layers(family, layers=layers_of(family), budget=UNLIMITED)
+    model, fast = two_layers(family, layers=LAYERS.get(family, 2), budget=UNLIMITED)
     document = random_ids(1, 40)
     cache, seen, columns = fast.compress(document, reusable=False), [document[0]] * len(LENGTHS), torch.ones(4, 40)
     for turn, side in enumerate(("right", "left", "right")):

@@ -72,13 +72,12 @@ def test_lengths_paddings_and_blocks(lengths, block, logits_to_keep, policy):
 
 def test_compiled_blocks_of_a_long_prompt():
     model, fast = compiled_once("llama", layers=1, budget=WHOLE, window=8)
-    ids = random_ids(1, 1300)
+    ids, compiled = random_ids(1, 1300), set()
     expected = model(ids).logits
-    assert_close("logits", prefilled(fast, 512, ids)[0], expected, atol=1e-4)
-    compiled = len(fast.report().compiled)
-    for block in (100, "auto"):
+    for block in (512, 100, "auto"):
         assert_close("logits", prefilled(fast, block, ids)[0], expected, atol=1e-4)
-    assert len(fast.report().compiled) == compiled
+        compiled.add(len(fast.report().compiled))
+    assert len(compiled) == 1
 
 
 def test_another_policy_compiles_no_part_of_the_prefill_again(monkeypatch):
@@ -150,12 +149,11 @@ def test_generate_takes_a_chunk_size_as_a_block(monkeypatch):
     assert fast.prefill_block == "auto"
 
 
-@pytest.mark.parametrize("block", [0, 1, -4, 2.0, True, "all", None])
-def test_a_block_that_is_no_number_of_tokens_is_refused(block):
-    message = "must be 'auto' or a number of tokens, an int >= 2"
-    with pytest.raises(ValueError, match=f"prefill_block={block!r}: {message}"):
-        kvpass.compile(tiny_model("llama", layers=2), budget=40, prefill_block=block)
-    if block is not None:
-        _, fast = two_layers(budget=24)
-        with pytest.raises(ValueError, match=f"prefill_chunk_size={block!r}: {message}"):
-            fast.generate(random_ids(1, 30), prefill_chunk_size=block)
+def test_a_block_that_is_no_number_of_tokens_is_refused():
+    message, (model, fast) = "must be 'auto' or a number of tokens, an int >= 2", two_layers(budget=24)
+    for block in (0, 1, -4, 2.0, True, "all", None):
+        with pytest.raises(ValueError, match=f"prefill_block={block!r}: {message}"):
+            kvpass.compile(model, budget=40, prefill_block=block)
+        if block is not None:
+            with pytest.raises(ValueError, match=f"prefill_chunk_size={block!r}: {message}"):
+                fast.generate(random_ids(1, 30), prefill_chunk_size=block)

@@ -59,9 +59,8 @@ def counted(ids):
 
 
 @pytest.fixture
-def decoder(request):
-    """Of one layer, with grouped heads unless a test asks for repeated ones."""
-    return Decoder(getattr(request, "param", False), layers=1)
+def decoder():
+    return Decoder(False, layers=1)
 
 
 @pytest.mark.parametrize(("block", "numbered"), quick_rows([(2, False), (13, True), (89, False)], [(13, True)]))
@@ -80,30 +79,20 @@ def test_blocks_of_a_prompt_change_nothing(block, numbered):
     assert_close("logits of the prompt", found[1][0][:, :90], module(*text)[:, :90], atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("decoder", "compiler"),
-    [
-        (True, "eager"),
-        # the repeat is gone by then
-        pytest.param(True, "inductor", marks=pytest.mark.exhaustive),
-        pytest.param(False, "inductor", marks=pytest.mark.exhaustive),
-    ],
-    indirect=["decoder"],
-    ids=["repeated-eager", "repeated-inductor", "grouped-inductor"],
-)
-def test_contract_1_a_plain_module_decodes_exactly_with_an_unlimited_budget(decoder, compiler):
-    fast = compiled(decoder, policy="lava", budget=10**6, compiler=compiler)
+@pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
+@pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
+def test_contracts_1_and_2_a_plain_module_decodes_exactly_without_a_limit_and_keeps_the_budget_per_row(
+    repeat, compiler
+):
+    module = Decoder(repeat, layers=1)
+    fast = compiled(module, budget=10**6, compiler=compiler)
     for tokens in (30, 41):
         ids = random_ids(2, tokens + NEW, seed=tokens)
         logits, cache = in_session(fast, [tokens, 1, 1, 1, 1, NEW - 4], ids, counted(ids))
-        assert_close("logits", logits, decoder(ids, counted(ids)), atol=1e-4)
+        assert_close("logits", logits, module(ids, counted(ids)), atol=1e-4)
         assert cache.get_seq_length() == tokens + NEW
         assert cache.lengths.shape[2] == 2, "the repeat was not stripped"
-
-
-@pytest.mark.parametrize("repeat", quick([False, True], [True]), ids=["grouped", "repeated"])
-def test_contract_2_a_plain_module_keeps_exactly_the_budget_per_row(repeat):
-    fast = compiled(Decoder(repeat, layers=1))
+    fast = compiled(module, compiler=compiler)
     ids, mask = padded(40, 25, 12)
     _, cache = in_session(fast, [40], ids, (mask.cumsum(1) - 1).clamp(min=0), attention_mask=mask)
     assert cache.lengths.sum((1, 2)).tolist() == [16 * 2, 16 * 2, 12 * 2]
@@ -131,19 +120,14 @@ def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
     assert_close("logits", found, torch.cat(expected, 1), atol=1e-5)
 
 
-def test_a_module_that_numbers_its_own_tokens_refuses_padded_rows():
-    fast = compiled(SelfNumbering(False, layers=1))
-    ids, mask = padded(40, 31)
-    with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
-        fast(ids)
-
-
-def test_a_raw_module_needs_a_session_and_no_grad(decoder):
-    fast, ids = compiled(decoder), random_ids(1, 40)
+def test_a_raw_module_needs_a_session_and_no_grad_and_no_padding_where_it_numbers_its_own_tokens(decoder):
+    (ids, mask), fast, numbering = padded(40, 31), compiled(decoder), compiled(SelfNumbering(False, layers=1))
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"runs inside `with kvpass.session\(\):`"):
         fast(ids, counted(ids))
     with pytest.raises(RuntimeError, match="no_grad"), kvpass.session():
         fast(ids, counted(ids))
+    with pytest.raises(ValueError, match="counts its own positions"), torch.no_grad(), kvpass.session(mask):
+        numbering(ids)
 
 
 def by_hand(fast, cache, ids):
@@ -171,26 +155,21 @@ def test_an_interrupted_step_is_refused_or_did_not_happen(policy):
         assert torch.equal(by_hand(fast, cache, token)[0], expected)
 
 
-def test_a_reusable_cache_stays_as_it_is(decoder):
-    fast = compiled(decoder)
-    _, cache = in_session(fast, [40], random_ids(1, 40), torch.arange(40)[None])
-    question = random_ids(1, 5, seed=1)
-    cache.reusable = True
-    found = [by_hand(fast, cache, question) for _ in range(2)]
-    assert torch.equal(found[0][0], found[1][0])
-    assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
-
-
 @pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
-def test_a_prompt_in_inference_mode_is_continued_outside(decoder, compiler):
+def test_a_prompt_in_inference_mode_is_continued_outside_and_a_reusable_cache_stays(decoder, compiler):
     fast, logits = compiled(decoder, compiler=compiler), []
     for mode in (torch.inference_mode, torch.no_grad):
-        with kvpass.session():
+        with kvpass.session() as session:
             with mode():
                 fast(random_ids(1, 40), torch.arange(40)[None])
+            cache = session.cache.clone()
             with torch.no_grad():
                 logits.append(fast(random_ids(1, 1, seed=1), torch.tensor([[40]])))
     assert torch.equal(*logits)
+    cache.reusable = True
+    found = [by_hand(fast, cache, random_ids(1, 5, seed=1)) for _ in range(2)]
+    assert torch.equal(found[0][0], found[1][0])
+    assert [part.columns for part in (cache, found[0][1], found[1][1])] == [40, 45, 45]
 
 
 class Broken(Decoder):
@@ -264,18 +243,14 @@ def test_what_a_forward_reads_is_the_modules_own_between_sessions_and_cannot_cha
         compiled(decoder.train(), budget=1 << 20)(ids, positions)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        # it would be that of one token while decoding
+def test_contract_7_a_graph_of_one_length_and_an_unknown_compiler_are_refused(decoder):
+    """The graph would be that of one token while decoding."""
+    for given, message in (
         ({"dynamic": False}, r"for 40 tokens and no other length.*dynamic=True"),
         ({"compiler": "none"}, "compiler='none': must be one of inductor, eager"),
-    ],
-    ids=["contract 7, a graph of one length", "an unknown compiler"],
-)
-def test_how_a_module_cannot_be_compiled(decoder, given, message):
-    with pytest.raises(Exception, match=message), torch.no_grad(), kvpass.session():
-        compiled(decoder, **given)(random_ids(1, 40), torch.arange(40)[None])
+    ):
+        with pytest.raises(Exception, match=message), torch.no_grad(), kvpass.session():
+            compiled(decoder, **given)(random_ids(1, 40), torch.arange(40)[None])
 
 
 class WithLoss(Decoder):

@@ -13,7 +13,7 @@ from masked_oracle import MaskedOracle, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
 from small_decoders import DIM, SmallDecoder
-from tiny_models import LLAMA_LIKE, in_session, left_pad, random_ids, raw, step_logits
+from tiny_models import LLAMA_LIKE, in_session, left_pad, random_ids, raw, sharing_captures, step_logits
 from versions import needs_transformers
 
 pytestmark = needs_transformers("5.23", "gemma4 has other names")
@@ -38,8 +38,11 @@ def model(*types):
 
 
 @functools.cache
-def compiled():
-    return kvpass.compile(model(), policy="full", backend="eager", prefill_block=16)
+def compiled(recompress="never"):
+    fast = kvpass.compile(model(), policy="full", backend="eager", prefill_block=16)
+    if recompress != "never":
+        fast = kvpass.compile(model(), policy="snapkv", budget=24, window=8, recompress=recompress, backend="eager")
+    return sharing_captures(fast, "gemma4")
 
 
 def compressed(policy, budget, **options):
@@ -48,13 +51,14 @@ def compressed(policy, budget, **options):
     return fast
 
 
-def test_contract_1_tokens_and_bytes_of_a_full_cache_are_those_of_transformers():
+def test_contract_1_logits_and_bytes_of_a_full_cache_are_those_of_transformers():
     fast, cache = compressed("full", None), DynamicCache(config=model().config)
-    assert torch.equal(greedy(fast, IDS, attention_mask=MASK), greedy(model(), IDS, attention_mask=MASK))
     with torch.no_grad():
+        expected = step_logits(model(), IDS, NEW)
         model()(IDS, past_key_values=cache)
+    assert_close("logits", step_logits(fast, IDS, NEW), expected, atol=1e-4)
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
-    layout = fast(IDS, logits_to_keep=1).past_key_values.state.layout
+    layout = fast(IDS).past_key_values.state.layout
     assert layout.token_bytes("model") * IDS.numel() == held
     assert [group.layers for group in layout.pools] == [(0, 1)]
 
@@ -92,9 +96,11 @@ def test_scores_are_those_of_all_readers():
 def test_layers_with_a_sliding_window_that_share_keys_have_rings_of_their_own(backend):
     mixed = model(*["sliding_attention", "full_attention"] * 2)
     fast = kvpass.compile(mixed, policy="full", backend=backend, prefill_block=16)
-    assert_close("logits", step_logits(fast, IDS, NEW), step_logits(mixed, IDS, NEW), atol=1e-4)
-    assert torch.equal(greedy(fast, IDS, 30, attention_mask=MASK), greedy(mixed, IDS, 30, attention_mask=MASK))
-    layout = fast(IDS).past_key_values.state.layout
+    told = {"attention_mask": MASK, "return_dict_in_generate": True, "output_logits": True}
+    found, expected = (greedy(subject, IDS, 30, **told) for subject in (fast, mixed))
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close("logits", torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4)
+    layout = found.past_key_values.state.layout
     assert [group.layers for group in layout.rings] == [(0, 2)] and [group.layers for group in layout.pools] == [(1,)]
 
 
@@ -133,7 +139,7 @@ def test_what_is_of_one_layer_alone_is_refused():
     for policy in ("h2o", "criticalkv", "kvzip"):
         with pytest.raises(ValueError, match=r"several layers.* attend to the"):
             compressed(policy, 24, window=8)(IDS)
-    fast = kvpass.compile(model(), policy="snapkv", budget=24, window=8, recompress="every_turn", backend="eager")
+    fast = compiled("every_turn")
     cache = fast(IDS).past_key_values
     with pytest.raises(ValueError, match="recompression of keys and values that several layers attend to"):
         fast(NEW, past_key_values=cache)

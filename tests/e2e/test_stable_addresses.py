@@ -20,8 +20,9 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.frontends.transformers import CompressedModel
-from pairwise import quick
-from tiny_models import in_session, left_pad, random_ids, raw_llama, tiny_model
+from pairwise import quick, quick_rows
+from small_decoders import raw_decoder
+from tiny_models import in_session, left_pad, random_ids, tiny_model
 
 OPTIONS = {"budget": 16, "window": 8, "backend": "eager"}
 
@@ -89,16 +90,11 @@ def plain_model(family="llama", policy="lava", budget=16, window=8):
     return fast
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        pytest.param("llama", {}, marks=pytest.mark.exhaustive),
-        pytest.param("llama", {"policy": "full", "budget": None, "window": None}, marks=pytest.mark.exhaustive),
-        pytest.param("llama", {"policy": "h2o"}, marks=pytest.mark.exhaustive),
-        ("gemma3", {"policy": "snapkv"}),
-    ],
-    ids=["lava", "full", "h2o", "rings"],
-)
+SECOND = [("llama", {}), ("llama", {"policy": "full", "budget": None, "window": None}), ("llama", {"policy": "h2o"})]
+SECOND += [("gemma3", {"policy": "snapkv"})]
+
+
+@pytest.mark.parametrize(("family", "options"), quick_rows(SECOND, SECOND[3:]))
 def test_a_second_prompt_of_any_length_and_padding_captures_nothing(family, options, recorded):
     graphed = kvpass.compile(small(family), **OPTIONS | options, cuda_graphs=True)
     plain = plain_model(family, **options)
@@ -136,23 +132,17 @@ def test_a_cache_that_is_still_referred_to_is_not_overwritten():
     assert torch.equal(torch.stack(views), torch.stack(expected)), "a view of a cache that is gone"
 
 
-def test_a_report_outlives_its_cache():
+def test_a_cache_that_is_reset_gives_its_memory_to_the_next_and_a_report_outlives_it():
     graphed = shared_graphed()
-    graphed(random_ids(1, 61))
-    report = graphed.report()
-    expected = [tensor.clone() for tensor in (report.prompt.start, report.prompt.full_layers[0].offsets)]
-    for turn in range(3):
-        graphed(random_ids(1, 70, seed=turn + 1))
-    assert torch.equal(report.prompt.start, expected[0])
-    assert torch.equal(report.prompt.full_layers[0].offsets, expected[1])
-
-
-def test_a_cache_that_is_reset_gives_its_memory_to_the_next():
-    graphed = shared_graphed()
-    cache = graphed(random_ids(1, 61)).past_key_values
+    cache, report = graphed(random_ids(1, 61)).past_key_values, graphed.report()
+    of_report = (report.prompt.start, report.prompt.full_layers[0].offsets)
+    expected = [tensor.clone() for tensor in of_report]
     before = cache.state.full_layers[0].buffers.pool_k.data_ptr()
     cache.reset()
     assert graphed(random_ids(1, 61)).past_key_values.state.full_layers[0].buffers.pool_k.data_ptr() == before
+    for turn in range(3):
+        graphed(random_ids(1, 70, seed=turn + 1))
+    assert all(map(torch.equal, of_report, expected))
 
 
 def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
@@ -169,12 +159,6 @@ def test_what_is_held_back_is_bounded_and_let_go_by_a_prompt_of_another_shape():
     del again, other
     last = reuse.empty("k", (6,), torch.float64, torch.device("cpu"))
     assert [tensor.dtype for tensor in reuse._known["k"]] == [torch.float64] == [last.dtype]
-
-
-def test_where_no_steps_are_captured_nothing_is_held_back():
-    plain = plain_model()
-    plain(random_ids(1, 61))
-    assert not plain._kvpass.captures.compiler.reuse._known
 
 
 # -- the tail is reserved for what generate is asked for --------------------------------------------------------
@@ -218,12 +202,16 @@ def test_generate_reserves_the_tail_once(asked, slots, monkeypatch):
     assert set(seen) == {slots} and len(seen) == out.shape[1] - 61
 
 
-def test_a_turn_reserves_the_tail_once(monkeypatch):
-    plain = plain_model()
+def test_a_turn_reserves_the_tail_once_and_tokens_beyond_what_was_expected_find_room(monkeypatch):
+    plain, token = plain_model(), random_ids(1, 1)
     cache = plain.compress(random_ids(1, 61), reusable=False)
     seen = tails(plain, monkeypatch)
     greedy(plain, random_ids(1, 9), 100, past_key_values=cache)
     assert seen[-1] == 128 and len(set(seen)) == 2, "as long as the prompt's first, then once"
+    cache = greedy(plain, random_ids(1, 61), 4, return_dict_in_generate=True).past_key_values
+    for _ in range(80):
+        plain(token, past_key_values=cache)
+    assert cache.columns == 61 + 3 + 80 and tail_of(cache) == 128
 
 
 def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
@@ -233,25 +221,15 @@ def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
     end = int(greedy(plain, ids, 3)[0, -1])
     cache = greedy(plain, ids, 50_000, eos_token_id=end, return_dict_in_generate=True).past_key_values
     assert tail_of(cache) == 8 + 1024
-    assert (
-        cache.nbytes
-        == sum(part.nbytes for part in cache.state.full_layers) + cache.state.start.nbytes + cache.ids.nbytes
-    )
+    parts = [*cache.state.full_layers, cache.state.start, cache.ids]
+    assert cache.nbytes == sum(part.nbytes for part in parts)
     cache.reset()
     assert tail_of(plain(ids, past_key_values=cache).past_key_values) == 8 + 64
-
-
-def test_tokens_beyond_what_was_expected_find_room():
-    plain = plain_model()
-    cache = greedy(plain, random_ids(1, 61), 4, return_dict_in_generate=True).past_key_values
-    token = random_ids(1, 1)
-    for _ in range(80):
-        plain(token, past_key_values=cache)
-    assert cache.columns == 61 + 3 + 80 and tail_of(cache) == 128
+    assert not plain._kvpass.captures.compiler.reuse._known, "where no steps are captured nothing is held back"
 
 
 def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
-    _, compiled = raw_llama(budget=16, cuda_graphs=False)
+    _, compiled = raw_decoder(budget=16, cuda_graphs=False)
     _, cache = in_session(compiled, [40], random_ids(1, 40), torch.arange(40)[None])
     assert tail_of(cache) == 8 + 64
     sizes = []

@@ -59,14 +59,8 @@ def test_contract_7_a_window_in_the_mask_alone_is_refused(model_type):
     assert layer in refusal.value.module_path
 
 
-SHARED = {
-    "head_dim": 16,
-    "global_head_dim": 16,
-    "layer_types": ["full_attention"] * 2,
-    "num_kv_shared_layers": 1,
-    "vocab_size_per_layer_input": 128,
-    "hidden_size_per_layer_input": 8,
-}
+SHARED = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "head_dim": 16, "global_head_dim": 16}
+SHARED |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
 """Of gemma4_text: the second layer attends to keys and values of the first."""
 
 
@@ -128,19 +122,15 @@ def test_a_refused_call_on_a_loaded_cache_spoils_nothing(family, tokens, tmp_pat
 
 
 @torch.no_grad()
-def test_tables_of_positions_are_measured_by_positions_not_by_columns():
+def test_tables_of_positions_are_measured_by_positions_which_are_not_counted_from_a_padding_token():
     model = tiny_model("gpt2", layers=1, n_positions=64)
     fast = kvpass.compile(model, policy="full", backend="eager")
     ids, mask = (torch.nn.functional.pad(x, (44, 0)) for x in padded(20, 12))
     assert torch.equal(greedy(fast, ids, attention_mask=mask), greedy(model, ids, attention_mask=mask))
     with pytest.raises(ValueError, match="its table of positions ends there and one would be at 69"):
         fast(ids[:, :20], position_ids=torch.arange(50, 70)[None], logits_to_keep=1)
-
-
-def test_a_model_that_counts_positions_from_its_padding_token_is_refused():
-    model = tiny("roberta", {"is_decoder": True})
     with pytest.raises(ValueError, match="counts positions from its padding token"):
-        kvpass.compile(model, policy="full", backend="eager")
+        kvpass.compile(tiny("roberta", {"is_decoder": True}), policy="full", backend="eager")
 
 
 @pytest.mark.parametrize("family", quick(["gptj", "gpt_neo"], ["gpt_neo"]))

@@ -68,8 +68,8 @@ def test_positions_of_equal_axes_are_those_of_text():
         fast(IDS[:1], position_ids=places.expand(3, 1, -1) * torch.tensor([1, 1, 2])[:, None, None])
 
 
-def test_an_image_is_refused_by_what_it_is():
-    _, fast = pair("qwen2_vl")
+def test_an_image_is_refused_by_what_it_is_and_a_language_model_inside_told_what_can_be_compiled():
+    model, fast = pair("qwen2_vl")
     types = torch.zeros_like(IDS).index_fill(1, torch.tensor([3]), 1)
     images = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     for given in ({"mm_token_type_ids": types}, images, {"token_type_ids": types, **images}):
@@ -77,9 +77,5 @@ def test_an_image_is_refused_by_what_it_is():
             with pytest.raises(ValueError, match="kvpass reads no images, videos or sound yet") as refusal:
                 call(IDS, **given)
             assert re.search("mm_token_type_ids|pixel_values", str(refusal.value))
-
-
-def test_a_language_model_inside_is_told_what_can_be_compiled():
-    model, _ = pair("qwen2_vl")
     with pytest.raises(ValueError, match="it is a part of a model that has one, compile that"):
         kvpass.compile(model.model.language_model, budget=UNLIMITED)

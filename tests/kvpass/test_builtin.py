@@ -15,16 +15,13 @@ def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return builtin.load()
 
 
-def test_the_dtype_is_the_one_asked_for(loaded):
+def test_the_dtype_is_the_one_asked_for_and_the_folder_holds_model_tokenizer_and_card(loaded):
     assert {p.dtype for p in loaded[0].parameters()} == {torch.float32}
     assert not loaded[0].training
     bf16, _ = builtin.load(dtype=torch.bfloat16)
     assert {p.dtype for p in bf16.parameters()} == {torch.bfloat16}
     for (name, stored), (_, widened) in zip(bf16.named_parameters(), loaded[0].named_parameters(), strict=True):
         assert torch.equal(stored.float(), widened), name
-
-
-def test_the_folder_holds_model_tokenizer_and_card():
     names = {file.name for file in builtin.path().iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "MODEL_CARD.md"} <= names
 

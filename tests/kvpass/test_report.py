@@ -5,19 +5,14 @@ import json
 import torch
 from matplotlib.figure import Figure
 
-import kvpass
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from compiled_models import padded, two_layers
 
 
-def reported(fast):
+def report(family="llama", **options):
     """The report of a batch of two prompts, and their cache."""
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (60, 33)])
-    cache = fast(ids, attention_mask=mask).past_key_values
+    _, fast = two_layers(family, **options)
+    cache = fast(*padded(60, 33)).past_key_values
     return fast.report(), cache
-
-
-def report(**options):
-    return reported(compiled_once("llama", layers=2, window=8, backend="eager", **options)[1])
 
 
 def test_the_text_states_what_was_kept():
@@ -42,8 +37,7 @@ def test_the_dictionary_is_json_and_adds_up():
 
 
 def test_a_model_whose_layers_all_slide_keeps_nothing_under_the_budget():
-    fast = kvpass.compile(tiny_model("mistral_sliding", layers=2), budget=16, window=8, backend="eager")
-    found, cache = reported(fast)
+    found, cache = report("mistral_sliding", budget=16)
     assert found.lengths.shape == found.bytes_kept.shape == found.attention_mass.shape == (2, 0, 0)
     assert cache.lengths.shape == (2, 0, 0) and cache.positions.shape == (2, 0, 0, 0) and cache.layer_ids == ()
     assert found.lengths.dtype == found.bytes_kept.dtype == cache.positions.dtype == torch.int64

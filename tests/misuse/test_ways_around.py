@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import kvpass
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import FAMILIES, compiled_once, random_ids, raw_llama, tiny_model
+from small_decoders import raw_decoder
+from tiny_models import FAMILIES, compiled_once, random_ids, tiny_model
 
 OPTIONS = {"budget": 24, "window": 8, "backend": "eager"}
 NOT_RUN = "the captured graph did not run"
@@ -56,17 +57,16 @@ def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was(stance, to
 
 
 CONFIG = {"automatic_dynamic_shapes": True, "assume_static_by_default": True}  # torch 2.13 leaves them changed
-ELSEWHERE = {
-    NOT_RUN: lambda: torch.compiler.set_stance("default", force_backend="eager"),
-    f"{NOT_RUN}|no compiled frames": lambda: torch._dynamo.config.patch(CONFIG | {"disable": True}),
-}
 
 
-@pytest.mark.parametrize("said", ELSEWHERE, ids=["another backend", "disabled"])
-def test_code_that_another_backend_or_none_compiles_is_an_error(said):
+def test_code_that_another_backend_or_none_compiles_is_an_error():
     fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
-    with ELSEWHERE[said](), pytest.raises(RuntimeError, match=said):
-        fast(random_ids(1, 60))
+    for elsewhere, said in (
+        (torch.compiler.set_stance("default", force_backend="eager"), NOT_RUN),
+        (torch._dynamo.config.patch(CONFIG | {"disable": True}), f"{NOT_RUN}|no compiled frames"),
+    ):
+        with elsewhere, pytest.raises(RuntimeError, match=said):
+            fast(random_ids(1, 60))
     assert fast(random_ids(1, 60)).past_key_values.columns == 60
 
 
@@ -80,11 +80,13 @@ WRAPPERS = ("model", "forward", "nn.Module.compile")
 def test_torch_compile_around_a_compiled_model_changes_nothing(wrapper, fullgraph):
     model, plain = compiled_once("llama", layers=1, **OPTIONS)
     fast = kvpass.compile(model, **OPTIONS)
-    call = torch.compile(fast, backend="eager", fullgraph=fullgraph) if wrapper == "model" else fast
-    if wrapper == "forward":
-        fast.forward = torch.compile(fast.forward, backend="eager", fullgraph=fullgraph)
-    elif wrapper == "nn.Module.compile":
-        fast.compile(backend="eager", fullgraph=fullgraph)
+    call, options = fast, {"backend": "eager", "fullgraph": fullgraph}
+    if wrapper == "model":
+        call = torch.compile(fast, **options)
+    elif wrapper == "forward":
+        fast.forward = torch.compile(fast.forward, **options)
+    else:
+        fast.compile(**options)
     ids, token = random_ids(1, 60), random_ids(1, 1, seed=1)
     try:
         cache = call(ids).past_key_values
@@ -104,7 +106,8 @@ def compiled_forward(model):
 
 
 def forward_compiled_twice(model):
-    model.forward = torch.compile(torch.compile(model.forward, backend="eager"), backend="eager")
+    compiled_forward(model)
+    compiled_forward(model)
 
 
 def hooks_taken_off_again(model):
@@ -172,10 +175,6 @@ def on_another_device(model):
                 module._buffers[name] = torch.empty(buffer.shape, device="mps")
 
 
-def with_a_hook(model):
-    add_hook_to_module(model.model.layers[0], ModelHook())
-
-
 def own_forward(model):
     original = model.forward
     model.forward = lambda *args, **kwargs: original(*args, **kwargs)
@@ -193,18 +192,15 @@ REPLACED = "forward of this LlamaForCausalLM was replaced on the instance"
 CHANGES = {
     "no weights": (lambda m: m.to("meta"), "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
     "a head without weights": (lambda m: m.lm_head.to("meta"), HEAD_IS_AWAY),
-    "offloaded": (
-        offloaded_to_the_host,
-        "12 of 14 are not on cpu, .* offloaded by accelerate.*quantised .*tensor-parallel",
-    ),
+    "offloaded": (offloaded_to_the_host, "12 of 14 are not on cpu, .* offloaded by accelerate.*quantised .*tensor-par"),
     "one layer offloaded": (one_layer_offloaded, HEAD_IS_AWAY),
     "on disk": (offloaded_to_disk, "12 of 14 are not on cpu, the first is model.embed_tokens.weight on meta"),
     "two devices": (needed_on_two_devices, "are not on cpu, the first is model.embed_tokens.weight on meta"),
-    "another device": (
-        on_another_device,
-        "weights of LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices",
+    "another device": (on_another_device, "LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices"),
+    "a hook": (
+        lambda m: add_hook_to_module(m.model.layers[0], ModelHook()),
+        r"model\.layers\.0 has the accelerate hook ModelHook",
     ),
-    "a hook": (with_a_hook, r"model\.layers\.0 has the accelerate hook ModelHook"),
     "a forward": (own_forward, REPLACED),
     "a method": (own_method, REPLACED),
 }
@@ -232,10 +228,6 @@ def calling_a_global(*args, **kwargs):
     return ORIGINAL(*args, **kwargs)  # noqa: F821  # set by a test
 
 
-def calling_an_attribute(holder):
-    return lambda *args, **kwargs: holder.original(*args, **kwargs)
-
-
 WRAPS = {"timer": timed, "mode": torch.inference_mode(), "partial": functools.partial}
 
 
@@ -252,14 +244,14 @@ def test_a_wrapped_generate_calls_that_of_the_copy(name):
     assert model.generate is before and not torch.equal(model(ids).logits, fast(ids).logits)
 
 
-@pytest.mark.parametrize("reach", ["ORIGINAL", "holder"])
-def test_a_function_that_calls_the_original_by_another_name_is_refused(reach, monkeypatch):
+def test_a_function_that_calls_the_original_by_another_name_is_refused(monkeypatch):
     model = tiny_model("llama", layers=1)
     monkeypatch.setitem(globals(), "ORIGINAL", model.generate)
     holder = types.SimpleNamespace(original=model.generate)
-    model.generate = calling_a_global if reach == "ORIGINAL" else calling_an_attribute(holder)
-    with pytest.raises(ValueError, match=f"generate was replaced on the instance .* calls this model by '{reach}'"):
-        kvpass.compile(model, **OPTIONS)
+    functions = {"ORIGINAL": calling_a_global, "holder": lambda *args, **kwargs: holder.original(*args, **kwargs)}
+    for reach, model.generate in functions.items():
+        with pytest.raises(ValueError, match=f"generate was replaced on the instance .* calls this model by '{reach}'"):
+            kvpass.compile(model, **OPTIONS)
 
 
 def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_path):
@@ -280,19 +272,14 @@ def test_a_layer_that_is_divided_as_transformers_divides_none_is_refused(tmp_pat
 # -- raw modules -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
-def test_no_session_under_a_stance_that_may_run_modules_eagerly(stance):
-    _, compiled = raw_llama()
-    with torch.compiler.set_stance(stance):
-        with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
-            pass
-        with pytest.raises(RuntimeError, match="default stance"):
-            kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=3, positions=True)
-
-
-def test_generate_notices_a_step_that_ran_eagerly():
-    _, compiled = raw_llama()
-    steps = []
+def test_no_session_under_a_stance_that_may_run_modules_eagerly_and_generate_notices_a_step_that_ran_so():
+    (_, compiled), steps = raw_decoder(), []
+    for stance in ("force_eager", "eager_on_recompile", "eager_then_compile"):
+        with torch.compiler.set_stance(stance):
+            with pytest.raises(RuntimeError, match="default stance"), kvpass.session():
+                pass
+            with pytest.raises(RuntimeError, match="default stance"):
+                kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=3, positions=True)
 
     def changing(ids, positions):
         steps.append(ids)

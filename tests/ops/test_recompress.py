@@ -75,7 +75,7 @@ def test_every_head_is_scored_over_its_own_entries(t, window):
     assert_close("weight", layer_weights[0, 1], entropy, atol=2 * error)
 
 
-def test_the_weight_of_a_layer_takes_all_its_heads():
+def test_the_weight_of_a_layer_takes_all_its_heads_and_a_row_that_is_not_due_is_not_looked_at():
     call, held, found, keys, _ = ragged(t=5)
     policy = resolve("cake", window=4, tau1=1.5, tau2=0.5, evict_during_decode=False)
     observe(call, held, found, policy)
@@ -86,6 +86,9 @@ def test_the_weight_of_a_layer_takes_all_its_heads():
         h, v = h - (a * (a + 1e-10).log()).sum(), v + a.var(1).sum()
     weight = h ** (1 / 1.5) * v ** (1 / 0.5)
     assert_close("weight", found.recompress_weights[0, 1], weight, atol=0, rtol=(2 / 1.5 + 4 / 0.5) * error)
+    call, held, found, *_ = ragged(window=NOT_DUE)
+    observe(call, held, found, resolve("lava", window=4))
+    assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
 
 
 def test_sinks_and_softcap_take_part():
@@ -98,12 +101,6 @@ def test_sinks_and_softcap_take_part():
         a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads])
         found, expected = turn.recompress_scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
         assert_close(f"scores of head {head}", found, expected, atol=0, rtol=error)
-
-
-def test_a_row_that_is_not_due_is_not_looked_at():
-    call, held, found, _, _ = ragged(window=NOT_DUE)
-    observe(call, held, found, resolve("lava", window=4))
-    assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
 
 
 def shares(layers):

@@ -72,16 +72,13 @@ def test_bad_inputs_give_numbers_that_are_no_worse_than_the_entries_as_they_were
         assert torch.equal(fitted.keys, k) and torch.equal(fitted.values, v)
 
 
-def test_where_queries_that_were_not_fitted_to_lose_the_entries_stay():
+def test_entries_stay_where_queries_that_were_not_fitted_to_lose_and_of_a_head_without_any_the_rest_is_the_error():
     k, v, reference = made(40, 60)
     reference.queries[::4] = 40 * k[0]  # these judge the fit to the others, and read one kept entry alone
     kept = torch.arange(0, 60, 5)
     fitted = fit_entries(k, v, kept, reference, 0.35)
     assert torch.equal(fitted.keys, k[kept]) and torch.equal(fitted.values, v[kept])
     assert fitted.errors[1] == fitted.errors[2]
-
-
-def test_of_a_head_that_keeps_nothing_the_error_is_that_of_the_rest_alone():
     k, v, reference = made(40, 20)
     reference = reference._replace(lse=torch.zeros(40))
     fitted = fit_entries(k, v, torch.arange(0), reference, 0.35)

@@ -60,13 +60,6 @@ def published(folder: Path, rows: list[str], **config: object) -> str:
 ROWS = ["\t".join(f"{number:e}" for number in row) for row in HEAD_MAP]
 
 
-def test_files_of_a_published_map_may_begin_with_a_byte_order_mark(tmp_path):
-    plain = resolve("duo_attention", head_map=(folder := published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)))
-    for file in Path(folder).iterdir():
-        file.write_text(file.read_text(), encoding="utf-8-sig")
-    assert resolve("duo_attention", head_map=folder) == plain
-
-
 def test_a_published_map_decides_what_rows_of_any_padding_keep_and_a_saved_cache_needs_no_file(tmp_path):
     folder = published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)
     _, fast = compiled_once("llama", layers=3, policy="duo_attention", budget=17, backend="eager", head_map=folder)
@@ -106,28 +99,34 @@ def test_a_file_of_calibrate_has_a_map_by_each_rule(rule, tmp_path):
 
 
 def test_a_file_without_the_map_and_a_rule_without_a_file_are_refused(tmp_path):
-    path = fitted(tmp_path / "file", head_maxima=torch.rand(3, 2))
-    with pytest.raises(ValueError, match="holds no head_distances: a newer 'kvpass calibrate' writes"):
-        resolve("duo_attention", head_map=path, rule="distances")
-    with pytest.raises(ValueError, match="rule='distance': must be one of 'maxima', 'distances'"):
-        resolve("duo_attention", head_map=path, rule="distance")
-    for head_map in (HEAD_MAP, published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)):
-        with pytest.raises(ValueError, match="rule='distances': is of a file of 'kvpass calibrate'"):
-            resolve("duo_attention", head_map=head_map, rule="distances")
-    with pytest.raises(ValueError, match="rule='distances': is of a file"):
-        resolve(resolve("duo_attention", head_map=path), rule="distances")
-    for name, held in {"nan": torch.tensor([[torch.nan]]), "vector": torch.ones(3)}.items():
-        with pytest.raises(ValueError, match="head_map="):
-            resolve("duo_attention", head_map=fitted(tmp_path / name, head_maxima=held))
+    path, distances = fitted(tmp_path / "file", head_maxima=torch.rand(3, 2)), {"rule": "distances"}
+    published_map = published(tmp_path / "map", ROWS, sink_size=3, recent_size=5)
     (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(ValueError, match="cannot be read"):
-        resolve("duo_attention", head_map=str(tmp_path / "text"))
+    for policy, options, message in (
+        ("duo_attention", {"head_map": path, **distances}, "no head_distances: a newer 'kvpass calibrate' writes"),
+        ("duo_attention", {"head_map": path, "rule": "distance"}, "must be one of 'maxima', 'distances'"),
+        ("duo_attention", {"head_map": HEAD_MAP, **distances}, "is of a file of 'kvpass calibrate'"),
+        ("duo_attention", {"head_map": published_map, **distances}, "is of a file of 'kvpass calibrate'"),
+        (resolve("duo_attention", head_map=path), distances, "rule='distances': is of a file"),
+        (
+            "duo_attention",
+            {"head_map": fitted(tmp_path / "nan", head_maxima=torch.full((1, 1), torch.nan))},
+            "head_map=",
+        ),
+        ("duo_attention", {"head_map": fitted(tmp_path / "vector", head_maxima=torch.ones(3))}, "head_map="),
+        ("duo_attention", {"head_map": str(tmp_path / "text")}, "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve(policy, **options)
 
 
-def test_numbers_of_a_file_are_clipped_and_options_come_before_its_sizes(tmp_path):
+def test_numbers_of_a_file_are_clipped_options_come_before_its_sizes_and_it_may_begin_with_a_byte_order_mark(tmp_path):
     folder = published(tmp_path / "map", ["-0.5\t0.25", "3\t1"], sink_size=3, recent_size=5)
     policy = resolve("duo_attention", head_map=folder, sinks=7)
     assert (policy.head_map, policy.sinks, policy.window) == (((0.0, 0.25), (1.0, 1.0)), 7, 5)
+    for file in Path(folder).iterdir():
+        file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert resolve("duo_attention", head_map=folder, sinks=7) == policy
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_a_map_that_is_not_as_published_is_refused(rows, config, said, tmp_path)
 
 def test_a_map_of_another_shape_is_refused_before_a_prompt_is_read():
     given = {"budget": 17, "window": 5, "head_map": HEAD_MAP[:2]}
-    _, fast = compiled_once("llama", policy="duo_attention", backend="eager", **given)
+    _, fast = compiled_once("llama", layers=3, policy="duo_attention", backend="eager", **given)
     said = "head_map is of 2 layers of 2 KV heads, but the model has 3 layers of 2 KV heads under the budget"
     with pytest.raises(ValueError, match=said):
         fast(random_ids(1, 40))
@@ -157,10 +156,6 @@ def test_a_map_of_another_shape_is_refused_before_a_prompt_is_read():
         plan("duo_attention", *torch.randn(3, 3, 1, 2, 40, 4), **given)
     fast.set_policy("duo_attention", 17, window=5, head_map=HEAD_MAP)
     assert int(fast(random_ids(1, 40)).past_key_values.lengths.sum()) == 17 * 6
-
-
-def test_the_policy_of_a_file_names_no_files():
-    """A cache may come from anywhere."""
-    spec = json.loads(resolve("duo_attention", head_map=HEAD_MAP).spec)
+    spec = json.loads(resolve("duo_attention", head_map=HEAD_MAP).spec)  # of a file, which may come from anywhere
     with pytest.raises(ValueError, match="head_map='/': must be"):
         from_spec(json.dumps(spec | {"head_map": "/"}))

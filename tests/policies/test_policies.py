@@ -52,16 +52,6 @@ def assert_score(policy: Policy, obs: Observation, want: list[list[float]]) -> N
     torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-9)
 
 
-def test_layers_that_compete_go_with_heads_that_do():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Uniform(resolve("layer_defensivekv").__class__):
-        def heads(self):
-            return UniformHeads()
-
-    with pytest.raises(ValueError, match=r"needs heads\(\) to be AdaptiveHeads\(0.0\)"):
-        Uniform()
-
-
 OF_A_PROMPT = {"projection", "rotation", "replays", "queries", "column_sum"}
 
 
@@ -107,13 +97,9 @@ def test_snapkv_score(obs, pool, group, reduce):
     assert_score(resolve("snapkv", window=W, pool=pool, kernel_size=5, group=group), obs, want)
 
 
-def test_snapkv_without_pooling(obs):
+def test_snapkv_without_pooling_and_pyramidkv_which_sums_where_it_takes_the_mean(obs):
     assert_score(resolve("snapkv", window=W, pool=None), obs, attention(obs)[:, :, -W:, :M].mean((1, 2)).tolist())
-
-
-def test_pyramidkv_sums_where_snapkv_takes_the_mean(obs):
-    want = (resolve("snapkv", window=W).score(obs)[0] * W).tolist()
-    assert_score(resolve("pyramidkv", window=W), obs, want)
+    assert_score(resolve("pyramidkv", window=W), obs, (resolve("snapkv", window=W).score(obs)[0] * W).tolist())
 
 
 def test_lava_pools_each_query_head_takes_the_group_maximum_and_weighs_by_the_largest_evictable_value(obs):
@@ -158,16 +144,10 @@ def test_cake_layer_preference_also_serves_other_scores(obs):
     assert resolve("snapkv", window=W).layer_weight(obs, torch.zeros(1, K, M)) is None
 
 
-def test_h2o_score_adds_up_all_rows(obs):
+def test_h2o_adds_up_all_rows_tova_takes_the_last_of_all_heads_and_streaming_llm_sinks_and_the_latest(obs):
     assert_score(resolve("h2o", window=W), obs, attention(obs)[..., :M].sum(2).mean(1).tolist())
-
-
-def test_tova_score_is_the_last_row_averaged_over_all_heads(obs):
     row = attention(obs)[:, :, -1, :M].mean((0, 1)).tolist()
     assert_score(resolve("tova", window=W), obs, [row, row])
-
-
-def test_streaming_llm_keeps_sinks_first_then_the_latest(obs):
     score = resolve("streaming_llm", window=W, sinks=2).score(obs)[0, 0]
     assert score.argsort(descending=True).tolist() == [0, 1, *range(M - 1, 1, -1)]
 
@@ -219,22 +199,19 @@ def test_compactor_adds_leverage_and_attention_within_chunks(obs, chunk, blend):
     assert score[0, :, :sinks].amin() > 1e30
 
 
-def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_on_each_other():
+def test_leverage_of_compactor_is_exact_where_keys_nearly_depend_and_short_prompts_keep_their_ends(obs):
     """Of n independent keys in n + 1 dimensions each is needed (n - 1 of n once their mean is gone); of copies none."""
-    keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
-    asked = PolicyInputs(frequencies=torch.zeros(4), entries=torch.tensor([8]))
-    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, asked=asked)
-    leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
-    assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
-
-
-def test_compactor_keeps_short_prompts_from_the_front_and_the_end(obs):
     turns = torch.ones(L, D // 2)
     q, k, v = (x[None, :, :, :12].expand(L, -1, -1, -1, -1) for x in (obs.queries, obs.keys, obs.values))
     for length, budget, want in ((12, 9, [0, 1, 2, 3, 4, 8, 9, 10, 11]), (3, 5, [0, 1, 2]), (10, 5, [0, 6, 7, 8, 9])):
         cut = (x[:, :, :, :length] for x in (q, k, v))
         keep = plan("compactor", *cut, budget=budget, rope_frequencies=turns).keep
         assert all(head.nonzero().flatten().tolist() == want for head in keep[:, 0].flatten(0, 1))
+    keys = torch.cat([100 * torch.eye(8), 100 * torch.ones(24, 8) + 1e-3 * torch.randn(24, 8)])[None, None]
+    asked = PolicyInputs(frequencies=torch.zeros(4), entries=torch.tensor([8]))
+    obs = Observation(keys, keys, keys, 1.0, 0, 0, 1, asked=asked)
+    leverage = resolve("compactor", window=0, sinks=0)._leverage(obs)[0, 0]
+    assert leverage[:8].amin() > 0.85 and leverage[8:].amax() < 0.1 and 7.9 < leverage.sum() < 8.0
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 1.0])])
@@ -264,7 +241,7 @@ def test_dropkv_is_what_the_output_changes_by_if_one_entry_is_missing(obs, form,
     torch.testing.assert_close(found[0].double(), torch.tensor(want, dtype=torch.float64), rtol=1e-4, atol=1e-9)
 
 
-def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides(obs):
+def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides_and_heads_share_equally_unless_they_compete(obs):
     """Its value is nearly the output; without it the output is the mean of the others' values."""
     obs.queries[:], obs.keys[:] = 2.0, 0.0
     obs.keys[0, :, 3] = 2.5  # e^10 against 1
@@ -273,9 +250,6 @@ def test_dropkv_knows_what_an_entry_with_nearly_all_attention_hides(obs):
     share = 1 / (1 + (N - 1) / math.exp(10))
     want = (obs.values[0, :, 3].double() - others).norm(dim=-1) * share
     torch.testing.assert_close(score[:, 3].double(), want, rtol=5e-3, atol=0)
-
-
-def test_heads_of_dropkv_share_equally_unless_they_compete():
     q, k, v = torch.randn(3, 1, 1, K * G, 40, D, generator=torch.Generator().manual_seed(4))
     k, v = k[:, :, :K], v[:, :, :K] * torch.tensor([0.5, 2.0])[:, None, None]
     equal, compete = (plan("dropkv", q, k, v, budget=16, window=W, alpha=alpha).lengths[0, 0] for alpha in (1.0, 0.2))
@@ -325,11 +299,6 @@ def test_expected_attention_is_that_of_gaussian_queries_turned_by_the_mean_rotat
     assert_score(resolve("expected_attention", window=W, **options), obs, score.tolist())
 
 
-def test_expected_attention_keeps_short_prompts_from_the_front(obs):
-    short = Observation(obs.queries[:, :, :4], obs.keys[:, :, :4], obs.values[:, :, :4], 0.5, 0, 0, L)
-    assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
-
-
 def chunks_kept(s: list[float], chunk: int, spikes: int, n: int) -> set[int]:
     """Which n positions stay: one chunk after the other is taken, then single positions, as kvpress does it."""
     parts = [[*range(first, min(first + chunk, len(s)))] for first in range(0, len(s), chunk)]
@@ -363,9 +332,11 @@ def test_chunkkv_keeps_chunks_by_their_mean_and_cuts_the_last_one(chunk, spikes)
             assert {*kept[head].nonzero().flatten().tolist()} == chunks_kept(own, chunk, spikes, n)
 
 
-def test_lagkv_scores_a_short_prompt_by_recency(obs):
+def test_lagkv_scores_a_short_prompt_by_recency_and_expected_attention_keeps_one_from_the_front(obs):
     score = resolve("lagkv", window=W, sinks=2, lag=8).score(obs)[0]
     assert torch.equal(score, torch.tensor([1, 1, *(i / 15 for i in range(M - 2))]).expand(K, -1))
+    short = Observation(obs.queries[:, :, :4], obs.keys[:, :, :4], obs.values[:, :, :4], 0.5, 0, 0, L)
+    assert torch.equal(resolve("expected_attention", sinks=4).score(short), torch.ones(1, K, 4))
 
 
 def test_random_depends_on_seed_layer_head_and_position_alone(obs):
@@ -413,7 +384,11 @@ def budgets(policy: Policy, entries: int, available: int, layers: int, kv_heads:
     return policy.layer_budgets(w, torch.tensor([entries]), torch.tensor([available]), kv_heads, layers)[0].tolist()
 
 
-def test_pyramid_is_an_exact_arithmetic_sequence():
+def test_layers_that_compete_go_with_heads_that_do_and_a_pyramid_is_an_exact_arithmetic_sequence():
+    uniform = {"heads": lambda policy: UniformHeads()}
+    kind = dataclasses.dataclass(frozen=True, kw_only=True)(type("Uniform", (POLICIES["layer_defensivekv"],), uniform))
+    with pytest.raises(ValueError, match=r"needs heads\(\) to be AdaptiveHeads\(0.0\)"):
+        kind()
     policy = resolve("pyramidkv", window=8)
     assert budgets(policy, 40, 500, 3) == [78, 40, 2]
     assert budgets(policy, 100, 1000, 5, 2) == [390, 295, 200, 105, 10]
@@ -425,14 +400,11 @@ def test_pyramid_is_an_exact_arithmetic_sequence():
     assert budgets(policy, 40, 500, 1) == [40]
 
 
-@pytest.mark.parametrize("shape", ["geometric", "exponential"])
-def test_other_pyramid_shapes_fall_and_keep_the_total(shape):
-    found = budgets(resolve("pyramidkv", shape=shape), 100, 5000, 6)
-    assert sum(found) == 600 and found == sorted(found, reverse=True) and found[0] > 2 * found[-1]
-    assert found != budgets(resolve("pyramidkv"), 100, 5000, 6)
-
-
-def test_prompt_driven_pyramid_shapes_prefer_layers_that_look_everywhere(obs):
+def test_other_pyramid_shapes_fall_and_keep_the_total_or_prefer_layers_that_look_everywhere(obs):
+    for shape in ("geometric", "exponential"):
+        found = budgets(resolve("pyramidkv", shape=shape), 100, 5000, 6)
+        assert sum(found) == 600 and found == sorted(found, reverse=True) and found[0] > 2 * found[-1]
+        assert found != budgets(resolve("pyramidkv"), 100, 5000, 6)
     sharp = dataclasses.replace(obs, queries=obs.queries * 20)
     flat = dataclasses.replace(obs, queries=obs.queries * 0)
     for shape in ("entropy", "gini"):
@@ -505,17 +477,14 @@ def test_the_released_safeguard_equals_its_counts_for_every_budget(heads, m, alp
             assert found == sorted(i for _, i in keep), (budget, h)
 
 
-def test_lava_has_a_safeguard_only_where_asked():
-    scores = torch.tensor([[[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]]])
-    for alpha, lengths in ((None, [4, 0]), (0.5, [3, 1]), (1.0, [2, 2])):
-        assert (resolve("lava", alpha=alpha).rank(scores, torch.tensor([2])) < 4).sum(2).tolist() == [lengths]
-
-
-def test_normalize_raises_heads_whose_best_entries_hold_their_mass():
-    scores = torch.tensor([[[5.0, 5.0, 5.0, 5.0, 5.0, 5.0], [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]]])
-    plain = resolve("ada_snapkv", alpha=0.0).rank(scores, torch.tensor([2])) < 4
-    weighed = resolve("ada_snapkv", alpha=0.0, normalize=True).rank(scores, torch.tensor([2])) < 4
-    assert plain.sum(2).tolist() == [[4, 0]] and weighed.sum(2).tolist() == [[2, 2]]
+def test_lava_has_a_safeguard_only_where_asked_and_normalize_raises_heads_whose_best_entries_hold_their_mass():
+    even, peaked = [[9.0, 8.0, 7.0, 6.0], [1.0, 2.0, 3.0, 4.0]], [[5.0] * 6, [4.0, 4.0, 0.0, 0.0, 0.0, 0.0]]
+    for policy, scores, lengths in (
+        *((resolve("lava", alpha=a), even, n) for a, n in ((None, [4, 0]), (0.5, [3, 1]), (1.0, [2, 2]))),
+        (resolve("ada_snapkv", alpha=0.0), peaked, [4, 0]),
+        (resolve("ada_snapkv", alpha=0.0, normalize=True), peaked, [2, 2]),
+    ):
+        assert (policy.rank(torch.tensor([scores]), torch.tensor([2])) < 4).sum(2).tolist() == [lengths]
 
 
 CRITICAL = {

@@ -226,7 +226,7 @@ def test_only_a_registered_class_can_be_compiled(registry):
         with pytest.raises(ValueError, match=rf"{kind.__name__} is not registered"):
             kvpass.compile(model, policy=kind(window=4), budget=12, backend="eager")
         with pytest.raises(Exception, match=rf"{kind.__name__} is not registered"), kvpass.session():
-            torch.compile(model, backend="kvpass", options={"policy": kind(window=4), "budget": 12})(random_ids(1, 40))
+            torch.compile(torch.sin, backend="kvpass", options={"policy": kind(window=4), "budget": 12})(torch.ones(2))
 
     @registered
     class Oldest(First):
@@ -299,7 +299,7 @@ def test_a_layer_split_that_breaks_its_contract(wrong, registry):
 
 
 def test_a_policy_that_is_defined_again_is_compiled_again(registry):
-    fast = kvpass.compile(tiny_model("llama", num_hidden_layers=2), budget=12, window=4, backend="eager")
+    _, fast = compiled_once("llama", layers=2, budget=12, window=4, backend="eager")
     lengths = []
     for evicts in (False, True, False):
 

@@ -25,21 +25,14 @@ def two_layers(family: str = "llama", **options: Any) -> tuple[PreTrainedModel, 
 
 
 def compiled_anew(model: PreTrainedModel | None = None, **options: Any) -> Any:
-    """A compiled model that a test has for itself: ``kvpass.compile`` with :data:`GIVEN`.
-
-    Args:
-        model: by default a llama of one layer.
-    """
+    """A compiled model, by default a llama of one layer, that a test has for itself: with :data:`GIVEN`."""
     return kvpass.compile(model or tiny_model("llama", layers=1), **GIVEN | options)
 
 
 def compiled_apart(layers: int = 2, model: PreTrainedModel | None = None, **options: Any) -> Any:
-    """A llama's compiled copy that a test has for itself, with the captures of :func:`two_layers`.
+    """A compiled copy of the tiny llama that a test has for itself, with the captures of :func:`two_layers`.
 
-    For tests that count no captures and change no weights.
-
-    Args:
-        model: by default the tiny llama of so many layers, whose weights it must have.
+    For tests that count no captures and change no weights: those of ``model`` must be the tiny llama's.
     """
     fast = compiled_anew(model or tiny_model("llama", layers=layers), **options)
     return sharing_captures(fast, "llama", layers, "eager", ())

@@ -257,9 +257,9 @@ def agree_on_captures(folder: Path) -> Dialogue:
     return talk(fast, cache)
 
 
-def small_builtin(folder: Path) -> Path:
-    """The first two layers of the built-in model, and its tokenizer, in a folder."""
-    first: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+def small_builtin(folder: Path, layers: int = 2) -> Path:
+    """The first layers of the built-in model, and its tokenizer, in a folder."""
+    first: dict[str, Any] = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
     for part in builtin.load(**first):
         part.save_pretrained(folder)
     return folder

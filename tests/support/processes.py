@@ -25,11 +25,7 @@ R = TypeVar("R")
 
 
 class Processes:
-    """Processes of one group. They start with the first call, and anew after one that failed.
-
-    Args:
-        size: how many.
-    """
+    """So many processes of one group. They start with the first call, and anew after one that failed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,10 +34,8 @@ class Processes:
         self._started: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **given: Any) -> list[Any]:
-        """Return what a function gives in each process, in the order of their ranks.
+        """Return what a function of a module that can be imported gives in each process, in the order of their ranks.
 
-        Args:
-            function: of a module that can be imported.
         Raises:
             AssertionError: it raised in a process, or did not return. Then all are ended: the others may wait for it.
         """

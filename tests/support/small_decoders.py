@@ -1,8 +1,12 @@
 """A decoder that knows nothing of transformers or kvpass, for tests of the raw backend."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+from tiny_models import raw
 
 VOCABULARY, HEADS, DIM = 128, 4, 8
 WIDTH = HEADS * DIM
@@ -62,3 +66,9 @@ class SmallDecoder(nn.Module):
         for i in range(len(self.layers)):
             x = self.layer(x, positions, i)
         return self.head(x)
+
+
+def raw_decoder(**options: Any) -> tuple[SmallDecoder, Any]:
+    """A decoder, and what the raw backend compiles of it."""
+    module = SmallDecoder(longest=128)
+    return module, raw(module, {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", **options})

@@ -63,10 +63,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "zaya": LLAMA_LIKE | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
     "inkling2_text": LLAMA_LIKE | {"head_dim": 16},
-    "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4},
     "xlm": {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4},
     "xlnet": {"vocab_size": VOCABULARY, "d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 64},
-    "bert": {**_TINY, "num_attention_heads": 4, "intermediate_size": 64},
+    "bert": {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64},
     "t5": {**_TINY, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4},
 }
 """Model types that fail closed, with a tiny configuration of each."""

@@ -348,36 +348,19 @@ def continuation(fast: Any, cache: Any) -> Tensor:
 
 
 def raw(module: Any, options: dict[str, Any], *, dynamic: bool = True) -> Any:
-    """A module or function compiled by the backend, as if nothing had been captured of its class before.
-
-    Not ``torch._dynamo.reset``: the models that tests share would be captured again too.
-    """
+    """A module or function compiled by the backend, as if nothing had been captured of its class before."""
+    # not torch._dynamo.reset: the models that tests share would be captured again too
     torch._dynamo.eval_frame.remove_from_cache(module)
     torch._dynamo.pgo.reset_code_state()  # lengths that were seen
     return torch.compile(module, backend="kvpass", fullgraph=True, dynamic=dynamic, options=options)
 
 
 def in_session(fast: Any, sizes: list[int], *inputs: Tensor, **given: Any) -> tuple[Tensor, Any]:
-    """Logits of a text that a raw module is given in pieces of so many tokens, and the cache of their session.
-
-    Args:
-        inputs: ``[B, T]`` each, ids first. given: to the session.
-    """
+    """Logits of a text, ids ``[B, T]`` first, that a raw module reads in pieces, and the cache of their session."""
     with torch.no_grad(), kvpass.session(**given) as session:
         pieces = zip(*(x.split(sizes, 1) for x in inputs), strict=True)
         logits = [fast(*(x.contiguous() for x in piece)) for piece in pieces]
     return torch.cat(logits, 1), session.cache
-
-
-def raw_llama(**options: Any) -> tuple[PreTrainedModel, Any]:
-    """A llama of one layer, and a function of ids and positions that is compiled by the raw backend and calls it."""
-    model = tiny_model("llama", layers=options.pop("layers", 1))
-
-    def logits(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-    given = {"policy": "lava", "budget": 24, "window": 8, "compiler": "eager", **options}
-    return model, torch.compile(logits, backend="kvpass", options=given, fullgraph=True, dynamic=True)
 
 
 def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:

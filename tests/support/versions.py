@@ -11,11 +11,7 @@ def before(version: str) -> bool:
 
 
 def needs_transformers(version: str, reason: str) -> pytest.MarkDecorator:
-    """Skip a test where transformers is older.
-
-    Args:
-        reason: what older ones lack.
-    """
+    """Skip a test where transformers is older, and say what it lacks."""
     return pytest.mark.skipif(before(version), reason=reason)
 
 

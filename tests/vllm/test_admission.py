@@ -19,25 +19,12 @@ def request(max_tokens, min_tokens=0, *, resumable=False, document=None, ids=3, 
     return SimpleNamespace(sampling_params=params, resumable=resumable, prompt_token_ids=[9] * ids)
 
 
-@pytest.mark.parametrize(("asked", "given"), [(4000, 9), (10, 9), (9, 9), (3, 3)])
-def test_an_answer_ends_where_its_room_does(asked, given):
-    ADMISSION.admit(asking := request(asked))
-    assert asking.sampling_params.max_tokens == given
-
-
-def test_without_settings_nothing_is_checked():
-    assert Admission.of(SimpleNamespace(additional_config={})) is None
-
-
-def test_more_tokens_than_there_is_room_for_and_streaming_sessions_are_refused():
+def test_an_answer_ends_where_its_room_does_and_without_settings_nothing_is_checked():
+    for wanted, room in ((4000, 9), (10, 9), (9, 9), (3, 3)):
+        ADMISSION.admit(asking := request(wanted))
+        assert asking.sampling_params.max_tokens == room
     ADMISSION.admit(request(4000, 9))
-    for asked, said in (
-        (request(4000, 10), "min_tokens=10: kvpass keeps room for 9"),
-        (request(4000, 7, document="manual"), "min_tokens=7: kvpass keeps room for 6"),
-        (request(4, resumable=True), "streaming sessions"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            ADMISSION.admit(asked)
+    assert Admission.of(SimpleNamespace(additional_config={})) is None
 
 
 def test_a_request_begins_with_the_document_that_it_names_and_its_question_takes_room():
@@ -49,27 +36,31 @@ def test_a_request_begins_with_the_document_that_it_names_and_its_question_takes
     assert given == {DOCUMENT: "manual", "other": 1}, "the caller's"
 
 
+KNOWN = r": .* it knows \['kvpass_document'\]"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"max_tokens": 4000, "min_tokens": 10}, "min_tokens=10: kvpass keeps room for 9"),
+        ({"max_tokens": 4000, "min_tokens": 7, "document": "manual"}, "min_tokens=7: kvpass keeps room for 6"),
+        ({"resumable": True}, "streaming sessions"),
         ({"document": "manuel"}, r"kvpass_document='manuel': .* are \['manual', 'tale'\]"),
         ({"document": ["manual", 3]}, "the documents of this server are"),
         ({"document": 0}, "the documents of this server are"),
         ({"document": "manual", "ids": 9}, "a question of 9 tokens about document 'manual': kvpass keeps room for 8"),
         ({"document": "tale", "ids": 8, "max_model_len": 98}, "document 'tale' has 90 tokens and the question 8"),
         ({"document": "manual", "prompt_logprobs": 1}, "prompt_logprobs: document 'manual' is not read again"),
+        *(
+            ({"extra_args": {DOCUMENT: "manual", name: 1}}, name + KNOWN)
+            for name in ("kvpass_documents", "kvpass", "kvpass_budget")
+        ),
     ],
 )
-def test_what_cannot_be_asked_of_a_document_is_refused(change, message):
-    most = change.pop("max_model_len", 100)
+def test_what_there_is_no_room_for_and_what_cannot_be_asked_of_a_document_is_refused(change, message):
+    asking = request(**{"max_tokens": 4, **change})
     with pytest.raises(ValueError, match=message):
-        Admission(ADMISSION.settings, ADMISSION.documents, most).admit(request(4, **change))
-
-
-@pytest.mark.parametrize("name", ["kvpass_documents", "kvpass", "kvpass_budget"])
-def test_an_argument_of_a_request_that_kvpass_does_not_know_is_refused_with_those_it_knows(name):
-    with pytest.raises(ValueError, match=rf"{name}: .* it knows \['kvpass_document'\]"):
-        ADMISSION.admit(request(4, extra_args={DOCUMENT: "manual", name: 1}))
+        Admission(ADMISSION.settings, ADMISSION.documents, change.get("max_model_len", 100)).admit(asking)
 
 
 def test_where_no_policy_is_given_each_request_must_name_a_document():
@@ -118,12 +109,9 @@ def test_a_request_has_a_number_of_its_own_below_the_most_that_run(rows):
     assert rows.added == [1]
 
 
-def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known(rows):
+def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known_and_prompts_are_told_apart(rows):
     params = SimpleNamespace(extra_args=None, max_tokens=4)
     rows.update([], [(0, params, [1], []), (1, params, [2], [3])], [])
     assert [rows[row].resumed for row in range(2)] == [False, True]
-
-
-def test_a_digest_tells_prompts_apart():
     first, same, other = (Prompt.of(ids, BlockSize(1, 2), 0) for ids in ([1, 2], [1, 2], [2, 1]))
     assert first == same != other

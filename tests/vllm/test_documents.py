@@ -1,5 +1,6 @@
 """Files of documents, as an engine takes them."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -69,6 +70,17 @@ def load(folder, *files, ranks=ONE_PROCESS, **changes):
     return documents.load(config(folder, **changes), settings(*files), ranks)
 
 
+def assert_holds(found, store, heads):
+    """Pools hold of document "a" the entries of these heads of both layers: those of pool and tail."""
+    for name, pool in found.pools.items():
+        of_pool, of_tail = getattr(store.buffers, name), getattr(store.buffers, name.replace("pool", "tail"))
+        for segment, (layer, head) in enumerate(itertools.product(range(2), heads)):
+            begin, end = found.offsets["a"][segment : segment + 2].tolist()
+            first, last = store.buffers.offsets[0, 2 * layer + head :][:2].tolist()
+            newest = of_tail[layer, 0, head, int(store.buffers.tail_start) : store.used]
+            assert torch.equal(pool[0, begin:end], torch.cat([of_pool[0, first:last], newest]))
+
+
 @pytest.mark.parametrize("policy", ["lava", "kvzip", "knorm", "full"])
 def test_all_entries_of_a_document_lie_in_one_pool(folder, model, file, policy):
     _, cache = compressed(model, policy, None if policy == "full" else 40)
@@ -79,28 +91,14 @@ def test_all_entries_of_a_document_lie_in_one_pool(folder, model, file, policy):
     assert found.offsets["a"].diff().tolist() == cache.lengths.flatten().tolist()
     assert torch.equal(found.offsets["b"], found.offsets["a"] + entries) and found.offsets["b"].dtype == torch.int32
     store = cache.state.full_layers[0]
-    for side, pool, tail in (
-        ("k", store.buffers.pool_k, store.buffers.tail_k),
-        ("v", store.buffers.pool_v, store.buffers.tail_v),
-    ):
-        for segment in range(4):
-            begin, end = found.offsets["a"][segment : segment + 2].tolist()
-            first, last = store.buffers.offsets[0, segment : segment + 2].tolist()
-            newest = tail[segment // 2, 0, segment % 2, int(store.buffers.tail_start) : store.used]
-            expected = torch.cat([pool[0, first:last], newest])
-            assert torch.equal(found.pools[f"pool_{side}"][0, begin:end], expected)
+    assert_holds(found, store, [0, 1])
 
 
 def test_each_process_has_the_entries_of_its_heads(folder, model, file):
     _, cache = compressed(model)
     cache.save(file)
-    whole, parts = load(folder, file), [load(folder, file, ranks=Ranks("", rank, 2)) for rank in range(2)]
-    for layer in range(2):
-        for head in range(2):
-            begin, end = whole.offsets["a"][2 * layer + head :][:2].tolist()
-            first, last = parts[head].offsets["a"][layer:][:2].tolist()
-            keys, own = whole.pools["pool_k"], parts[head].pools["pool_k"]
-            assert torch.equal(keys[0, begin:end], own[0, first:last])
+    for head in range(2):
+        assert_holds(load(folder, file, ranks=Ranks("", head, 2)), cache.state.full_layers[0], [head])
 
 
 @pytest.mark.parametrize("ranks", [ONE_PROCESS, Ranks("", 1, 2)], ids=["one process", "second of two"])
@@ -114,13 +112,7 @@ def test_a_document_of_codes_keeps_them_with_scales_and_mean(folder, model, file
     store, heads = cache.state.full_layers[0], [ranks.rank] if ranks.several else [0, 1]
     assert torch.equal(found.means["a"], store.buffers.key_mean[:, 0, heads])
     assert list(found.pools) == ["pool_k", "pool_v", "pool_k_scale", "pool_v_scale"]
-    for name, pool in found.pools.items():
-        of_pool, of_tail = getattr(store.buffers, name), getattr(store.buffers, name.replace("pool", "tail"))
-        for segment, (layer, head) in enumerate((layer, head) for layer in range(2) for head in heads):
-            begin, end = found.offsets["a"][segment : segment + 2].tolist()
-            first, last = store.buffers.offsets[0, 2 * layer + head :][:2].tolist()
-            newest = of_tail[layer, 0, head, int(store.buffers.tail_start) : store.used]
-            assert torch.equal(pool[0, begin:end], torch.cat([of_pool[0, first:last], newest]))
+    assert_holds(found, store, heads)
 
 
 def test_padding_is_no_part_of_a_document(folder, model, file):
@@ -144,17 +136,12 @@ def test_a_cache_that_an_engine_cannot_continue_is_refused(folder, model, file, 
     refused(folder, file, f"{file} {message}")
 
 
-def test_a_file_of_before_without_token_ids_is_refused(folder, model, file):
+def test_a_file_that_cannot_be_read_or_is_of_before_and_without_token_ids_is_refused(folder, model, file):
+    refused(folder, file, ".*No such file")
     _, cache = compressed(model)
     cache.state.ids = None
     cache.save(file)
     refused(folder, file, ".* has no token ids")
-
-
-def test_a_file_that_cannot_be_read_is_refused(folder, model, file):
-    refused(folder, file, ".*No such file")
-    _, cache = compressed(model)
-    cache.save(file)
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)

@@ -29,7 +29,7 @@ def test_a_prompt_is_remembered_as_long_as_it_is_in_a_block():
     assert len(found.kept) == 4 + 2 * found.rows
 
 
-def test_a_block_that_another_begins_in_is_forgotten():
+def test_a_block_that_another_begins_in_is_forgotten_and_one_that_is_emptied_is_not():
     found = tables()
     found.enter(0, 2, 7, b"long", kept(7))
     found.enter(2, 1, 8, b"beside", kept(8))
@@ -37,18 +37,18 @@ def test_a_block_that_another_begins_in_is_forgotten():
     assert found.digests == {2: (b"beside", 3), 1: (b"in", 2)} and b"long" in found.kept
     found.enter(0, 3, 9, b"over", kept(9))
     assert found.digests == {0: (b"over", 3)} and [*found.kept] == [b"beside", b"in", b"over"]
+    found.empty(torch.tensor([0]))
+    assert not found.before[0].any() and not found.offsets[0].any()
+    assert found.kept[found.digests[0][0]].offsets[1] == 9, "for the request that was preempted there"
 
 
-def test_all_that_were_preempted_together_come_back_in_each_others_blocks():
+def test_all_that_were_preempted_together_come_back_in_each_others_blocks_and_a_prompt_may_be_in_two():
     found = tables(rows=2)
     for number in range(50):
         found.enter(number % 4, 1, number, bytes([number]), kept(number))
     for block, number in enumerate([49, 48, 47, 46]):
         found.enter(block, 1, number, bytes([number]), found.kept[bytes([number])])
     assert found.before.tolist() == [49, 48, 47, 46]
-
-
-def test_one_prompt_may_be_in_two_blocks():
     found = tables()
     for block in (0, 1):
         found.enter(block, 1, 7, b"same", kept(7))
@@ -57,19 +57,14 @@ def test_one_prompt_may_be_in_two_blocks():
     assert torch.equal(found.kept[b"same"].offsets, kept(7).offsets)
 
 
-def test_the_tail_behind_a_document_is_empty():
+def test_the_tail_behind_a_document_is_empty_and_the_mean_of_its_keys_is_subtracted_there():
     found = tables()
     found.enter(2, 1, 7, b"before", kept(7))
     found.used[2] = 5
-    found.continue_document(2, Continued("a", 90), kept(3).offsets)
-    assert (found.before[2], found.used[2], found.offsets[2].tolist()) == (90, 0, [0, 3])
-    assert b"before" in found.kept, "for the request that was preempted there"
-
-
-def test_the_mean_of_a_documents_keys_is_subtracted_in_the_block_that_continues_it():
-    found = tables()
     found.means, found.number[2] = torch.zeros(2, 4, 1, 8), 3
     found.continue_document(2, Continued("a", 90), kept(3).offsets, torch.ones(2, 1, 8))
+    assert (found.before[2], found.used[2], found.offsets[2].tolist()) == (90, 0, [0, 3])
+    assert b"before" in found.kept, "for the request that was preempted there"
     assert found.means[:, 3].eq(1).all() and found.means.sum() == 2 * 8
 
 
@@ -80,22 +75,8 @@ def test_means_go_along_with_the_numbers_of_requests():
     assert found.means[:, 0].eq(1).all() and found.means[:, 2].eq(2).all() and found.number[2:].tolist() == [0, 1]
 
 
-def test_a_block_is_emptied():
-    found = tables()
-    found.enter(2, 1, 7, b"before", kept(7))
-    found.empty(torch.tensor([2]))
-    assert not found.before.any() and not found.offsets.any()
-    assert found.kept[found.digests[2][0]].offsets[1] == 7, "for the request that was preempted there"
-
-
 LAYERS, KV_HEADS, TOKENS, DIM, WINDOW, REQUEST = 2, 2, 11, 8, 3, 1
-POOL, TAIL = 10, 5
-
-
-def empty_block() -> dict[str, torch.Tensor]:
-    shapes = {"pool": (1, POOL), "tail": (LAYERS, 1, KV_HEADS, TAIL)}
-    codes = {f"{part}_{x}": torch.zeros(*shape, DIM, dtype=torch.int8) for part, shape in shapes.items() for x in "kv"}
-    return codes | {f"{part}_{x}_scale": torch.zeros(shape) for part, shape in shapes.items() for x in "kv"}
+PARTS = {"pool": (1, 10), "tail": (LAYERS, 1, KV_HEADS, 5)}
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
@@ -108,7 +89,10 @@ def test_keys_of_a_restored_block_are_its_codes_and_the_mean_written_with_them()
     means = torch.randn(LAYERS, 3, KV_HEADS, DIM)  # those of requests before
     tables = SimpleNamespace(means=means.clone(), start=torch.zeros(3, dtype=torch.int64))
     kept = Kept(torch.tensor([0, 4, 1, 2, 5, 3, 0, 6], dtype=torch.int32), torch.tensor([0, 2, 5, 6, 8]).int())
-    block, keys = empty_block(), 5 + torch.randn(LAYERS, 1, KV_HEADS, TOKENS, DIM)
+    shapes = {f"{part}_{x}": shape for part, shape in PARTS.items() for x in "kv"}
+    block = {name: torch.zeros(*shape, DIM, dtype=torch.int8) for name, shape in shapes.items()}
+    block |= {f"{name}_scale": torch.zeros(shape) for name, shape in shapes.items()}
+    keys = 5 + torch.randn(LAYERS, 1, KV_HEADS, TOKENS, DIM)
     for site in range(LAYERS):
         prompt = Attention(keys[site], keys[site], keys[site], 1.0)
         impl._restore(prompt, block, REQUEST, site, kept, tables)

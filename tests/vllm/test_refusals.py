@@ -121,25 +121,25 @@ def config(**changes: object) -> SimpleNamespace:
     return found
 
 
-@pytest.mark.parametrize("settings", [LAVA, DOCUMENTS, CODES])
-def test_what_is_supported_is_not_refused(settings, monkeypatch):
+def test_what_is_supported_is_not_refused(monkeypatch):
+    """Also prompts in chunks that hold what a policy reads, and what documents and codes cannot have without them."""
     monkeypatch.setenv("VLLM_PLUGINS", "other,kvpass")
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
-    check_config(config(), settings)
-
-
-@pytest.mark.parametrize("settings", [LAVA, DOCUMENTS, CODES, SNAPKV])
-def test_prompts_may_come_in_chunks_that_hold_what_a_policy_reads(settings):
-    fitting = {"scheduler_config.max_num_batched_tokens": 64 + 32}
-    check_config(config(**IN_CHUNKS | fitting), settings)
-    check_config(config(**IN_CHUNKS | {"scheduler_config.max_num_scheduled_tokens": 64 + 32}), settings)
-    with pytest.raises(ValueError, match=SHORT_CHUNKS):
-        check_config(config(**IN_CHUNKS | {"scheduler_config.max_num_scheduled_tokens": 64 + 31}), settings)
-
-
-@pytest.mark.parametrize("changes", [IN_GRAPHS, {"model_config.hf_overrides": {"rope_theta": 1.0}}])
-def test_what_documents_and_codes_cannot_have_works_without_them(changes):
-    check_config(config(**changes), LAVA)
+    step = "scheduler_config.max_num_scheduled_tokens"
+    for settings in (LAVA, DOCUMENTS, CODES, SNAPKV):
+        for changes in (
+            {},
+            *(IN_CHUNKS | {name: 64 + 32} for name in ("scheduler_config.max_num_batched_tokens", step)),
+        ):
+            check_config(config(**changes), settings)
+        with pytest.raises(ValueError, match=SHORT_CHUNKS):
+            check_config(config(**IN_CHUNKS | {step: 64 + 31}), settings)
+    for changes in (IN_GRAPHS, {"model_config.hf_overrides": {"rope_theta": 1.0}}):
+        check_config(config(**changes), LAVA)
+    for settings in (LAVA, SNAPKV, OWN_DIVISIBLE):
+        check_config(config(**{"parallel_config.tensor_parallel_size": 2}), settings)
+    check_version("0.32.0")
+    check_heads(24, 24, [])
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
@@ -154,25 +154,16 @@ def test_each_row_of_the_table_refuses_its_fault_alone_and_says_what_to_do(refus
     assert str(raised.value) == f"kvpass does not support {refusal.name} ({refusal.advice})"
 
 
-def test_all_faults_are_told_at_once():
-    with pytest.raises(ValueError, match=r"prefix caching .*; LoRA"):
-        check_config(config(**FAULTS["prefix caching"], **FAULTS["LoRA"]), LAVA)
-
-
-@pytest.mark.parametrize("settings", [LAVA, SNAPKV, OWN_DIVISIBLE], ids=lambda settings: type(settings.policy).__name__)
-def test_processes_may_share_the_heads_of_policies_that_are_right_there(settings):
-    check_config(config(**{"parallel_config.tensor_parallel_size": 2}), settings)
-
-
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
+        (FAULTS["prefix caching"] | FAULTS["LoRA"], "prefix caching .*; LoRA"),
         ({"parallel_config.prefill_context_parallel_size": 2}, "context parallelism"),
         ({"diffusion_config": object()}, "not causal"),
         ({"model_config.hf_text_config.kv_lora_rank": 512}, "latent attention"),
     ],
 )
-def test_the_other_cause_is_refused_too(fault, name):
+def test_all_faults_are_told_at_once_and_the_other_cause_of_one_is_refused_too(fault, name):
     with pytest.raises(ValueError, match=name):
         check_config(config(**fault), LAVA)
 
@@ -198,8 +189,3 @@ def test_what_no_block_holds_and_other_versions_are_refused(check, supported, ot
     check(**supported)
     with pytest.raises(ValueError, match=message):
         check(**supported | other)
-
-
-def test_older_versions_and_heads_without_kernels_of_certain_sizes_are_supported():
-    check_version("0.32.0")
-    check_heads(24, 24, [])

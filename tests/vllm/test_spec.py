@@ -53,11 +53,8 @@ def test_short_blocks_lie_at_the_begin_and_the_largest_at_the_end():
     assert ask(found, "d", *SHORT) == [1, 2, 3, 4]
 
 
-def test_a_question_about_a_document_gets_no_more_than_its_tail():
+def test_a_question_about_a_document_gets_no_more_than_its_tail_and_a_request_waits_for_blocks_side_by_side():
     assert ask(manager(20), "a", 1005, SLOTS - 4, document=1000) == [1]
-
-
-def test_a_request_waits_where_enough_is_free_but_not_side_by_side():
     found = manager(1 + 16)
     for name in "abc":
         ask(found, name, *SHORT)
@@ -86,16 +83,13 @@ def test_one_prompt_at_a_time_is_read_in_part():
     assert ask(found, "d", 100, 4, read=30)
 
 
-def test_what_waits_is_counted_once_and_is_no_ones():
+def test_what_waits_is_counted_once_and_no_one_gets_it_or_what_a_graph_writes_for_rows_that_fill_it():
     staged = LAYOUT.units_to_stage(20, itemsize=4)
     assert staged == 3
     found = manager(1 + staged + 8 + 8, replace(LAYOUT, staged=staged))
     assert found.kv_cache_spec.max_memory_usage_bytes(None) == 12 * found.kv_cache_spec.page_size_bytes
     assert ask(found, "a", *LONG) == [*range(12, 20)] and ask(found, "b", *LONG) == [*range(4, 12)]
     assert ask(found, "c", *SHORT) is None
-
-
-def test_what_a_graph_writes_for_rows_that_fill_it_is_no_ones():
     found = manager(1 + 8 + 8 + 8, replace(LAYOUT, one_tail=True))
     blocks = [ask(found, name, *SHORT) for name in "abc"]
     assert blocks[0][0] == 8 and blocks[1:] == [[*range(13, 18)], None]

@@ -54,10 +54,13 @@ def test_where_no_row_begins_row_and_token_are_the_same():
     assert (going.block.tolist(), going.length.tolist()) == ([7, 2, 5, 0, 0], [9, 1, 30, 0, 0])
 
 
-def test_rows_whose_tails_have_other_sizes_go_on_apart():
+def test_rows_whose_tails_have_other_sizes_go_on_apart_and_a_token_behind_a_prompt_in_chunks_goes_on():
     step = read([1, 1, 1, 1], [9, 40, 1, 30], [7, 3, 2, 5], max_tokens=(20, 2, 9, 24))
     assert plain(step.going) == [([1, 2], [3, 2], [40, 1], 9, False), ([0, 3], [7, 5], [9, 30], 24, False)]
     assert step.empty.tolist() == [2]
+    step = read([1, 1], [9, 101], [7, 3], prompts={1: 100})
+    [going] = step.going
+    assert not step.prompts and going.block.tolist() == [7, 3] and not len(step.empty)
 
 
 def test_a_question_begins_behind_its_document_also_if_it_is_one_token():
@@ -87,14 +90,8 @@ def test_rows_that_continue_documents_go_on_apart_from_the_others(begins):
 @pytest.mark.parametrize(
     ("new", "length", "own", "appends", "waits"),
     [
-        (20, 20, 20, False, True),
-        (1, 1, 1, False, True),
-        (20, 60, 20, False, True),
-        (1, 60, 1, False, True),
-        (20, 100, 20, False, True),
-        (1, 100, 1, False, True),
-        (100, 100, 100, False, False),
-        (120, 120, 100, False, False),
+        *((new, length, new, False, True) for new in (20, 1) for length in (new, 60, 100)),
+        *((new, new, 100, False, False) for new in (100, 120)),
         (25, 120, 5, False, True),
         (9, 120, 0, True, False),
     ],
@@ -107,22 +104,11 @@ def test_chunks_of_a_prompt_of_100_tokens_and_its_answer(new, length, own, appen
     assert plain(step.going) == [([0], [7], [9], 24, False)] and not len(step.empty)
 
 
-def test_a_token_behind_a_prompt_that_came_in_chunks_goes_on():
-    step = read([1, 1], [9, 101], [7, 3], prompts={1: 100})
-    [going] = step.going
-    assert not step.prompts and going.block.tolist() == [7, 3] and not len(step.empty)
-
-
-def test_a_question_may_come_in_chunks_behind_its_document():
+def test_a_question_may_come_in_chunks_behind_its_document_and_the_end_of_a_prompt_before_the_begin_of_another():
     step = read([4, 5, 1], [104, 109, 110], [7, 3, 2], documents={0: 100, 1: 100, 2: 100})
-    assert [(row.block, row.read, row.own, row.appends) for row in step.prompts] == [
-        (7, 100, 0, True),
-        (3, 104, 0, True),
-    ]
+    found = [(row.block, row.read, row.own, row.appends) for row in step.prompts]
+    assert found == [(7, 100, 0, True), (3, 104, 0, True)]
     assert plain(step.going) == [([9], [2], [110], 23, True)]
-
-
-def test_the_end_of_a_prompt_comes_before_the_begin_of_another():
     step = read([8, 30], [8, 100], [7, 3], prompts={0: 50, 1: 100})
     assert [row.block for row in step.prompts] == [3, 7]
 

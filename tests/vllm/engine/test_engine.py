@@ -264,7 +264,11 @@ def test_a_compressed_cache_holds_many_more_requests(ask, folder):
 
 
 def test_short_prompts_hold_what_they_need(ask, folder):
-    """One of 64 tokens with 40 new ones: 112 entries a head, 16 pages of stock vLLM; the largest block has 513."""
+    """One of 64 tokens with 40 new ones: 112 entries a head, 16 pages of stock vLLM; the largest block has 513.
+
+    Blocks of codes hold more again: fp32 entries of 32 numbers take 256 bytes, those of rot4 40."""
+    floats, codes = (ask("blocks", LAVA | {"entries": entries}, {})[0] for entries in ("model", "rot4"))
+    assert codes / floats == pytest.approx(256 / 40, rel=0.02)
     settings = {"policy": "lava", "budget": 256, "room": 256}
     found, stock = ask("capacity", settings, 1, 64), ask("capacity", None, 1, 64)
     assert found["running"] == 142 and stock["running"] == 127
@@ -283,12 +287,6 @@ def test_blocks_of_all_sizes_share_the_memory_of_four_of_the_largest(ask, folder
     assert found["tokens"] == expected
     assert found["preempted"] >= 5 and found["free"][0] == found["free"][1]
     assert max(map(len, found["held"])) >= 8 and all(sum(held) <= found["free"][0] for held in found["held"])
-
-
-def test_blocks_of_codes_hold_more_requests_again(ask):
-    """In the same memory: fp32 entries of 32 numbers take 256 bytes, those of rot4 40."""
-    floats, codes = (ask("blocks", LAVA | {"entries": entries}, {})[0] for entries in ("model", "rot4"))
-    assert codes / floats == pytest.approx(256 / 40, rel=0.02)
 
 
 def test_documents_and_prompts_of_codes_in_one_engine(ask, folder, tmp_path):
@@ -313,13 +311,10 @@ def test_two_processes_keep_what_one_keeps(ask, reference, policy, options):
     assert found == reference(policy, 64) and (preempted >= 2 if options else preempted == 8)
 
 
-def test_two_processes_keep_as_codes_what_one_keeps(ask, reference):
+def test_two_processes_keep_as_codes_what_one_keeps_and_continue_documents(ask, reference, folder, tmp_path):
     found, preempted = ask("two_processes", LAVA | {"entries": "rot4"})
     assert_alike(found, reference("lava", 64, entries="rot4"))
     assert preempted == 8
-
-
-def test_two_processes_continue_documents(ask, folder, tmp_path):
     cases = [case for case in QUESTIONS if len(case) == 3]
     named, expected, _ = compress_documents(folder, tmp_path, cases, NEW)
     assert ask("two_processes", {"room": 120, "documents": named}, cases) == [expected, len(cases)]
@@ -351,10 +346,6 @@ def test_what_runs_on_cuda_holds_codes_in_the_interpreter(ask_alone, reference, 
     assert differences(found, reference("lava", 40, short=True, entries="rot4")) == ({}, 0) and preempted == 3
 
 
-def test_both_model_runners_take_the_plug_in(ask):
-    assert ask("loaded") == [True, True]
-
-
 @pytest.mark.parametrize("entries", ["model", "rot4"])
 def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder, entries):
     """Of a policy without a window, which has no slots for the prompt's last tokens but one."""
@@ -365,6 +356,7 @@ def test_an_answer_ends_with_length_when_its_room_is_used_up(ask, folder, entrie
 
 SHORT_STEPS = {"max_num_batched_tokens": 39, "max_num_seqs": 8}
 SUMS = {"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}
+FOR_ANOTHER = {"policy": "duo_attention", "head_map": [[1, 0, 0, 0]] * 4, "window": 8, "sinks": 4, "of_model": "digest"}
 
 
 @pytest.mark.parametrize(
@@ -373,9 +365,10 @@ SUMS = {"policy": "vatp", "indicator": "h2o", "evict_during_decode": False}
         ({}, {"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
         ({}, {"enable_chunked_prefill": True} | SHORT_STEPS, "raise --max-num-batched-tokens"),
         (SUMS, {"enable_chunked_prefill": True}, "--no-enable-chunked-prefill"),
+        (FOR_ANOTHER, {}, "made for another model"),
     ],
 )
-def test_flags_that_are_not_exact_are_refused_at_start(ask, policy, options, flag):
+def test_flags_that_are_not_exact_and_a_policy_for_another_model_are_refused_at_start(ask, policy, options, flag):
     assert flag in ask("refused", LAVA | policy, options)
 
 
@@ -389,11 +382,6 @@ def test_a_document_that_cannot_be_continued_is_refused_at_start(ask, folder, tm
     assert said.startswith("document 'a': ") and ("No such file" if fault == "no file" else "other weights") in said
 
 
-def test_a_policy_that_is_made_for_another_model_is_refused_at_start(ask):
-    settings = {"policy": "duo_attention", "head_map": [[1, 0, 0, 0]] * 4, "budget": 64, "window": 8, "room": 64}
-    assert "made for another model" in ask("refused", settings | {"sinks": 4, "of_model": "a digest"}, {})
-
-
 def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):
     """Latent attention has backends of its own, which vLLM takes whatever is registered."""
     make_latent_model(tmp_path / "latents")
@@ -403,7 +391,8 @@ def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_al
     assert "would not compress all caches" in unnamed and "MLAAttentionSpec" in unnamed
 
 
-def test_beam_search_is_refused(ask):
+def test_both_model_runners_take_the_plug_in_and_beam_search_is_refused(ask):
+    assert ask("loaded") == [True, True]
     assert "beam search" in ask("beams", LAVA)
 
 
