@@ -292,7 +292,7 @@ class CompressedCache(Cache):
         """
         self.state = self.state.with_rows(torch.arange(self.batch_size, device=indices.device)[indices])
 
-    reorder_cache = batch_select_indices
+    reorder_cache = batch_select_indices  # type: ignore[assignment]  # the argument has another name
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, copies next to each other."""
