@@ -37,7 +37,8 @@ class Demo:
     """A run; raises ``ValueError`` and ``ImportError`` for options that do not fit, and without matplotlib."""
 
     def __init__(self, options: DemoOptions) -> None:
-        self.options, facts, builtin = options, options.facts, options.model == "builtin"
+        self.options = options
+        facts, builtin = options.facts, options.model == "builtin"
         if options.output.suffix != ".png":
             raise ValueError(f"output={str(options.output)!r}: must end in .png")
         import_figure()
@@ -45,25 +46,25 @@ class Demo:
         self.decoder, self.tokenizer = load_model(options.model, dtype="auto", device="cpu")
         tokens = options.tokens or (2048 if builtin else 1024)
         if builtin:  # the id is the name that is asked about
-            made = hide(Task(keys=facts, questions=facts), tokens, options.seed)
-            self.samples = [replace(sample, id=" ".join(sample.question.split()[-3:-1])) for sample in made]
+            samples = hide(Task(keys=facts, questions=facts), tokens, options.seed)
+            self.samples = [replace(sample, id=" ".join(sample.question.split()[-3:-1])) for sample in samples]
         else:
             self.samples = self._english_samples(tokens, facts, options.seed)
         # the last token is fed after compression: a prefill's full attention would give the first word
         self.prompts = [encode(self.tokenizer, sample, chat=True).scoped("prompt", 1) for sample in self.samples]
-        n, least = len(self.prompts[0]), max(BUDGETS) if builtin else int(32 / min(SHARES))  # the window fits
-        if n <= least:
+        n = len(self.prompts[0])
+        if n <= (least := max(BUDGETS) if builtin else int(32 / min(SHARES))):  # the window fits
             raise ValueError(f"tokens={n}: must be above {least} for the budgets of the demo")
         window = getattr(self.decoder.config.get_text_config(), "max_position_embeddings", None)
         if window and (longest := n + max(TIMED, self.samples[0].max_new_tokens)) > window:
             raise ValueError(f"tokens={n}: with the answer {longest}, and the model reads at most {window}")
-        self.conditions: list[Any] = [("full", None)]
-        systems = [("transformers", "all", "100%"), ("kvpass full", "all", "100%")]  # name, budget, share of the prompt
-        for policy, budget in itertools.product(POLICIES, BUDGETS if builtin else SHARES):
-            self.conditions.append((policy, budget))
-            said = (str(budget), f"{budget / n:.1%}") if builtin else (f"{budget:.0%}", f"{budget:.0%}")
-            systems.append((f"kvpass {policy}", *said))
-        self.answers = [SimpleNamespace(system=name, budget=b, share=s, texts=[]) for name, b, s in systems]
+        compressed = list(itertools.product(POLICIES, BUDGETS if builtin else SHARES))
+        self.conditions: list[Any] = [("full", None), *compressed]
+        rows = [("transformers", "all", "100%"), ("kvpass full", "all", "100%")]
+        for policy, budget in compressed:
+            share = f"{budget / n:.1%}" if builtin else f"{budget:.0%}"
+            rows.append((f"kvpass {policy}", str(budget) if builtin else share, share))
+        self.answers = [SimpleNamespace(system=name, budget=b, share=s, texts=[]) for name, b, s in rows]
 
     def _english_samples(self, tokens: int, facts: int, seed: int) -> list[Sample]:
         """For other models. Values have two digits, which the pooling of scores carries along: docs/limits.md."""
@@ -75,16 +76,15 @@ class Demo:
             text = [english_sentence(rng) for _ in range(sentences)]
             for name, value in zip(names, values, strict=True):
                 text.insert(rng.randrange(len(text) + 1), f"The code of the {name} is {value}.")
-            name, value = names[asked], values[asked]
+            name, answers = names[asked], (values[asked],)
             question, prefix = f"\n\nWhat is the code of the {name} in the text above?", f"The code of the {name} is"
-            said: Any = {"context": " ".join(text), "question": question, "answer_prefix": prefix}
-            return Sample(**said, id=name, answers=(value,), max_new_tokens=8)
+            return Sample(name, " ".join(text), question, answers, max_new_tokens=8, answer_prefix=prefix)
 
         size = largest(build, self.tokenizer, tokens, smallest=1, chat=True, name="demo")
         return [build(size, asked) for asked in range(facts)]
 
     def run(self) -> None:
-        """Ask every system every question; print the answers, a summary and what was measured; draw what lava kept."""
+        """Ask every system every question; print answers, a summary and the conditions; draw what lava kept."""
         model = kvpass.compile(self.decoder, policy="full", backend=self.options.backend)
         with progress_bar(progress_console()) as progress:
             task = progress.add_task("answers", total=len(self.prompts) * len(self.conditions))
@@ -101,23 +101,23 @@ class Demo:
                     progress.advance(task)
         self._show(Console())
 
-    def _answer(self, model: Any, ids: tuple[int, ...], index: int, answers: SimpleNamespace, **held: Any) -> None:
+    def _answer(self, model: Any, ids: tuple[int, ...], index: int, answers: SimpleNamespace, **cache: Any) -> None:
         """Note the answer to a question and the bytes of the cache; after the first also the time between tokens."""
         tokens = torch.tensor([ids])
-        given = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "use_cache": True, **held}
+        call = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "use_cache": True, **cache}
         limit = self.samples[index].max_new_tokens
-        out = model.generate(tokens, return_dict_in_generate=True, max_new_tokens=limit, **given)
-        said = str(self.tokenizer.decode(out.sequences[0, tokens.shape[1] :], skip_special_tokens=True))
-        answers.texts.append(" ".join(said.partition(".")[0].split()))
+        out = model.generate(tokens, return_dict_in_generate=True, max_new_tokens=limit, **call)
+        text = str(self.tokenizer.decode(out.sequences[0, tokens.shape[1] :], skip_special_tokens=True))
+        answers.texts.append(" ".join(text.partition(".")[0].split()))
         answers.cache_bytes = storage_bytes(out[CACHE]) if model is self.decoder else out[CACHE].nbytes
         if index == 0:  # whatever compiles does so before the first token
             times: list[float] = []  # of the prompt, and of each token
             clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
-            model.generate(tokens, streamer=clock, min_new_tokens=TIMED, max_new_tokens=TIMED, **given)
+            model.generate(tokens, streamer=clock, min_new_tokens=TIMED, max_new_tokens=TIMED, **call)
             answers.token_ms = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
 
     def _show(self, console: Console) -> None:
-        options, n, wanted = self.options, len(self.prompts[0]), [sample.answers[0] for sample in self.samples]
+        options, n = self.options, len(self.prompts[0])
         full, small = self.answers[0], self.answers[2]
         shown = [answers for answers in self.answers if answers.budget in (full.budget, small.budget)]
         rows = [
@@ -128,10 +128,10 @@ class Demo:
         title = f"{options.facts} facts in {n} tokens: the code, pin or number of a name"
         console.print(rich_table(("name", "value", *names), rows, title=title, caption="system over budget"))
         rows = []
-        for one in self.answers:
-            right, share = sum(map(str.__eq__, wanted, one.texts)), one.cache_bytes / full.cache_bytes
-            figures = f"{right}/{len(wanted)}", f"{one.cache_bytes / 1024:.0f}", f"{share:.1%}", f"{one.token_ms:.2f}"
-            rows.append([one.system, one.budget, one.share, *figures])
+        for x in self.answers:
+            right = sum(text == sample.answers[0] for text, sample in zip(x.texts, self.samples, strict=True))
+            share, kib = f"{x.cache_bytes / full.cache_bytes:.1%}", f"{x.cache_bytes / 1024:.0f}"
+            rows.append([x.system, x.budget, x.share, f"{right}/{len(x.texts)}", kib, share, f"{x.token_ms:.2f}"])
         columns = ("system", "budget", "of\nprompt", "exact", "cache\nKiB", "of full", "ms per\ntoken")
         console.print(rich_table(columns, rows, title="accuracy, memory and speed"))
         device, dtype = self.decoder.device, str(self.decoder.dtype).removeprefix("torch.")

@@ -15,14 +15,7 @@ from kvpass.policies import POLICIES, Policy, resolve
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``.
-
-    Attributes:
-        name: of the policy. options: its options, ``(name, value)``.
-
-    Raises:
-        ValueError: the policy does not know the name or an option.
-    """
+    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``; ``ValueError`` for an unknown name or option."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -65,21 +58,21 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     Raises:
         ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
     """
-    found: list[tuple[str, list[tuple[str, Any]]]] = []
+    specs: list[tuple[str, list[tuple[str, Any]]]] = []
     for part in names(text):
         name, _, option = part.rpartition(":") if "=" in part else (part, "", "")
         if name.partition(":")[0] in POLICIES and ":" in name:
             raise ValueError(f"policies={text!r}: {name.partition(':')[2]!r} must be an option such as window=8")
         if name:
-            found.append((name, []))
-        elif not found:
+            specs.append((name, []))
+        elif not specs:
             raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
         if option:
             key, _, value = option.partition("=")
-            found[-1][1].append((key.strip(), typed(value.strip())))
-    if not found:
+            specs[-1][1].append((key.strip(), typed(value.strip())))
+    if not specs:
         raise ValueError(f"policies={text!r}: name at least one policy")
-    return tuple(PolicySpec(name, tuple(options)) for name, options in found)
+    return tuple(PolicySpec(name, tuple(options)) for name, options in specs)
 
 
 def spec_of_contents(policy: Policy) -> str:

@@ -19,12 +19,7 @@ SEPARATOR = "<|kvpass:ask|>"
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt.
-
-    Attributes:
-        ids: all of them. num_uncompressed_tokens: how many at the end are fed after compression; ``len(ids)`` or more
-            leave nothing that is compressed.
-    """
+    """Token ids of a prompt; the last ``num_uncompressed_tokens`` (all, if more) are fed after compression."""
 
     ids: tuple[int, ...]
     num_uncompressed_tokens: int
@@ -47,10 +42,7 @@ class Prompt:
         return self if scope == "context" else replace(self, num_uncompressed_tokens=num_uncompressed_tokens)
 
     def cut(self, limit: int, truncation: Truncation) -> Prompt:
-        """Cut to the last ``limit`` tokens, or to the first ``limit // 2`` and the last.
-
-        What remains of the head is the new head.
-        """
+        """Cut to the last ``limit`` tokens, or to the first ``limit // 2`` and the last, those of the head first."""
         if len(self) <= limit:
             return self
         first = limit // 2 if truncation == "middle" else 0
@@ -60,9 +52,7 @@ class Prompt:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, special: bool) -> Prompt:
-    """Tokenise two texts in one piece; the head is ``before``.
-
-    A token across the border is not in the head.
+    """Tokenise two texts in one piece; the head is ``before``, without a token that is across the border.
 
     Args:
         special: put the tokenizer's special tokens in front; those it puts behind are left out.
@@ -71,8 +61,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, spe
     """
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer of type {type(tokenizer).__name__}: must be a fast one, which knows offsets")
-    found = tokenizer(before + after, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-    ids, ends = list(found["input_ids"]), [end for _, end in found["offset_mapping"]]
+    encoded = tokenizer(before + after, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    ids, ends = list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
     while len(ids) > 1 and ends[-1] == 0:
         ids.pop(), ends.pop()
     return Prompt(tuple(ids), sum(end > len(before) for end in ends))
@@ -81,11 +71,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, spe
 def pad(
     rows: Sequence[Sequence[int]], side: Literal["left", "right"], token: int, columns: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Pad rows to the length of the longest, and to at least ``columns``.
-
-    Returns:
-        ids and mask (1 = real token), both int64 ``[rows, tokens]`` on the CPU.
-    """
+    """Pad to the longest row, at least ``columns``: ids and mask (1: real), int64 ``[rows, tokens]``, on the CPU."""
     columns = max(columns, *map(len, rows))
     ids = torch.full((len(rows), columns), token, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -102,12 +88,9 @@ def without_separator(text: str) -> str:
 
 
 def split_at_separator(text: str) -> tuple[str, str]:
-    """Context and question of a request with scope ``"context"``.
+    """Context and question of a request with scope ``"context"``; ``ValueError`` where one of the two is missing.
 
     The last separator counts; those before it, in few-shot examples, are removed.
-
-    Raises:
-        ValueError: no separator, or no question after it.
     """
     context, separator, question = text.rpartition(SEPARATOR)
     start = text if len(text) <= 60 else f"{text[:60]}..."

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,11 +20,7 @@ from kvpass.eval.tasks.longbench import CATEGORIES
 
 
 class Question(msgspec.Struct, kw_only=True, frozen=True):
-    """What decides an answer: equal questions, equal answers.
-
-    Attributes:
-        policy: with all its options. model, code, prompt: digests. stops: token ids. libraries: versions.
-    """
+    """What decides an answer; model, code and prompt as digests, the policy with all its options."""
 
     task: str
     sample: str
@@ -47,11 +45,7 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Record(msgspec.Struct, kw_only=True, frozen=True):
-    """One answered sample.
-
-    Attributes:
-        label: the policy as it was typed. labels: of the sample. kept: what compression left of its prompt.
-    """
+    """One answered sample. ``label``: the policy as it was typed; ``kept``: what compression left of the prompt."""
 
     key: str
     label: str
@@ -68,23 +62,16 @@ class RecordFile:
     """A file of JSON lines, one per sample.
 
     Each line is written in one append; of equal keys the last line counts. A last line that an interruption left
-    without its end is cut off when the file is opened.
-
-    Args:
-        path: made when the first record is written. writes: False: records are read from the file, and new ones are
-            only remembered; another process writes them.
+    without its end is cut off when the file is opened. Without ``writes`` new records are only remembered.
 
     Raises:
         ValueError: a line is no record of this version; path and line are named.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
-        self.path = path
-        self.writes = writes
+        self.path, self.writes = path, writes
         self.records: dict[str, Record] = {}
-        if not path.is_file():
-            return
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() else b""
         whole = content.rfind(b"\n") + 1
         if whole < len(content) and writes:
             os.truncate(path, whole)
@@ -114,11 +101,10 @@ class RecordFile:
 
 @dataclass(frozen=True)
 class Row:
-    """All samples of one task under one policy, budget and scope.
+    """All samples of one task under one policy, budget and scope: mean score and its 95 % Wilson interval.
 
-    Attributes:
-        samples: their number. score, low, high: mean and its 95 % Wilson interval (which takes samples as independent,
-            those that share a context included). kept: means over the samples; None where it is None of one.
+    The interval takes samples as independent, those that share a context included. Of ``kept`` the means, None where
+    a sample has None.
     """
 
     task: str
@@ -134,25 +120,21 @@ class Row:
 
 def summarize(records: Iterable[Record]) -> list[Row]:
     """One row per task, policy, budget and scope, in order of first appearance."""
-    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    groups: defaultdict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
     for record in records:
-        asked = record.question
-        groups.setdefault((asked.task, record.label, asked.budget, asked.scope), []).append(record)
+        question = record.question
+        groups[question.task, record.label, question.budget, question.scope].append(record)
     rows = []
-    for (task, policy, budget, scope), group in groups.items():
-        count = len(group)
-        score = sum(record.score for record in group) / count
-        low, high = wilson_interval(min(score, 1.0), count)
+    for condition, group in groups.items():
+        score = sum(record.score for record in group) / len(group)
+        interval = wilson_interval(min(score, 1.0), len(group))
         means = {field.name: _mean([getattr(record.kept, field.name) for record in group]) for field in fields(Kept)}
-        condition = (task, policy, budget, scope)
-        rows.append(Row(*condition, samples=count, score=score, low=low, high=high, kept=Kept(**means)))
+        rows.append(Row(*condition, len(group), score, *interval, Kept(**means)))
     return rows
 
 
 def _mean(values: Sequence[float | None]) -> Any:
-    """Their mean; None if one is missing."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    return None if None in values else sum(values) / len(values)  # type: ignore[arg-type]
 
 
 def wilson_interval(mean: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -191,18 +173,15 @@ def _cells(row: Row) -> list[str]:
 def results_tables(rows: Sequence[Row]) -> Tables:
     """A line for each row; of LongBench's tasks a second table, by category. A narrow terminal has no bytes."""
     tables: list[tuple[str, Sequence[str], Cells]] = [("", _COLUMNS, [*map(_cells, rows)])]
-    scores: dict[tuple[str, str, str], dict[str, float]] = {}
+    scores: defaultdict[tuple[str, str, str], dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row.task.startswith("longbench_"):
-            own = scores.setdefault((row.scope, row.policy, row.budget), {})
-            own[row.task.removeprefix("longbench_")] = row.score
+            scores[row.scope, row.policy, row.budget][row.task.removeprefix("longbench_")] = row.score
     lines = []
-    for category, names in CATEGORIES.items():
-        for condition, own in scores.items():
-            found = [100 * own[name] for name in names if name in own]
-            if found:
-                said = f"{category} ({len(found)} of {len(names)})"
-                lines.append([said, *condition, f"{sum(found) / len(found):.2f}"])
+    for (category, names), (condition, by_task) in itertools.product(CATEGORIES.items(), scores.items()):
+        if answered := [100 * by_task[name] for name in names if name in by_task]:
+            label = f"{category} ({len(answered)} of {len(names)})"
+            lines.append([label, *condition, f"{sum(answered) / len(answered):.2f}"])
     if lines:
         title = "LongBench by category: means of the tasks that were run"
         tables.append((title, ["category (tasks)", *_COLUMNS[1:_LEFT], "score %"], lines))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
 from kvpass.config import Budget, BudgetLike, EntryFormat
-from kvpass.eval.environment import machine, model_digest, policy_digest, save_json, source_digest, versions
+from kvpass.eval.environment import digest, machine, model_digest, policy_digest, save_json, source_digest, versions
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
 from kvpass.eval.prompt import Prompt, Scope
@@ -35,11 +35,7 @@ MOST_TOGETHER = 32
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """One task under one policy, budget, scope and entry format.
-
-    Attributes:
-        questions: one a sample. waiting: indices of the samples still to answer.
-    """
+    """One task under one policy, budget, scope and entry format: a question a sample."""
 
     task: Task
     spec: PolicySpec
@@ -47,7 +43,6 @@ class Condition:
     scope: str
     entry_format: EntryFormat = "model"
     questions: list[Question] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -55,11 +50,7 @@ class Condition:
 
 
 class Evaluation:
-    """A checked run.
-
-    Raises:
-        ValueError: what does not exist or is out of range: model, tasks, data, budget for the window.
-    """
+    """A checked run; raises ``ValueError`` for a model, task, data or budget that does not exist or fit."""
 
     def __init__(self, options: EvalOptions) -> None:
         self.options = options
@@ -70,7 +61,6 @@ class Evaluation:
         tasks = find_tasks(names(options.tasks), options.data_dir)
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.fingerprint = model_digest(self.model)
-        self.code = source_digest()
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
         self._runners: dict[EntryFormat, Runner] = {}
@@ -109,33 +99,33 @@ class Evaluation:
         if self.writes:
             self.options.output.mkdir(parents=True, exist_ok=True)
             self._write_manifest([], None)
-        waiting = sum(len(condition.waiting) for condition in self.conditions)
-        total = sum(len(condition.questions) for condition in self.conditions)
+        waiting, total = self._waiting(), sum(len(condition.questions) for condition in self.conditions)
+        answered = total - sum(len(conditions) * len(indices) for conditions, indices in waiting.items())
         with progress_bar(progress_console() if self.writes else Console(quiet=True)) as progress:
-            bar = progress.add_task("", total=total, completed=total - waiting)
-            for records in self._answered(lambda what: progress.update(bar, description=what)):
+            bar = progress.add_task("", total=total, completed=answered)
+            for records in self._answers(waiting, lambda what: progress.update(bar, description=what)):
                 for record in records:
                     self.file.add(record)
                 progress.update(bar, advance=len(records), score=records[-1].score)
-        rows = summarize(self.records())
+        rows = summarize(self._records())
         if self.writes:
             write_shared(self.options.output / "results.md", results_tables(rows).markdown().encode())
             self._write_manifest(rows, time.perf_counter() - begin)
         return rows
 
-    def records(self) -> list[Record]:
+    def _records(self) -> Iterator[Record]:
         """All records of this run's conditions, scored anew."""
-        records = []
         for condition in self.conditions:
             for question, (sample, _) in zip(condition.questions, self.samples[condition.task.name], strict=True):
                 record = self.file.records[question.key]
                 score = condition.task.metric(record.prediction, sample)
-                records.append(msgspec.structs.replace(record, label=condition.label, score=score))
-        return records
+                yield msgspec.structs.replace(record, label=condition.label, score=score)
 
-    def _answered(self, describe: Callable[[str], None]) -> Iterator[list[Record]]:
+    def _answers(
+        self, waiting: Mapping[tuple[Condition, ...], list[int]], describe: Callable[[str], None]
+    ) -> Iterator[list[Record]]:
         """Answer what waits, each prompt read once; describe it, and yield the records of each batch."""
-        for conditions, indices in self._waiting().items():
+        for conditions, indices in waiting.items():
             first, count = conditions[0], len(conditions)
             named = f"{count} conditions" if count > 1 else f"{first.label} {first.budget or ''}"
             describe(f"{named} {first.scope} {first.task.name}")
@@ -152,16 +142,16 @@ class Evaluation:
 
         Processes that share the model read prompts for each condition.
         """
-        waiting: dict[tuple[Any, ...], list[Condition]] = {}
+        waiting: defaultdict[tuple[Any, ...], list[Condition]] = defaultdict(list)
         for condition in self.conditions:
-            for index in condition.waiting:
-                key = condition.task.name, condition.scope, condition.entry_format, index
-                waiting.setdefault(key, []).append(condition)
-        samples: dict[tuple[Condition, ...], list[int]] = {}
+            for index, question in enumerate(condition.questions):
+                if question.key not in self.file.records:
+                    waiting[condition.task.name, condition.scope, condition.entry_format, index].append(condition)
+        samples: defaultdict[tuple[Condition, ...], list[int]] = defaultdict(list)
         most = 1 if launched()[1] > 1 else MOST_TOGETHER
         for (*_, index), conditions in waiting.items():
             for some in chunks(conditions, most):
-                samples.setdefault(tuple(some), []).append(index)
+                samples[tuple(some)].append(index)
         return samples
 
     def _runner(self, entry_format: EntryFormat) -> Runner:
@@ -187,21 +177,21 @@ class Evaluation:
         )
 
     def _encoded(self, task: Task) -> list[tuple[Sample, Prompt]]:
-        s = self.options
-        samples = task.samples(self.tokenizer, s.length, s.samples, s.seed)
+        options = self.options
+        samples = task.samples(self.tokenizer, options.length, options.samples, options.seed)
         if not samples:
             raise ValueError(f"task {task.name!r}: its data has no rows")
         task.metric("", samples[0])  # a library that the metric lacks is missed now, not after the first answer
-        chat = s.chat and task.chat
-        return [(sample, encode(self.tokenizer, sample, chat=chat, limit=s.length)) for sample in samples]
+        chat = options.chat and task.chat
+        return [(sample, encode(self.tokenizer, sample, chat=chat, limit=options.length)) for sample in samples]
 
     def _condition(
         self, task: Task, spec: PolicySpec, budget: BudgetLike, scope: str, entry_format: EntryFormat
     ) -> Condition:
         condition = Condition(task, spec, budget, scope, entry_format)
         policy = spec.resolve()
-        named, code = with_format(spec_of_contents(policy), entry_format), self.code + policy_digest(policy)
-        for index, (sample, prompt) in enumerate(self.samples[task.name]):
+        named, code = with_format(spec_of_contents(policy), entry_format), source_digest() + policy_digest(policy)
+        for sample, prompt in self.samples[task.name]:
             self._check_budget(policy, budget, scope, prompt)
             question = Question(
                 task=task.name,
@@ -218,11 +208,9 @@ class Evaluation:
                 max_new_tokens=sample.max_new_tokens,
                 stops=sorted(self.stops),
                 libraries=self.libraries,
-                prompt=_digest(prompt),
+                prompt=digest(json.dumps([len(prompt.head), *prompt.ids])),
             )
             condition.questions.append(question)
-            if question.key not in self.file.records:
-                condition.waiting.append(index)
         return condition
 
     def _check_budget(self, policy: Policy, budget: BudgetLike, scope: str, prompt: Prompt) -> None:
@@ -266,8 +254,3 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     configured = getattr(model.generation_config, "eos_token_id", None)
     many = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in [*many, tokenizer.eos_token_id] if token is not None)
-
-
-def _digest(prompt: Prompt) -> str:
-    text = json.dumps([len(prompt.head), *prompt.ids])
-    return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()

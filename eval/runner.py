@@ -29,15 +29,8 @@ Item = TypeVar("Item")
 class Kept:
     """What compression left of one row, right after the compressed part was read.
 
-    Attributes:
-        compressed_tokens: length of the compressed part. budget_entries: per KV head per layer, window included;
-            budget_bytes: of all layers together.
-        kept_entries: per KV head per layer, on average (weighed by bytes where layers differ). kept_bytes: of them.
-        full_bytes: of a full cache of the same layers; kept_fraction: the share that is kept. Where all layers slide
-            nothing is under the budget, so that nothing is evicted: no bytes, every entry kept, fraction 1.
-        cache_bytes: what the storages of the batch occupy, spare slots and tail included, divided by its rows.
-        attention_mass: share of the attention of the policy's window (of the last token if it has none) that the kept
-            entries hold, window included: mean over layers and heads. None where all layers slide.
+    Entries are per KV head per layer, on average (weighed by bytes where layers differ), window included; bytes are of
+    all layers. Where all layers slide nothing is evicted: no bytes, every entry kept, fraction 1, no attention mass.
     """
 
     compressed_tokens: int
@@ -46,19 +39,18 @@ class Kept:
     kept_entries: float
     kept_fraction: float
     kept_bytes: int
-    full_bytes: int
-    cache_bytes: float
+    full_bytes: int  # of a full cache of the same layers
+    cache_bytes: float  # what the storages of the batch occupy, spare slots and tail included, divided by its rows
     attention_mass: float | None
+    """Share of the attention of the policy's window (of the last token if it has none) that the kept entries hold: mean
+    over layers and heads, window included."""
 
 
 @dataclass
 class Totals:
-    """Sums over a run.
+    """Sums over a run: rows compressed, and rows with nothing to compress; bytes of entries right after the prompts.
 
-    Attributes:
-        prompts_compressed, prompts_not_compressed: rows that were compressed, and that had nothing to compress.
-        entry_bytes_kept, entry_bytes_full: bytes of kept entries right after the prompts, and of all their entries.
-        cache_bytes_peak: the largest cache of a batch, generated tokens, spare slots and indices included.
+    ``cache_bytes_peak``: the largest cache of a batch, generated tokens, spare slots and indices included.
     """
 
     prompts_compressed: int = 0
@@ -82,17 +74,15 @@ class Totals:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are answered together.
+    """Prompts that are answered together, by index, under a condition, by number.
 
-    Attributes:
-        indices: of the prompts. cache: its rows, more than prompts where copies fill them, have read the heads; None
-            for prompts that have no head or no rest, which are read whole. kept: one a prompt, empty without a cache.
-        condition: number of the condition that they are answered under.
+    The rows of the cache have read the heads, and are more than prompts where copies fill them. Prompts without a head
+    or a rest are read whole: without a cache.
     """
 
     indices: list[int]
     cache: CompressedCache | None = None
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)  # one a prompt, none without a cache
     condition: int = 0
 
 
@@ -102,11 +92,7 @@ Conditions = Sequence[tuple[Policy | PolicyName, BudgetLike]]
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Runs prompts through one compiled model.
-
-    Args:
-        model: from ``kvpass.compile``. batch: rows at once.
-    """
+    """Runs prompts through one model from ``kvpass.compile``, ``batch`` rows at once."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -116,10 +102,8 @@ class Runner:
     def batches(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """All prompts, first those of :meth:`compressed`, then those that are read whole, longest first.
 
-        A prompt without a head has nothing to compress, and everything is kept of it.
-
-        Args:
-            kinds: of every prompt, sortable; prompts of one batch are of one kind.
+        A prompt without a head has nothing to compress, and everything is kept of it. Prompts of one batch have equal
+        ``kinds``, which are sortable.
         """
         yield from self.compressed(prompts, kinds, conditions)
         whole = [index for index, prompt in enumerate(prompts) if not (prompt.head and prompt.rest)]
@@ -135,7 +119,6 @@ class Runner:
         """Read each head once, longest first, then continue with prompts whose rests are equally long.
 
         A prompt without a head or a rest is passed over. Let go of a batch's cache before asking for the next batch.
-        Until then the model has the condition of the batch.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
         for index, prompt in enumerate(prompts):
@@ -166,15 +149,17 @@ class Runner:
             number of a condition, and index of a prompt, tokens of its answer (the one that ends it included) and what
             was kept, some prompts at a time.
         """
-        ends = sorted(stops) or None
-        settings: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": ends}
+        settings: dict[str, Any] = {
+            "do_sample": False,
+            "repetition_penalty": 1.0,
+            "eos_token_id": sorted(stops) or None,
+        }
         for batch in self.batches(prompts, [0] * len(prompts), conditions):
-            asked = [prompts[index] for index in batch.indices]
-            said = self.generate(asked, batch.cache, max_new_tokens=max(limits), **settings)
-            kept = batch.kept or self.kept()
-            number, found = batch.condition, zip(batch.indices, said, kept, strict=True)
+            some = [prompts[index] for index in batch.indices]
+            answers = self.generate(some, batch.cache, max_new_tokens=max(limits), **settings)
+            number, rows = batch.condition, zip(batch.indices, answers, batch.kept or self.kept(), strict=True)
             del batch  # its cache, before the next one is filled
-            yield number, [(index, ended(tokens[: limits[index]], stops), row) for index, tokens, row in found]
+            yield number, [(index, ended(tokens[: limits[index]], stops), kept) for index, tokens, kept in rows]
 
     def generate(
         self,
@@ -194,9 +179,8 @@ class Runner:
         if cache is not None:
             rows = filled(rows, cache.batch_size)
             if beams > 1:  # the search has that many rows from the first step on
-                cache = pick_rows(
-                    cache, [row for row in range(len(rows)) for _ in range(beams)], last=not cache.reusable
-                )
+                repeated = torch.arange(len(rows)).repeat_interleave(beams).tolist()
+                cache = pick_rows(cache, repeated, last=not cache.reusable)
         columns = 0 if cache is None else cache.columns + len(rows[0].rest)
         ids, mask = pad([prompt.ids for prompt in rows], "left", self._padding, columns)
         output = self.model.generate(
@@ -265,11 +249,7 @@ def ended(tokens: list[int], stops: Collection[int]) -> list[int]:
 
 
 def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> CompressedCache:
-    """A cache of these rows, in this order, some perhaps several times.
-
-    Args:
-        last: the cache is not needed afterwards, and may be what is returned. Else it stays as it is.
-    """
+    """A cache of these rows, in this order; after the ``last`` use of the cache that may be itself."""
     if list(rows) == list(range(cache.batch_size)):
         cache.reusable = not last
         return cache
@@ -280,9 +260,7 @@ def pick_rows(cache: CompressedCache, rows: Sequence[int], *, last: bool) -> Com
 
 
 def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
-    """Up to ``size`` neighbours at a time."""
-    for begin in range(0, len(items), size):
-        yield list(items[begin : begin + size])
+    return (list(items[begin : begin + size]) for begin in range(0, len(items), size))
 
 
 def filled(items: Sequence[Item], size: int) -> list[Item]:
@@ -291,12 +269,9 @@ def filled(items: Sequence[Item], size: int) -> list[Item]:
 
 
 def rounds(sharing: Sequence[Sequence[int]], kinds: Sequence[Any], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Up to ``size`` prompts of one kind at a time.
+    """Up to ``size`` prompts of one kind at a time: the rows of a cache that they continue, and their indices.
 
-    Args:
-        sharing: indices of the prompts that continue each row of a cache. kinds: of every prompt, to be sorted by.
-    Yields:
-        of each prompt, the row that it continues and its index.
+    ``sharing``: indices of the prompts that continue each row. ``kinds``: of every prompt, to be sorted by.
     """
     pairs = [(row, index) for row, indices in enumerate(sharing) for index in indices]
     pairs.sort(key=lambda pair: kinds[pair[1]])

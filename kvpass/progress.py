@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, Task
+    from rich.progress import Progress
 
 _LOGGER = logging.getLogger("kvpass")
 
@@ -47,7 +47,13 @@ def progress_bar(console: Console) -> Iterator[Progress]:
     def print_lines() -> None:
         while not drawn and not ended.wait(LINE_SECONDS):
             for task in progress.tasks:
-                console.print(_line(task), markup=False, highlight=False, soft_wrap=True)
+                left, score = task.time_remaining, task.fields.get("score")
+                line = f"kvpass: {task.completed:.0f} of {task.total or 0:.0f}"
+                line += f", {task.description}" if task.description else ""
+                line += f", {task.elapsed or 0:.0f} s"
+                line += "" if left is None else f", about {left:.0f} s left"
+                line += "" if score is None else f", last score {score:.2f}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     printer = threading.Thread(target=print_lines, daemon=True)
     printer.start()
@@ -57,15 +63,6 @@ def progress_bar(console: Console) -> Iterator[Progress]:
     finally:
         ended.set()
         printer.join()
-
-
-def _line(task: Task) -> str:
-    """``"kvpass: 12 of 40, 5 conditions prompt niah_single_1, 63 s, about 147 s left, last score 1.00"``."""
-    left, score = task.time_remaining, task.fields.get("score")
-    parts = [f"{task.completed:.0f} of {task.total:.0f}", task.description, f"{task.elapsed or 0:.0f} s"]
-    parts += [] if left is None else [f"about {left:.0f} s left"]
-    parts += [] if score is None else [f"last score {score:.2f}"]
-    return "kvpass: " + ", ".join(part for part in parts if part)
 
 
 @contextmanager

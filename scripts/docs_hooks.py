@@ -20,9 +20,9 @@ PAGES = {file: page for page, file in ABOVE.items()} | {"README.md": "index.md"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    made = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
-    made |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks(), "reference.md": reference()}
-    for name, content in made.items():
+    pages = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
+    pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks(), "reference.md": reference()}
+    for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
 
@@ -70,9 +70,9 @@ def benchmarks() -> str:
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
         for path in sorted(folder.glob("*.json")):
-            found = json.loads(path.read_text())
-            lines += ["", f"### {path.stem}", "", f"`{' '.join(found['command'])}`", ""]
-            lines.append("[serve.md](serve.md) has its figures." if "serve" in found else show(found).markdown())
+            record = json.loads(path.read_text())
+            lines += ["", f"### {path.stem}", "", f"`{' '.join(record['command'])}`", ""]
+            lines.append("[serve.md](serve.md) has its figures." if "serve" in record else show(record).markdown())
     return "\n".join(lines) + "\n"
 
 

@@ -192,8 +192,10 @@ def test_the_token_that_the_template_puts_behind_an_answer_ends_it(fast, qwen3):
 
 def test_a_document_is_saved_with_its_text(model, fast, qwen3, tmp_path):
     document = Document.read(TEXT, fast, qwen3, system="Answer briefly.", enable_thinking=False)
-    document.save(tmp_path / "tide.kv", notes={"mine": 1})
+    document.notes["mine"] = 1
+    document.save(tmp_path / "tide.kv")
     loaded = Document.load(tmp_path / "tide.kv", fast, qwen3)
+    assert loaded.notes == {"mine": 1}
     assert loaded.ask(QUESTIONS[0], max_new_tokens=NEW) == document.ask(QUESTIONS[0], max_new_tokens=NEW)
     fast.compress(torch.ones(1, 4, dtype=torch.int64)).save(tmp_path / "other.kv")
     with pytest.raises(kvpass.CacheFileError, match="without a document"):

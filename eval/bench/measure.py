@@ -16,18 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
 
-REPLAY = "kvpass::replay"
-"""Tokens that run only to be observed: their attention counts too."""
-_KEEPING = ("score_layer", "cascade_step", "fixed_shares", "rank_heads", "gather_layer", "keep_newest", "pack")
-KVPASS_OPERATORS = {"kvpass::column_sums", REPLAY, *(f"kvpass::{name}" for name in _KEEPING)}
+REPLAY = "kvpass::replay"  # tokens that run only to be observed: their attention counts too
+_NAMES = "column_sums score_layer cascade_step fixed_shares rank_heads gather_layer keep_newest pack".split()
+KVPASS_OPERATORS = {REPLAY, *(f"kvpass::{name}" for name in _NAMES)}
 """All that compression adds to a prefill, and the attention of the prompt."""
 ATTENTION_OPERATORS = {
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_flash_attention_forward",
 }
-ATTENTION_KERNEL = "_prefill_kernel"
-"""The Triton kernel that attends where neither cuDNN nor FlashAttention takes the site."""
+ATTENTION_KERNEL = "_prefill_kernel"  # of Triton, where neither cuDNN nor FlashAttention takes the site
 WAITING = "Command Buffer Full"
 """What the profiler notes in an operator while the device has all launches it can hold, with kernels of others."""
 
@@ -59,7 +57,6 @@ class Meter:
         return [first.elapsed_time(last) / 1e3 for first, last in pairs]
 
     def peak(self) -> int | None:
-        """Most bytes allocated at once since :meth:`reset_peak`."""
         return torch.cuda.max_memory_allocated() if self.is_cuda else None
 
     def reset_peak(self) -> None:
@@ -74,11 +71,7 @@ class Meter:
 
 
 def median_seconds(run: Callable[[], Any], at_least: float | None = None) -> float:
-    """Median seconds of one ``run``; a device is waited for after many of them.
-
-    Args:
-        at_least: seconds that all runs take together; None: the usual ones.
-    """
+    """Median seconds of one ``run``; ``at_least``: seconds that all runs take together, if not the usual ones."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=at_least or _LEAST_SECONDS).median
 
@@ -97,11 +90,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 class Scoring(NamedTuple):
-    """What compression adds to a prefill.
+    """Seconds that compression adds to a prefill, and of the whole prefill in the same run.
 
-    Attributes:
-        seconds: of it. prefill: seconds of the whole prefill, in the same run.
-        parts: seconds by kernel (on the CPU by operator), longest first.
+    ``parts``: seconds by kernel (on the CPU by operator), longest first.
     """
 
     seconds: float
@@ -122,9 +113,8 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     Returns:
         None where the profiler saw none of kvpass's operators or, on CUDA, none of their kernels.
     """
-    is_cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     meter = Meter(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if meter.is_cuda else [])]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes lines into the progress bar
     with profile(activities=activities) as profiler:
         marks = [meter.mark()]
@@ -134,7 +124,7 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
     parts: defaultdict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
         if event.name in KVPASS_OPERATORS:
-            for name, microseconds in _beyond_attention(event, is_cuda):
+            for name, microseconds in _beyond_attention(event, meter.is_cuda):
                 parts[name] += microseconds / 1e6
     longest_first = dict(sorted(parts.items(), key=lambda part: -part[1]))
     return Scoring(sum(parts.values()), total, longest_first) if parts else None
@@ -145,11 +135,11 @@ def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> It
     replays = replays or event.name == REPLAY
     if event.name == WAITING or (event.name in ATTENTION_OPERATORS and not replays):
         return
-    if is_cuda:
-        counted = (kernel for kernel in event.kernels if replays or ATTENTION_KERNEL not in kernel.name)
-        yield from ((kernel.name, kernel.duration) for kernel in counted)
-    else:
+    if not is_cuda:
         yield event.name, event.self_cpu_time_total
+    for kernel in event.kernels if is_cuda else ():
+        if replays or ATTENTION_KERNEL not in kernel.name:
+            yield kernel.name, kernel.duration
     for child in event.cpu_children:
         yield from _beyond_attention(child, is_cuda, replays=replays)
 
@@ -157,9 +147,7 @@ def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> It
 def weight_bytes(model: PreTrainedModel) -> int | None:
     """Bytes of the weights that every decode step reads, whatever the batch.
 
-    With the entries that new tokens attend to, over the copy bandwidth of the device, they are a lower bound of the
-    time of a step, unless weights and cache fit in the processor's own cache. The embedding table is not read as a
-    whole, unless it is the output projection too.
+    The embedding table is not read as a whole, unless it is the output projection too.
 
     Returns:
         None for a mixture of experts: which of them are read depends on the tokens.
@@ -167,12 +155,10 @@ def weight_bytes(model: PreTrainedModel) -> int | None:
     config: Any = model.config.get_text_config()
     if any(getattr(config, name, None) for name in _EXPERT_COUNTS):
         return None
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     table: Any = model.get_input_embeddings().weight
     head: Any = model.get_output_embeddings()
-    if head is None or head.weight is not table:
-        total -= table.numel() * table.element_size()
-    return total
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total if head is not None and head.weight is table else total - table.nbytes
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

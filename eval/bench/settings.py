@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -26,14 +25,8 @@ WARM_UP_TOKENS = 512
 """Prompt of the first run of a system that compiles nothing then."""
 
 
-@dataclass(frozen=True)
-class BenchModel:
-    """A decoder of the bench.
-
-    Attributes:
-        name: as given on the command line. context: prompt tokens when the user names none.
-        has_weights: whether ``name`` also finds weights; else they are random.
-    """
+class BenchModel(NamedTuple):
+    """A decoder of the bench; ``context``: prompt tokens when the user names none. Without weights they are random."""
 
     name: str
     config: PretrainedConfig
@@ -69,7 +62,7 @@ def find_model(name: str) -> BenchModel:
     """Look up a model of the bench.
 
     Args:
-        name: a known shape such as ``llama-3.1-8b`` or ``small``, the path of a transformers ``config.json``, or, with
+        name: a shape such as ``llama-3.1-8b`` or ``small``, the path of a transformers ``config.json``, or, with
             weights, a name of ``kvpass fetch`` or a folder.
 
     Raises:
@@ -78,17 +71,18 @@ def find_model(name: str) -> BenchModel:
     if name in _MODELS:
         context, fields = _MODELS[name]
         return BenchModel(name, AutoConfig.for_model(**fields), context)
-    path, known = Path(name), ", ".join([*_MODELS, *PACKAGES])
+    path = Path(name)
     if has_weights := name in PACKAGES or path.is_dir():
         with located(name) as place:
             config = AutoConfig.from_pretrained(place)
     elif path.suffix != ".json":
-        raise ValueError(f"model={name!r}: expected one of {known}, or a folder or config.json of a model")
-    elif not path.is_file():
-        raise ValueError(f"model={name!r}: no such file")
+        names = ", ".join([*_MODELS, *PACKAGES])
+        raise ValueError(f"model={name!r}: expected one of {names}, or a folder or config.json of a model")
     else:
         try:
             fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"model={name!r}: no such file") from None
         except ValueError as error:
             raise ValueError(f"model={name!r}: not JSON ({error})") from error
         if not isinstance(fields, dict) or "model_type" not in fields:
@@ -100,10 +94,7 @@ def find_model(name: str) -> BenchModel:
 def build(
     model: BenchModel, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Make the decoder, in evaluation mode, with its weights or with random ones.
-
-    Random weights are made on the device in their dtype, so that the host needs no memory for them.
-    """
+    """Make the decoder in evaluation mode; random weights are made on the device, so the host needs no memory."""
     if model.has_weights:
         with located(model.name) as place:
             built = AutoModelForCausalLM.from_pretrained(place, config=model.config, dtype=dtype)
@@ -128,7 +119,6 @@ class BenchSettings:
     """
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options = options
         if options.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda': this machine has no CUDA device")
         self.dtype = _DTYPES[options.dtype or ("bf16" if options.device == "cuda" else "fp32")]

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import inspect
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
+from kvpass.eval.bench.measure import Scoring, scoring_time
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -27,33 +27,41 @@ def entries_of(layer: Any) -> list[Tensor]:
 
 
 def _states_of(layer: Any) -> list[tuple[str, int, Tensor]]:
-    """Kind, number and tensor of the states of a recurrent layer."""
-    held = {kind: getattr(layer, f"{kind}_states", {}) for kind in ("conv", "recurrent")}
-    return [(kind, n, state) for kind, states in held.items() for n, state in states.items() if state is not None]
+    """Name, number and tensor of the states of a recurrent layer."""
+    return [
+        (name, number, state)
+        for name in ("conv", "recurrent")
+        for number, state in getattr(layer, f"{name}_states", {}).items()
+        if state is not None
+    ]
+
+
+def _all_states(cache: Any) -> list[Tensor]:
+    return [state for layer in cache.layers for *_, state in _states_of(layer)]
 
 
 def storage_bytes(cache: Any) -> int:
     """Bytes that the storages of a transformers cache occupy, each counted once."""
-    tensors = [x for layer in cache.layers for x in (*entries_of(layer), *(state for *_, state in _states_of(layer)))]
+    tensors = [*(x for layer in cache.layers for x in entries_of(layer)), *_all_states(cache)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class System(ABC):
-    """A way to prefill a prompt and to decode; only the cache holds state."""
+class System:
+    """A way to prefill a prompt and to decode, as transformers does unless a class says otherwise; the cache has all
+    state."""
 
-    name: str
-    model: Any
-    compiled: bool = True
+    compiled = True
 
-    @functools.cached_property
-    def seen(self) -> set[bool | torch.Size]:
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self.model, self.prefill_forward = name, model, model
+        self.seen: set[bool | torch.Size] = set()
         """Whether it has run with several rows (True), with one (False), and with which shapes of prompts."""
-        return set()
 
-    @abstractmethod
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         """Prefill ids, int64 ``[B, N]``; returns the last logits, ``[B, 1, vocabulary]``, and a cache."""
+        cache = DynamicCache(config=self.model.config)
+        return self.prefill_forward(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
         """Logits after ``token``, int64 ``[B, 1]``, whose key and value join the cache at ``position``."""
@@ -72,22 +80,16 @@ class System(ABC):
     def attended_bytes(self, cache: Any, tokens: int) -> int:
         """Bytes of the entries, and states, that a step after ``tokens`` tokens must read."""
         rows = [tensor[:, :, :tokens] for layer in cache.layers for tensor in entries_of(layer)]
-        states = [state for layer in cache.layers for *_, state in _states_of(layer)]
-        return sum(x.numel() * x.element_size() for x in (*rows, *states))
+        return sum(x.nbytes for x in (*rows, *_all_states(cache)))
 
 
 class HfEager(System):
     """transformers as it comes: eager forward, SDPA, DynamicCache."""
 
-    name = "hf-eager"
     compiled = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        cache = DynamicCache(config=self.model.config)
-        return self.model(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
+        super().__init__("hf-eager", model)
 
 
 def _forward_of(model: PreTrainedModel) -> Callable[..., Any]:
@@ -104,37 +106,28 @@ class HfStatic(System):
 
     On CUDA as its documentation advises, with ``mode="reduce-overhead"`` (CUDA graphs) and, as ``generate`` does, an
     eager prefill. On the CPU the prefill is compiled too, with a DynamicCache, which needs no mask; its keys and values
-    are then copied.
-
-    Args:
-        model: uncompiled. tokens: slots of the static cache, prompt and new tokens together.
-        backend: of ``torch.compile``.
+    are then copied to a static cache of ``tokens`` slots.
     """
 
-    name = "hf-static"
-
     def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
-        self.model = model
+        super().__init__("hf-static", model)
         self.tokens = tokens
         self.on_cuda = model.device.type == "cuda"
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": backend}
-        self.prefill_forward = model.forward if self.on_cuda else torch.compile(_forward_of(model), **options)
-        if self.on_cuda and backend == "inductor":
+        if not self.on_cuda:
+            self.prefill_forward = torch.compile(_forward_of(model), **options)
+        elif backend == "inductor":
             options["mode"] = "reduce-overhead"
         self.compiled_step = torch.compile(_forward_of(model), **options)
         self.takes_cache_position = "cache_position" in inspect.signature(model.forward).parameters
-
-    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        cache = DynamicCache(config=self.model.config)
-        return self.prefill_forward(ids, **{CACHE: cache}, logits_to_keep=1).logits, cache
 
     def decoding_cache(self, cache: Any, repeats: int) -> Any:
         static = StaticCache(config=self.model.config, max_cache_len=self.tokens)
         for index in range(len(cache.layers)):
             layer = cache.layers[index]
             cache.layers[index] = None  # its memory is free as soon as it is copied
-            for kind, number, state in _states_of(layer):
-                getattr(static, f"update_{kind}_state")(state.repeat_interleave(repeats, 0), index, number)
+            for name, number, state in _states_of(layer):
+                getattr(static, f"update_{name}_state")(state.repeat_interleave(repeats, 0), index, number)
             if entries := entries_of(layer):
                 keys, values = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in entries)
                 positions = torch.arange(keys.shape[2], device=keys.device)
@@ -144,15 +137,15 @@ class HfStatic(System):
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
         positions = torch.arange(position, position + 1, device=token.device)  # made there: nothing waits for a copy
-        extra = {"cache_position": positions} if self.takes_cache_position else {}
+        call = {CACHE: cache, "position_ids": positions[None], "logits_to_keep": 1}
+        if self.takes_cache_position:
+            call["cache_position"] = positions
         if self.on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        return self.compiled_step(
-            token, position_ids=positions[None], **{CACHE: cache}, logits_to_keep=1, **extra
-        ).logits
+        return self.compiled_step(token, **call).logits
 
 
-KVPRESS_TWINS: dict[str, Callable[[Any, float, int], Any]] = {
+KVPRESS_TWINS: dict[str, Callable[..., Any]] = {
     "snapkv": lambda kvpress, ratio, window: kvpress.SnapKVPress(ratio, window_size=window),
     "ada_snapkv": lambda kvpress, ratio, window: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=window)),
     "pyramidkv": lambda kvpress, ratio, window: kvpress.PyramidKVPress(ratio, window_size=window),
@@ -170,38 +163,29 @@ class Kvpress(System):
     """NVIDIA's kvpress with the press of the same policy and as many entries; eager.
 
     Importing kvpress wraps transformers' attention functions. The wrappers are in force only while this system runs.
-
-    Args:
-        entries: kept per KV head per layer on average, window included.
     """
 
     compiled = False
 
     def __init__(self, model: PreTrainedModel, policy: str, entries: int, window: int) -> None:
-        self.name = f"kvpress/{policy}"
-        self.model = model
-        self._press_of = KVPRESS_TWINS[policy]
-        self._entries = entries
-        self._window = window
-        self._kvpress, self._attention = _import_kvpress()
+        super().__init__(f"kvpress/{policy}", model)
+        self.kvpress, self.attention = _import_kvpress()
+        self.press = functools.partial(KVPRESS_TWINS[policy], self.kvpress, window=window)
+        self.entries = entries
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
         # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
-        ratio = max(0.0, 1 - (self._entries + 0.5) / ids.shape[1])
-        press, cache = self._press_of(self._kvpress, ratio, self._window), DynamicCache(config=self.model.config)
-        with _sdpa_attention(self._attention), press(self.model):
-            return self._forward(ids, 0, cache), cache
+        ratio = max(0.0, 1 - (self.entries + 0.5) / ids.shape[1])
+        cache = DynamicCache(config=self.model.config)
+        with self.press(ratio)(self.model):
+            return self.step(ids, 0, cache), cache
 
     def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
-        with _sdpa_attention(self._attention):
-            return self._forward(token, position, cache)
-
-    def _forward(self, ids: Tensor, first: int, cache: Any) -> Tensor:
         # its hooks read cache_position, which newer versions of transformers no longer make
-        positions = torch.arange(first, first + ids.shape[1], device=ids.device)
-        return self.model(
-            ids, position_ids=positions[None], cache_position=positions, **{CACHE: cache}, logits_to_keep=1
-        ).logits
+        positions = torch.arange(position, position + token.shape[1], device=token.device)
+        call = {CACHE: cache, "position_ids": positions[None], "cache_position": positions}
+        with _sdpa_attention(self.attention):
+            return self.model(token, **call, logits_to_keep=1).logits
 
 
 @functools.cache
@@ -230,15 +214,20 @@ def _sdpa_attention(function: Callable[..., Any]) -> Iterator[None]:
 class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none, ``options`` are of kvpass.compile."""
 
-    def __init__(
-        self, model: PreTrainedModel, name: str, *, policy: Policy, budget: int | float | str, **options: Any
-    ) -> None:
-        self.name = name
-        self.model = kvpass.compile(model, policy=policy, budget=budget if policy.needs_budget else None, **options)
+    def __init__(self, model: PreTrainedModel, name: str, *, policy: Policy, budget: Any, **options: Any) -> None:
+        self.scorings: dict[torch.Size, Scoring | None] = {}
+        budget = budget if policy.needs_budget else None
+        super().__init__(name, kvpass.compile(model, policy=policy, budget=budget, **options))
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out[CACHE]
+
+    def scoring(self, ids: Tensor) -> Scoring | None:
+        """What compression adds to a prefill of ids; measured once for each shape."""
+        if ids.shape not in self.scorings:
+            self.scorings[ids.shape] = scoring_time(functools.partial(self.prefill, ids), ids.device)
+        return self.scorings[ids.shape]
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> None:
         """Generate greedily as users do. Where tokens can be taken back, the cache is then as it was."""

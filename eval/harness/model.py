@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -28,25 +28,11 @@ from tqdm import tqdm
 import kvpass
 from kvpass.config import COMPILERS, Compiler, one_of
 from kvpass.eval.environment import policy_digest
-from kvpass.eval.harness.settings import (
-    fingerprint,
-    generation_settings,
-    library_versions,
-    prefix_keys,
-    refuse_unsupported,
-)
+from kvpass.eval.harness import settings
 from kvpass.eval.policy_spec import spec_of_contents
-from kvpass.eval.prompt import (
-    SEPARATOR,
-    Prompt,
-    Scope,
-    Truncation,
-    pad,
-    split_at_separator,
-    tokenize,
-    without_separator,
-)
-from kvpass.eval.runner import Batch, Runner, Totals, chunks, filled
+from kvpass.eval.prompt import SEPARATOR, Prompt, Scope, Truncation, pad, split_at_separator, tokenize
+from kvpass.eval.prompt import without_separator as plain
+from kvpass.eval.runner import Batch, Runner, filled
 from kvpass.loading import launched, located
 from kvpass.policies import Policy
 from kvpass.policies.options import check_choice, check_int
@@ -56,14 +42,12 @@ from kvpass.transformers_compat import CACHE
 _log = logging.getLogger("kvpass")
 
 Answer = tuple[float, bool]
-Asked = dict[Prompt, dict[tuple[int, ...], list[int]]]
+Continuations = dict[Prompt, dict[tuple[int, ...], list[int]]]
 """Of every context, the continuations without their last token, and the indices of the requests that share them."""
-Score = Callable[[Tensor, Iterable[int]], None]
-"""Takes logits fp ``[length of the continuations, vocabulary]`` of requests that differ in their last token."""
 Pairs = Sequence[tuple[tuple[str, str] | None, list[int], list[int]]]
 """Texts, and tokens of context and continuation, of each request."""
 
-_ELSEWHERE = {"tokenizer", "device", "max_batch_size"}
+_NOT_IN_KEY = {"tokenizer", "device", "max_batch_size"}
 """Arguments that the key of stored answers has in another form, or that decide no answer."""
 
 
@@ -102,8 +86,7 @@ class KVPassLM(HFLM):
     ) -> None:
         if policy is None or policy == "none":
             policy = "full"
-        if batch_size is None:
-            batch_size = 1
+        batch_size = 1 if batch_size is None else batch_size
         check_choice("scope", scope, get_args(Scope))
         check_choice("truncation", truncation, get_args(Truncation))
         if num_uncompressed_tokens is not None:
@@ -119,18 +102,16 @@ class KVPassLM(HFLM):
         self._compiler = one_of("compiler", compiler, COMPILERS)
         harness = inspect.signature(HFLM.__init__).parameters
         options = {name: arguments.pop(name) for name in [*arguments] if name not in harness}
-        refuse_unsupported(arguments, batch_size)
+        settings.refuse_unsupported(arguments, batch_size)
         name = pretrained if isinstance(pretrained, str) else str(pretrained.config.name_or_path)
         rules = read_rules(policy, budget, "never", window=None, options=options, model_name=name)
-        self._arguments = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
+        self._arguments = {name: value for name, value in arguments.items() if name not in _NOT_IN_KEY}
         self._load(pretrained, batch_size=batch_size, **arguments)
         self._policy, self._budget = rules.policy, rules.budget
         self._conditions = [(self._policy, self._budget)]
         self._model = kvpass.compile(self.model, policy=self._policy, budget=self._budget, backend=self._compiler)
-        self._totals, self._truncated = Totals(), 0
-        self._runner = Runner(
-            model=self._model, tokenizer=self.tokenizer, batch=int(self.batch_size), totals=self._totals
-        )
+        self._runner = Runner(model=self._model, tokenizer=self.tokenizer, batch=int(self.batch_size))
+        self._totals, self._truncated = self._runner.totals, 0
 
     def _load(self, pretrained: str | transformers.PreTrainedModel, **arguments: Any) -> None:
         """Load the model, or take it, as the harness's own; processes of ``torchrun`` share it."""
@@ -163,11 +144,7 @@ class KVPassLM(HFLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Likelihood of whole documents; only with policy ``full``, since they have no context.
-
-        Raises:
-            ValueError: any other policy.
-        """
+        """Likelihood of whole documents; only with policy ``full``, since they have no context."""
         if self._policy.name != "full":
             raise ValueError(
                 f"loglikelihood_rolling with policy {self._policy.name!r}: a document scored from its first token on "
@@ -178,13 +155,13 @@ class KVPassLM(HFLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if SEPARATOR in continuation:
             raise ValueError(f"{SEPARATOR!r} stands in the continuation {continuation!r}: it belongs into the context")
-        return super()._encode_pair(without_separator(context), continuation)
+        return super()._encode_pair(plain(context), continuation)
 
     def _loglikelihood_tokens(
         self, requests: Pairs, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Answer]:
         """Score continuations; ``override_bs`` is left to ``batch_size``."""
-        asked: Asked = defaultdict(lambda: defaultdict(list))
+        continuations: Continuations = defaultdict(lambda: defaultdict(list))
         for index, (texts, context, continuation) in enumerate(requests):
             if not 1 <= len(continuation) <= self.max_length:
                 raise ValueError(
@@ -193,102 +170,94 @@ class KVPassLM(HFLM):
             text = texts[0].rstrip() if texts else ""  # trailing spaces have become part of the continuation
             border = self._uncompressed(text) if text else len(context)  # else a rolling window, or only <bos>
             prompt = self._fitted(Prompt(tuple(context), border), self.max_length + 1 - len(continuation))
-            asked[prompt][tuple(continuation[:-1])].append(index)
-        self._check_budget(asked)
-        answers: list[Answer | None] = [None] * len(requests)
-        progress = self._progress(len(requests), "loglikelihood", disable_tqdm)
-
-        def score(logits: Tensor, indices: Iterable[int]) -> None:
-            log_probs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
-            greedy = log_probs.argmax(-1)
-            for index in indices:
-                texts, _, continuation = requests[index]
-                target = torch.tensor(continuation, device=logits.device)
-                found = log_probs.gather(1, target[:, None])
-                answers[index] = answer = (float(found.sum()), bool((greedy == target).all()))
-                if texts is not None:
-                    self.cache_hook.add_partial("loglikelihood", texts, answer)
-                progress.update(1)
-
-        prompts = list(asked)
+            continuations[prompt][tuple(continuation[:-1])].append(index)
+        self._check_budget(continuations)
+        answers = self._scored_whole(requests, continuations, disable_tqdm)
+        progress = self._progress(len(requests) - len(answers), "loglikelihood", disable_tqdm)
+        prompts = list(continuations)
         for batch in self._runner.compressed(prompts, [0] * len(prompts), self._conditions):
-            self._score_compressed(batch, [prompts[index] for index in batch.indices], asked, score)
+            some = [prompts[index] for index in batch.indices]
+            for logits, indices in self._logits(batch, some, continuations):
+                log_probs = torch.log_softmax(logits, -1, dtype=self.softmax_dtype)
+                greedy = log_probs.argmax(-1)
+                for index in indices:
+                    texts, _, continuation = requests[index]
+                    target = torch.tensor(continuation, device=logits.device)
+                    total = float(log_probs.gather(1, target[:, None]).sum())
+                    answers[index] = (total, bool((greedy == target).all()))
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answers[index])
+                    progress.update(1)
             del batch  # its cache, before the next one is filled
-        whole = [(prompt, fed) for prompt in asked if not prompt.head for fed in asked[prompt]]
-        whole.sort(key=lambda item: -len(item[0]) - len(item[1]))
-        self.model.set_policy("full")
-        for pairs in chunks(whole, self._runner.batch):
-            self._score_whole(pairs, asked, score)
-        self.model.set_policy(self._policy, self._budget)
         progress.close()
-        assert None not in answers
-        return answers  # type: ignore[return-value]
+        return [answers[index] for index in range(len(requests))]
 
-    def _score_compressed(self, batch: Batch, prompts: list[Prompt], asked: Asked, score: Score) -> None:
-        """Feed what is not compressed but its last token, then every continuation."""
+    def _scored_whole(self, requests: Pairs, continuations: Continuations, disable_tqdm: bool) -> dict[int, Answer]:
+        """Contexts too short to be compressed: the harness's own way, with everything kept."""
+        short = {prompt: rows for prompt, rows in continuations.items() if not prompt.head}
+        self._totals.prompts_not_compressed += sum(map(len, short.values()))
+        whole = {
+            index: (requests[index][0], list(prompt.ids), requests[index][2])
+            for prompt, rows in short.items()
+            for index in itertools.chain.from_iterable(rows.values())
+        }
+        self.model.set_policy("full")
+        answers = super()._loglikelihood_tokens([*whole.values()], disable_tqdm) if whole else []
+        self.model.set_policy(self._policy, self._budget)
+        return dict(zip(whole, answers, strict=True))
+
+    def _logits(
+        self, batch: Batch, prompts: list[Prompt], continuations: Continuations
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Feed what is not compressed but its last token, then every continuation.
+
+        Yields:
+            logits fp ``[length of the continuations, vocabulary]`` of requests that differ in their last token only.
+        """
         assert batch.cache is not None
         cache, size = batch.cache, batch.cache.batch_size
         rest = torch.tensor([prompt.rest for prompt in filled(prompts, size)], device=self.device)
         if rest.shape[1] > 1:
             cache = self.model(rest[:, :-1], past_key_values=cache, logits_to_keep=1)[CACHE]
         cache.reusable = True
-        for turn in itertools.zip_longest(*(asked[prompt].items() for prompt in prompts), fillvalue=((), ())):
+        for turn in itertools.zip_longest(*(continuations[prompt].items() for prompt in prompts), fillvalue=((), [])):
             rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(prompts, turn, strict=True)]
             ids, _ = pad(filled(rows, size), "right", self.tokenizer.pad_token_id)
             logits = self.model(ids.to(self.device), past_key_values=cache).logits
             for row, (fed, indices) in zip(logits, turn, strict=False):
-                score(row[: len(fed) + 1], indices)
-
-    def _score_whole(self, pairs: Sequence[tuple[Prompt, tuple[int, ...]]], asked: Asked, score: Score) -> None:
-        """Contexts too short to be compressed: one pass over context and continuation with everything kept."""
-        self._totals.prompts_not_compressed += len(pairs)
-        ids, mask = pad([prompt.ids + fed for prompt, fed in pairs], "left", self.tokenizer.pad_token_id)
-        logits = self.model(ids.to(self.device), mask, use_cache=False).logits
-        for row, (prompt, fed) in zip(logits, pairs, strict=True):
-            score(row[-len(fed) - 1 :], asked[prompt][fed])
+                yield row[: len(fed) + 1], indices
 
     # -- generation -------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate after prompts, until a stop sequence or ``max_gen_toks``."""
         prompts: list[Prompt] = []
-        kinds: list[str] = []
-        settings: dict[str, dict[str, Any]] = {}
+        generations: list[str] = []
+        arguments: dict[str, dict[str, Any]] = {}
         end = None if self.eot_token_id is None else self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        for text, given in (request.args for request in requests):
-            kwargs = generation_settings(given, end, self.max_gen_toks, self.max_length)
-            ids = self.tok_encode(without_separator(text)) or [self.prefix_token_id]
+        for text, requested in (request.args for request in requests):
+            kwargs = settings.generation_settings(requested, end, self.max_gen_toks, self.max_length)
+            ids = self.tok_encode(plain(text)) or [self.prefix_token_id]
             prompt = Prompt(tuple(ids), self._uncompressed(text))
-            prompts.append(self._fitted(prompt, self.max_length - kwargs["max_gen_toks"]))
-            kinds.append(json.dumps(kwargs, sort_keys=True, default=repr))
-            settings[kinds[-1]] = kwargs
+            prompts.append(self._fitted(prompt, self.max_length - kwargs["max_new_tokens"]))
+            generations.append(json.dumps(kwargs, sort_keys=True, default=repr))
+            arguments[generations[-1]] = kwargs
         self._check_budget(prompts)
         texts: list[str] = [""] * len(requests)
         progress = self._progress(len(requests), "generate_until", disable_tqdm)
-        for batch in self._runner.batches(prompts, kinds, self._conditions):
-            some, kind = [prompts[index] for index in batch.indices], kinds[batch.indices[0]]
-            found = self._generate(some, batch, settings[kind])
-            for index, text in zip(batch.indices, found, strict=True):
-                texts[index] = text
+        for batch in self._runner.batches(prompts, generations, self._conditions):
+            kwargs = dict(arguments[generations[batch.indices[0]]])
+            until = kwargs.pop("until")
+            stopping = functools.partial(stop_sequences_criteria, self.tokenizer, until)
+            asked = [prompts[index] for index in batch.indices]
+            answers = self._runner.generate(asked, batch.cache, stopping=stopping, **kwargs)
+            for index, tokens in zip(batch.indices, answers, strict=True):
+                texts[index] = text = self._text(tokens, until)
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
                 progress.update(1)
             del batch  # its cache, before the next one is filled
         progress.close()
         return texts
-
-    def _generate(self, prompts: list[Prompt], batch: Batch, settings: dict[str, Any]) -> list[str]:
-        kwargs = dict(settings)
-        until = kwargs.pop("until")
-        if not kwargs["do_sample"]:
-            kwargs.pop("temperature", None)
-        answers = self._runner.generate(
-            prompts,
-            batch.cache,
-            stopping=functools.partial(stop_sequences_criteria, self.tokenizer, until),
-            max_new_tokens=kwargs.pop("max_gen_toks"),
-            **kwargs,
-        )
-        return [self._text(tokens, until) for tokens in answers]
 
     def _text(self, tokens: list[int], until: list[str]) -> str:
         """The answer: what follows the end of thinking, up to a stop sequence."""
@@ -312,11 +281,7 @@ class KVPassLM(HFLM):
         return tokenize(self.tokenizer, *split_at_separator(text), special=False).num_uncompressed_tokens
 
     def _fitted(self, prompt: Prompt, room: int) -> Prompt:
-        """The prompt, cut to ``room`` tokens.
-
-        Raises:
-            ValueError: what is fed after compression leaves no room for a token before it.
-        """
+        """The prompt, cut to ``room`` tokens; ``ValueError`` where nothing is left to compress."""
         if len(prompt) <= room:
             return prompt
         fed = prompt.num_uncompressed_tokens
@@ -328,8 +293,10 @@ class KVPassLM(HFLM):
             )
         self._truncated += 1
         if self._truncated == 1:
-            facts = (len(prompt), room, self._truncation, self.max_length)
-            _log.warning("a prompt of %d tokens was cut to %d (truncation=%s); max_length is %d", *facts)
+            _log.warning(
+                f"a prompt of {len(prompt)} tokens was cut to {room} (truncation={self._truncation}); "
+                f"max_length is {self.max_length}"
+            )
         return cut
 
     def _check_budget(self, prompts: Iterable[Prompt]) -> None:
@@ -355,21 +322,18 @@ class KVPassLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """The harness's facts and, under ``"kvpass"``, settings, versions and measurements."""
         measured = {**self._totals.to_dict(), "requests_truncated": self._truncated}
-        return {**super().get_model_info(), "kvpass": {**self._settings(), **library_versions(), **measured}}
+        facts = {**self._settings(), **settings.library_versions(), **measured}
+        return {**super().get_model_info(), "kvpass": facts}
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all an answer depends on beside the request."""
         policy = {"policy_options": spec_of_contents(self._policy), "policy_source": policy_digest(self._policy)}
-        settings = {**self._settings(), **policy, **self._arguments, "max_length": self.max_length}
-        return fingerprint(self.model, self.tokenizer, settings)
+        decisive = {**self._settings(), **policy, **self._arguments, "max_length": self.max_length}
+        return settings.fingerprint(self.model, self.tokenizer, decisive)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take the harness's request cache, after making its keys differ between models and settings.
-
-        Raises:
-            ValueError: a version of lm_eval with another kind of cache.
-        """
+        """Take the harness's request cache, after making its keys differ between models and settings."""
         if cache_hook.dbdict is not None:
-            prefix_keys(cache_hook.dbdict, self.fingerprint)
+            settings.prefix_keys(cache_hook.dbdict, self.fingerprint)
         super().set_cache_hook(cache_hook)

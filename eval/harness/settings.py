@@ -16,11 +16,7 @@ from kvpass.eval.environment import model_digest, source_digest
 
 
 def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:
-    """Refuse what the harness's model can do and this one cannot.
-
-    Raises:
-        ValueError: seq2seq, a model in several parts, autocast, or a batch size that is no positive int.
-    """
+    """Raise ``ValueError`` for what the harness's own model can do and this one cannot."""
     if arguments.get("backend") == "seq2seq":
         raise ValueError("backend='seq2seq': kvpass compresses decoders only")
     if arguments.get("tp_plan") not in (None, "auto"):
@@ -34,27 +30,29 @@ def refuse_unsupported(arguments: dict[str, Any], batch_size: object) -> None:
         )
 
 
-def generation_settings(given: dict[str, Any], end: str | None, default: int, max_length: int) -> dict[str, Any]:
-    """Generation arguments of a request as the harness's own models read them.
+def generation_settings(requested: dict[str, Any], end: str | None, default: int, max_length: int) -> dict[str, Any]:
+    """Arguments of ``generate``, and ``until``, for a request as the harness's own models read it.
 
     Args:
         end: text of the token that ends a text. default: new tokens where the request does not say.
     Raises:
         ValueError: no room for a prompt, or more than one answer a request.
     """
-    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(given, default))
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(requested, default))
     kwargs["until"] = handle_stop_sequences(kwargs["until"], end)
-    if kwargs["max_gen_toks"] >= max_length or "max_length" in kwargs:
+    kwargs["max_new_tokens"] = kwargs.pop("max_gen_toks")
+    if kwargs["max_new_tokens"] >= max_length or "max_length" in kwargs:
         raise ValueError(
-            f"generation arguments {given!r}: max_gen_toks must be below max_length = {max_length}, and "
+            f"generation arguments {requested!r}: max_gen_toks must be below max_length = {max_length}, and "
             "max_length is an argument of the model"
         )
     if (kwargs.get("num_return_sequences") or 1) != 1:
-        raise ValueError(f"generation arguments {given!r}: num_return_sequences must be 1, a request has one answer")
+        raise ValueError(
+            f"generation arguments {requested!r}: num_return_sequences must be 1 (a request has one answer)"
+        )
+    if not kwargs["do_sample"]:
+        kwargs.pop("temperature", None)
     return kwargs
-
-
-# -- keys of stored answers --------------------------------------------------------------------------------------------
 
 
 def library_versions() -> dict[str, str]:
@@ -63,14 +61,8 @@ def library_versions() -> dict[str, str]:
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any]) -> str:
-    """SHA-256 over model, tokenizer, code, libraries and settings.
-
-    The model is known by its class, configuration and weights, not by the name it was loaded under.
-
-    Args:
-        settings: whatever else decides an answer; values that JSON cannot say are taken by their ``repr``.
-    """
-    known = {
+    """SHA-256 over model (not its name), tokenizer, code, libraries, and settings: whatever else decides an answer."""
+    decisive = {
         "model": model_digest(model),
         "generation": model.generation_config.to_dict(),
         "tokenizer": _describe(tokenizer),
@@ -79,15 +71,11 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sett
         "libraries": library_versions(),
         "settings": dict(settings),
     }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def prefix_keys(store: Any, prefix: str) -> None:
-    """Put a prefix before every key of a ``sqlitedict`` table.
-
-    Raises:
-        ValueError: it is another kind of table.
-    """
+    """Put a prefix before every key of a ``sqlitedict`` table; ``ValueError`` where it is another class of table."""
     if not hasattr(store, "encode_key"):
         raise ValueError(
             "use_cache: this version of lm_eval keeps its answers in a way kvpass does not know, and would "

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from kvpass.eval.tasks import Sample, Task, find_tasks
+from kvpass.eval.tasks import Sample, find_tasks, registry
 from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"
@@ -25,6 +25,7 @@ _FIELDS = ("id", "context", "question", "answer_prefix", "answers", "classes")
 """Of a sample, which a document has too."""
 _ALL = 10**6
 _GENERATED = 100
+_tasks = functools.cache(registry)
 
 
 def documents(
@@ -35,14 +36,12 @@ def documents(
     prompt_seed: int = 0,
     **metadata: Any,
 ) -> dict[str, Dataset]:
-    """The test split of a task. All arguments but the first come from ``--metadata``.
+    """The test split of a task of ``kvpass.eval.tasks``. All arguments but the first come from ``--metadata``.
 
     The harness's ``--cache_requests`` knows neither ``prompt_*`` nor the files: give it ``refresh`` when they change.
 
     Args:
-        kvpass_task: name in ``kvpass.eval.tasks``.
-        data_dir: folder with ``longbench/``, if there is any; by default that of the environment
-            variable ``KVPASS_DATA_DIR``.
+        data_dir: folder with ``longbench/``; by default that of the environment variable ``KVPASS_DATA_DIR``.
         prompt_tokens, prompt_seed: of prompts that are generated, for the tokenizer ``tokenizer`` or ``pretrained``.
         prompt_count: rows; by default all there are, or 100 generated ones.
     Raises:
@@ -69,13 +68,6 @@ def documents(
 
 def score(document: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The task's own score of an answer, times 100."""
-    given = {name: value for name, value in document.items() if name in _FIELDS}
-    for name in ("answers", "classes"):
-        given[name] = tuple(given[name])
-    return {"score": 100.0 * _task(document["kvpass_task"]).metric(results[0], Sample(**given, max_new_tokens=0))}
-
-
-@functools.cache
-def _task(name: str) -> Task:
-    (task,) = find_tasks([name])
-    return task
+    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in document.items() if name in _FIELDS}
+    task = _tasks()[document["kvpass_task"]]
+    return {"score": 100.0 * task.metric(results[0], Sample(**fields, max_new_tokens=0))}

@@ -23,15 +23,10 @@ GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench}
 
 
 def registry(data_dir: Path | None = None) -> dict[str, Task]:
-    """Every task by name, in groups.
-
-    Args:
-        data_dir: folder with ``longbench/``, if there is any.
-    """
-    known: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid()]
-    known += ruler.tasks()
-    known += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
-    return {task.name: task for task in known}
+    """Every task by name; ``data_dir``: folder with ``longbench/``, if there is any."""
+    needles = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid()]
+    benches = [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
+    return {task.name: task for task in (*needles, *ruler.tasks(), *benches)}
 
 
 def find_tasks(names: Sequence[str], data_dir: Path | None = None) -> list[Task]:
@@ -40,14 +35,14 @@ def find_tasks(names: Sequence[str], data_dir: Path | None = None) -> list[Task]
     Raises:
         ValueError: no names, or an unknown one (the nearest is named).
     """
-    known = registry(data_dir)
-    groups = {group: [name for name, task in known.items() if type(task) is kind] for group, kind in GROUPS.items()}
-    found: dict[str, Task] = {}
+    tasks = registry(data_dir)
+    groups = {group: [name for name, task in tasks.items() if type(task) is cls] for group, cls in GROUPS.items()}
+    chosen: dict[str, Task] = {}
     for name in names:
-        if name not in known and name not in groups:
-            (near,) = difflib.get_close_matches(name, [*known, *groups], n=1, cutoff=0.0)
-            raise ValueError(f"tasks={name!r}: did you mean {near!r}? Must be one of {', '.join([*groups, *known])}")
-        found |= {member: known[member] for member in groups.get(name, [name])}
-    if not found:
+        if name not in tasks and name not in groups:
+            (near,) = difflib.get_close_matches(name, [*tasks, *groups], n=1, cutoff=0.0)
+            raise ValueError(f"tasks={name!r}: did you mean {near!r}? Must be one of {', '.join([*groups, *tasks])}")
+        chosen |= {member: tasks[member] for member in groups.get(name, [name])}
+    if not chosen:
         raise ValueError("tasks='': name at least one task")
-    return list(found.values())
+    return list(chosen.values())

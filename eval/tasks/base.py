@@ -19,35 +19,22 @@ _CUT = "\x1fkvpass\x1f"
 """Marks the end of the context while a chat template is applied."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Sample:
-    """One question.
+    """One question."""
 
-    Attributes:
-        id: within its task. context: what scope ``context`` compresses. question: the rest, with the space or newline
-            that divides the two at its front. answers: references.
-        max_new_tokens: length of the answer.
-        answer_prefix: how the model's turn begins; behind the chat template, if there is one.
-        classes: of a classification.
-        labels: properties to report, such as length and depth.
-    """
-
-    id: str
-    context: str
-    question: str
-    answers: tuple[str, ...]
+    id: str  # within its task
+    context: str  # what scope "context" compresses
+    question: str  # the rest, with the space or newline that divides the two at its front
+    answers: tuple[str, ...]  # references
     max_new_tokens: int
-    answer_prefix: str = ""
-    classes: tuple[str, ...] = ()
-    labels: Mapping[str, int | float | str] = field(default_factory=dict)
+    answer_prefix: str = ""  # how the model's turn begins, behind the chat template if there is one
+    classes: tuple[str, ...] = ()  # of a classification
+    labels: Mapping[str, int | float | str] = field(default_factory=dict)  # to report, such as the depth
 
 
 def library(name: str) -> Any:
-    """Import a library of the extra ``eval``.
-
-    Raises:
-        ImportError: not installed; says how to install it.
-    """
+    """Import a library of the extra ``eval``; an ``ImportError`` says how to install it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -55,12 +42,10 @@ def library(name: str) -> Any:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Prompt:
-    """Token ids of a sample: the head is the context, the rest the question.
+    """Token ids of a sample: the head is the context, the rest the question; beyond ``limit`` it loses its middle.
 
     Args:
-        tokenizer: a fast one: its offsets say where the question begins. A token across the border is the question's.
         chat: put the prompt into the tokenizer's chat template; without effect when it has none.
-        limit: longest prompt in tokens. A longer one loses its middle: see :meth:`~kvpass.eval.prompt.Prompt.cut`.
 
     Raises:
         ValueError: a slow tokenizer, or a part of the prompt without a token.
@@ -91,12 +76,10 @@ def largest(
 ) -> int:
     """The size of the biggest sample of at most ``tokens`` tokens, by binary search.
 
-    Args:
-        build: a sample of a size; bigger sizes give longer prompts. smallest: least size it can build.
-        name: of the task, for the message.
+    ``build`` makes a sample of a size, at least ``smallest``: bigger sizes give longer prompts.
 
     Raises:
-        ValueError: even the smallest is too long.
+        ValueError: even the smallest is too long; it names the task.
     """
 
     def length(size: int) -> int:

@@ -45,11 +45,7 @@ _RECURSION = 50_000
 
 @dataclass(frozen=True)
 class LongBench:
-    """One data set.
-
-    Args:
-        dataset: one of :data:`NAMES`. data_dir: folder with ``longbench/``.
-    """
+    """One data set, of :data:`NAMES`; ``data_dir``: folder with ``longbench/``."""
 
     dataset: str
     data_dir: Path | None
@@ -123,9 +119,9 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
         ImportError: the package ``datasets`` is not installed.
         ValueError: the hub cannot be reached, or has no such data set; or a row is none of LongBench's.
     """
-    for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
-        path = None if data_dir is None else data_dir / "longbench" / f"{dataset}{ending}"
-        if path is not None and path.is_file():
+    for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)) if data_dir is not None else ():
+        path = data_dir / "longbench" / f"{dataset}{ending}"
+        if path.is_file():
             try:
                 with opener(path, "rt", encoding="utf-8-sig") as file:
                     lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -143,12 +139,9 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
 def harness_task(dataset: str) -> dict[str, Any]:
     """The harness's task file of a data set; functions are strings such as ``metrics.get_qa_f1_with_score``."""
     yaml, folder = library("yaml"), Path(library("lm_eval").__file__).parent / "tasks" / "longbench"
-
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
-        pass
-
-    Loader.add_constructor("!function", lambda loader, node: node.value)
-    config: dict[str, Any] = yaml.load((folder / f"{dataset}.yaml").read_text(encoding="utf-8"), Loader)
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("!function", lambda loader, node: node.value)
+    config: dict[str, Any] = yaml.load((folder / f"{dataset}.yaml").read_text(encoding="utf-8"), loader)
     return config
 
 
@@ -161,14 +154,11 @@ def harness_metrics() -> ModuleType:
     """
     ratio = library("rapidfuzz.fuzz").ratio
     stand_in: Any = ModuleType("fuzzywuzzy")
-    stand_in.fuzz = SimpleNamespace(ratio=lambda one, other: round(ratio(one, other)))
+    stand_in.fuzz = SimpleNamespace(ratio=lambda text, other: round(ratio(text, other)))
     for name in ("jieba", "rouge"):  # named in the error if missing
         library(name)
-    before = sys.modules.get("fuzzywuzzy")
     sys.modules["fuzzywuzzy"] = stand_in
     try:
         return library("lm_eval.tasks.longbench.metrics")
     finally:
         del sys.modules["fuzzywuzzy"]
-        if before is not None:
-            sys.modules["fuzzywuzzy"] = before

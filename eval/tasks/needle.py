@@ -13,6 +13,7 @@ One name in eight is held out: its two words occur in training, but never togeth
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -27,13 +28,13 @@ from kvpass.eval.tasks.words import (
     DECOYS,
     FIRST_WORDS,
     HELD_OUT_NAMES,
+    LEADS,
     LONGEST_SIMPLE_SENTENCE,
     NUMBERS,
+    QUESTIONS,
     SECOND_WORDS,
     SHORTEST_SENTENCE,
-    Fact,
     Name,
-    chain_words,
     decoy,
     make_sentence,
 )
@@ -44,23 +45,14 @@ LONGEST = 32768
 
 @dataclass(frozen=True)
 class Task:
-    """What a prompt hides and asks.
+    """What a prompt hides and asks."""
 
-    Attributes:
-        keys: names with facts, variables, or names with lists.
-        questions: how many are asked of one context.
-        form: see :class:`Fact`.
-        attributes: facts of each name, one an attribute: those not asked for are hard distractors.
-        values: length of a list; for other forms 1.
-        hops: for variables, the length of each chain behind the number.
-    """
-
-    keys: int
-    questions: int = 1
-    form: str = "long"
-    attributes: int = 1
-    values: int = 1
-    hops: int = 0
+    keys: int  # names with facts, variables, or names with lists
+    questions: int = 1  # of one context
+    form: str = "long"  # a key of LEADS, or "variable"
+    attributes: int = 1  # facts of each name: those not asked for are hard distractors
+    values: int = 1  # length of a list; for other forms 1
+    hops: int = 0  # for variables, the length of each chain behind the number
 
 
 TASKS = {
@@ -104,19 +96,19 @@ def hide(task: str | Task, tokens: int, seed: int) -> list[Sample]:
     """
     if isinstance(task, str) and task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
-    kind = TASKS[task] if isinstance(task, str) else task
+    plan = TASKS[task] if isinstance(task, str) else task
     rng = random.Random(f"{task}/{tokens}/{seed}/True")  # as ever, so that texts stay the same
     left = rng.sample(NUMBERS, len(NUMBERS))[::-1]
 
     def number() -> str:
         if not left:
-            raise ValueError(f"tokens={tokens}: {kind.keys} keys and filler need more than {len(NUMBERS)} numbers")
+            raise ValueError(f"tokens={tokens}: {plan.keys} keys and filler need more than {len(NUMBERS)} numbers")
         return left.pop()
 
-    names = rng.sample(HELD_OUT_NAMES, kind.keys)
-    hidden, asked = (_variables if kind.form == "variable" else _facts)(rng, kind, names, number)
+    names = rng.sample(HELD_OUT_NAMES, plan.keys)
+    hidden, asked = (_variables if plan.form == "variable" else _facts)(rng, plan, names, number)
     rng.shuffle(asked)
-    asked = asked[: kind.questions]
+    asked = asked[: plan.questions]
     used = 1 + sum(len(sentence) for sentence in hidden) + len(asked[0][0])
     shortest = used + 2 * SHORTEST_SENTENCE
     if not shortest <= tokens <= LONGEST:
@@ -142,30 +134,34 @@ _Asked = tuple[list[str], list[tuple[str, ...]]]  # words of a question, values 
 
 
 def _facts(
-    rng: random.Random, kind: Task, names: Sequence[Name], number: Callable[[], str]
+    rng: random.Random, plan: Task, names: Sequence[Name], number: Callable[[], str]
 ) -> tuple[list[list[str]], list[_Asked]]:
     """Facts in random order, and what may be asked; values have one or two tokens."""
     hidden, asked = [], []
     for name in names:
-        for attribute in rng.sample(ATTRIBUTES, kind.attributes):
-            sizes = [1] * kind.values if kind.form == "list" else [rng.randint(1, 2)]
-            facts = [Fact((attribute, *name), tuple(number() for _ in range(size)), kind.form) for size in sizes]
-            hidden += [fact.sentence for fact in facts]
-            asked.append((facts[0].question, [fact.value for fact in facts]))
+        for attribute in rng.sample(ATTRIBUTES, plan.attributes):
+            sizes = [1] * plan.values if plan.form == "list" else [rng.randint(1, 2)]
+            values = [tuple(number() for _ in range(size)) for size in sizes]
+            hidden += [[*LEADS[plan.form].format(attribute, *name).split(), *value, "."] for value in values]
+            question = QUESTIONS[plan.form].format(attribute, *name)
+            asked.append((f"question {question}".split(), values))
     rng.shuffle(hidden)
     return hidden, asked
 
 
 def _variables(
-    rng: random.Random, kind: Task, names: Sequence[Name], number: Callable[[], str]
+    rng: random.Random, plan: Task, names: Sequence[Name], number: Callable[[], str]
 ) -> tuple[list[list[str]], list[_Asked]]:
     """Chains in random order, each link behind the one it names, and their last links."""
-    words = rng.sample(FIRST_WORDS, len(names) * (kind.hops + 1))
+    words = rng.sample(FIRST_WORDS, len(names) * (plan.hops + 1))
     chains = [[number(), *words[i :: len(names)]] for i in range(len(names))]
-    links = [[Fact((word,), (before,), "variable").sentence for before, word in pairwise(chain)] for chain in chains]
-    turns = [left for left in map(iter, links) for _ in range(kind.hops + 1)]
+    links = [[f"let {word} = {before} .".split() for before, word in pairwise(chain)] for chain in chains]
+    turns = [left for left in map(iter, links) for _ in range(plan.hops + 1)]
     rng.shuffle(turns)
-    asked = [(Fact((chain[-1],), (), "variable").question, [chain_words(chain[-2::-1])]) for chain in chains]
+    asked = [
+        (f"question the value of {chain[-1]} is".split(), [tuple(" = ".join(chain[-2::-1]).split())])
+        for chain in chains
+    ]
     return [next(left) for left in turns], asked
 
 
@@ -193,22 +189,16 @@ def code_match(prediction: str, answers: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Needle:
-    """Facts at random places; every sample asks one question.
-
-    Args:
-        name: one of :data:`NAMES`.
-    """
+    """Facts at random places; every sample asks one question. The name is one of :data:`NAMES`."""
 
     name: str
     chat: bool = False
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        made: list[Sample] = []
-        index = 0
-        while len(made) < count:
-            made += hidden_facts(tokenizer, tokens, _SEEDS * seed + index, name=f"{index}", task=NAMES[self.name])
-            index += 1
-        return made[:count]
+        task = NAMES[self.name]
+        texts = range(math.ceil(count / TASKS[task].questions))
+        samples = (hidden_facts(tokenizer, tokens, _SEEDS * seed + n, name=f"{n}", task=task) for n in texts)
+        return [sample for of_text in samples for sample in of_text][:count]
 
     def metric(self, prediction: str, sample: Sample) -> float:
         return code_match(prediction, sample.answers)
@@ -234,11 +224,9 @@ class NeedleGrid(Needle):
 def hidden_facts(
     tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int, *, name: str, task: str = "single"
 ) -> list[Sample]:
-    """One text with facts, and a sample for each that is asked for.
+    """One text of at most ``tokens`` tokens with facts, and a sample for each that is asked for.
 
-    Args:
-        tokens: longest prompt; met exactly where each word is a token.
-        name: of the text; first part of each sample's id. task: a key of :data:`TASKS`.
+    ``name``: of the text; first part of each sample's id. ``task``: a key of :data:`TASKS`.
 
     Raises:
         ValueError: too few tokens.
@@ -251,8 +239,8 @@ def hidden_facts(
         pairs = zip(made, limits, strict=True)
         return [replace(sample, id=f"{name}.{sample.id}", max_new_tokens=limit) for sample, limit in pairs]
 
-    kind = TASKS[task]
-    smallest = 32 + 12 * kind.keys * kind.attributes * kind.values * (kind.hops + 1)
+    plan = TASKS[task]
+    smallest = 32 + 12 * plan.keys * plan.attributes * plan.values * (plan.hops + 1)
     samples = build(max(tokens, smallest))
     if len(encode(tokenizer, samples[0], chat=False)) == tokens:
         return samples
@@ -263,11 +251,7 @@ def hidden_facts(
 
 
 def move_fact(context: str, lead: str, depth: float) -> str:
-    """The text with the sentence that begins with ``lead`` at another place.
-
-    Args:
-        depth: share of the other sentences that stand before it, in [0, 1].
-    """
+    """The text with the sentence that begins with ``lead`` behind a share, ``depth``, of the other sentences."""
     sentences = context.removesuffix(" .").split(" . ")
     (fact,) = [sentence for sentence in sentences if sentence.startswith(lead)]
     sentences.remove(fact)

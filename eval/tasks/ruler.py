@@ -8,12 +8,13 @@ other, not with published tables. Where RULER hides needles in essays, generated
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import string
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -39,9 +40,7 @@ class Text(NamedTuple):
 class Ruler:
     """A generator: every sample has its own seed, and the biggest size whose prompt fits.
 
-    Args:
-        build: makes a text of a size (units of the haystack), for prompts of so many tokens, from random numbers.
-        smallest: size that can be built. max_new_tokens: RULER's.
+    ``build`` makes a text of a size (units of the haystack) for prompts of so many tokens, from random numbers.
     """
 
     name: str
@@ -51,11 +50,9 @@ class Ruler:
     chat: bool = True
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        made = []
-        for index in range(count):
-            text = f"{self.name}/{seed}/{index}"
-            made.append(self._of_size(self._largest(tokenizer, tokens, text), tokens, str(index), text))
-        return made
+        seeds = [f"{self.name}/{seed}/{index}" for index in range(count)]
+        sizes = [self._largest(tokenizer, tokens, text_seed) for text_seed in seeds]
+        return [self._of_size(size, tokens, str(n), seeds[n]) for n, size in enumerate(sizes)]
 
     def metric(self, prediction: str, sample: Sample) -> float:
         """Share of the answers that occur in the prediction, case aside."""
@@ -63,9 +60,7 @@ class Ruler:
         return float(ruler.string_match_all(ruler.postprocess_pred([prediction]), [sample.answers]))
 
     def _largest(self, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: str) -> int:
-        def build(size: int) -> Sample:
-            return self._of_size(size, tokens, "", seed)
-
+        build = partial(self._of_size, tokens=tokens, name="", seed=seed)
         return largest(build, tokenizer, tokens, smallest=self.smallest, chat=self.chat, name=self.name)
 
     def _of_size(self, size: int, tokens: int, name: str, seed: str) -> Sample:
@@ -84,37 +79,29 @@ class NiahRequests(Ruler):
     build: Niah
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
-        asked = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
-        made: list[Sample] = []
-        for number in range(-(-count // len(asked))):
+        tasks = [replace(self, build=replace(self.build, asked=key)) for key in range(self.build.keys)]
+        samples: list[Sample] = []
+        for number in range(math.ceil(count / len(tasks))):
             text = f"{self.name}/{seed}/{number}"
-            size = min(one._largest(tokenizer, tokens, text) for one in asked)
-            made += [one._of_size(size, tokens, f"{number}.{key}", text) for key, one in enumerate(asked)]
-        return made[:count]
+            size = min(task._largest(tokenizer, tokens, text) for task in tasks)
+            samples += [task._of_size(size, tokens, f"{number}.{key}", text) for key, task in enumerate(tasks)]
+        return samples[:count]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Niah:
-    """Magic values of keys, hidden in a haystack.
+    """Magic values of keys, hidden in a haystack. Of ``keys`` keys ``queries`` are asked for, each with ``values``."""
 
-    Of ``keys`` keys ``queries`` are asked for, each with ``values``.
-
-    Args:
-        haystack: one repeated sentence, generated ones, or needles of other keys.
-        uuid_keys, uuid_values: UUIDs instead of words and seven-digit numbers.
-        asked: number of the only key that is asked for; None: they are drawn.
-    """
-
-    haystack: Literal["noise", "essay", "needle"]
+    haystack: Literal["noise", "essay", "needle"]  # one repeated sentence, generated ones, or needles of other keys
     keys: int = 1
     values: int = 1
     queries: int = 1
-    uuid_keys: bool = False
-    uuid_values: bool = False
-    asked: int | None = None
+    uuid_keys: bool = False  # instead of words
+    uuid_values: bool = False  # instead of seven-digit numbers
+    asked: int | None = None  # number of the only key that is asked for; None: they are drawn
 
     def __call__(self, size: int, tokens: int, rng: random.Random) -> Text:
-        kind = "uuid" if self.uuid_values else "number"
+        word = "uuid" if self.uuid_values else "number"
         taken: set[str] = set()
 
         def key() -> str:
@@ -124,7 +111,7 @@ class Niah:
             return _unique(lambda: _uuid(rng) if self.uuid_values else str(rng.randrange(10**6, 10**7)), taken)
 
         def needle(key: str, value: str) -> str:
-            return f"A magic {kind} of {key} is {value}."
+            return f"A magic {word} of {key} is {value}."
 
         hidden = {key(): [value() for _ in range(self.values)] for _ in range(self.keys)}
         needles = [needle(k, v) for k, vs in hidden.items() for v in vs]
@@ -141,9 +128,9 @@ class Niah:
         for depth, sentence in reversed(list(zip(depths, needles, strict=True))):
             hay.insert(round(depth * len(hay)), sentence)
         several, crowded = self.values * self.queries > 1, self.keys * self.values > 1 or self.haystack == "needle"
-        subject = f"magic {kind}s of {_listed(asked)}" if several else f"magic {kind} of {asked[0]}"
+        subject = f"magic {word}s of {_listed(asked)}" if several else f"magic {word} of {asked[0]}"
         return Text(
-            f"{'Some' if crowded else 'One'} magic {kind}{'s are' if crowded else ' is'} hidden in this text. "
+            f"{'Some' if crowded else 'One'} magic {word}{'s are' if crowded else ' is'} hidden in this text. "
             f"Remember {'them' if crowded else 'it'}: you will be asked afterwards.\n"
             + (" " if self.haystack == "essay" else "\n").join(hay),
             f"\nWhat {'are all the' if several else 'is the'} {subject} given in the text?",
@@ -264,11 +251,7 @@ def _essay(size: int) -> tuple[str, ...]:
 
 
 def _unique(draw: Callable[[], str], taken: set[str]) -> str:
-    """Something drawn that was not taken yet.
-
-    Raises:
-        ValueError: nothing new in a thousand draws.
-    """
+    """Something drawn that was not taken yet; ``ValueError`` if a thousand draws give nothing new."""
     for _ in range(1000):
         if (drawn := draw()) not in taken:
             taken.add(drawn)

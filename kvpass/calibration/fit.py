@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -42,19 +42,13 @@ from kvpass.progress import progress_bar, progress_console
 from kvpass.ranks import Ranks
 from kvpass.replace_file import write_shared
 
-_TEXTS = "kvpass_texts"
 _REQUEST = "\n\nRepeat the previous context exactly."
 _MARK = "\ufffckvpass text\ufffc"
-_SKIPPED = 4
-"""First tokens, which attention pays whatever they say."""
-_LEAST = 1e-12
-"""Least score of which the log is taken."""
-_HELD_OUT = 4
-"""Of so many pieces of text one is not fitted, but tells R2."""
-_PLANNED = 0.25
-"""Part of the entries that KVzip+ keeps where shares of heads are counted."""
-_LOOKED_BACK = 500
-"""Positions over which a mean query attends to mean keys."""
+_SKIPPED = 4  # first tokens, which attention pays whatever they say
+_LEAST = 1e-12  # score of which the log is taken
+_HELD_OUT = 4  # of so many pieces of text one is not fitted, but tells R2
+_PLANNED = 0.25  # part of the entries that KVzip+ keeps where shares of heads are counted
+_LOOKED_BACK = 500  # positions over which a mean query attends to mean keys
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,8 @@ class Calibration:
         tensors = {SHARES: self.head_shares, MAXIMA: self.head_maxima, "r2": self.r2, **self.queries}
         for layer, (weight, bias) in enumerate(zip(self.weight, self.bias, strict=True)):
             tensors |= {f"module_list.{layer}.weight": weight, f"module_list.{layer}.bias": bias}
-        told = {MODEL: self.model, _TEXTS: self.texts, "fitted_tokens": str(self.fitted)}
-        write_shared(path, save({name: x.float().contiguous().cpu() for name, x in tensors.items()}, metadata=told))
+        facts = {MODEL: self.model, "kvpass_texts": self.texts, "fitted_tokens": str(self.fitted)}
+        write_shared(path, save({name: x.float().contiguous().cpu() for name, x in tensors.items()}, metadata=facts))
 
 
 def calibrate(
@@ -122,27 +116,27 @@ def calibrate(
     fitted = [piece for number, piece in enumerate(pieces) if number % _HELD_OUT != _HELD_OUT - 1]
     if not held_out:
         raise ValueError(f"texts: {len(pieces)} pieces of {tokens} tokens; at least {_HELD_OUT} are needed")
-    seen = _Seen()
+    sums = _Sums()
     with _observed(model) as run, progress_bar(progress_console()) as progress:
         task = progress.add_task("calibrate", total=len(pieces))
         for piece in fitted:
-            seen.fit(run(piece))
+            sums.fit(run(piece))
             progress.advance(task)
-        maps = seen.solve(ridge)
+        weight, bias = sums.solve(ridge)
         for piece in held_out:
-            seen.tell(run(piece), *maps)
+            sums.test(run(piece), weight, bias)
             progress.advance(task)
-    heads = torch.stack(seen.heads).mean(0)
+    head_shares, head_maxima, *_ = torch.stack(sums.heads).mean(0)
     return Calibration(
-        weight=maps[0],
-        bias=maps[1],
-        r2=seen.r2,
-        head_shares=heads[0],
-        head_maxima=heads[1],
-        queries=seen.statistics,
+        weight=weight,
+        bias=bias,
+        r2=sums.r2,
+        head_shares=head_shares,
+        head_maxima=head_maxima,
+        queries=sums.statistics,
         model=weights_digest(model, {}, rounded=True),
         texts=hashlib.sha256(repr(pieces).encode()).hexdigest(),
-        fitted=int(seen.sums[0][0, -1, -1]),
+        fitted=int(sums.products[0][0, -1, -1]),
     )
 
 
@@ -155,7 +149,7 @@ class Piece(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Tokens at the begin that are not fitted: what stands before the text, at least four."""
+        """Tokens at the begin that are not fitted."""
         return max(len(self.header), _SKIPPED)
 
     @property
@@ -169,15 +163,15 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], tokens: in
         bos = tokenizer.bos_token_id
         header, request = [] if bos is None else [bos], _ids(tokenizer, _REQUEST + "\n\n")
     else:
-        asked = [{"role": "user", "content": _MARK + _REQUEST}]
-        told = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
-        header, request = (_ids(tokenizer, part) for part in told.split(_MARK))
-    found = []
-    for text in texts:
-        ids = _ids(tokenizer, text)
-        parts = [ids[first : first + tokens] for first in range(0, len(ids), tokens)]
-        found += [Piece(header, part, request) for part in parts if 4 * len(part) >= tokens]
-    return found
+        message = [{"role": "user", "content": _MARK + _REQUEST}]
+        chat = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+        header, request = (_ids(tokenizer, part) for part in chat.split(_MARK))
+    parts = [
+        ids[first : first + tokens]
+        for ids in (_ids(tokenizer, text) for text in texts)
+        for first in range(0, len(ids), tokens)
+    ]
+    return [Piece(header, part, request) for part in parts if 4 * len(part) >= tokens]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -185,94 +179,84 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 class _Queries(NamedTuple):
-    """Queries of a text before RoPE in one layer.
+    """Queries of a text before RoPE in one layer."""
 
-    Attributes:
-        distances: ``[K]``. sums: over tokens, of queries ``[K, G, D]``, moduli ``[K, G, D / 2]`` and products
-            ``[K, G, D, D]``.
-    """
-
-    distances: Tensor
-    sums: tuple[Tensor, Tensor, Tensor]
+    distances: Tensor  # [K]
+    sums: tuple[Tensor, Tensor, Tensor]  # over tokens: queries [K, G, D], moduli [K, G, D / 2], products [K, G, D, D]
 
 
 class _Layer(NamedTuple):
-    """A text in one layer; fp64.
+    """A text in one layer; fp64."""
+
+    x: Tensor  # what enters attention, [N, hidden]
+    y: Tensor  # log of the score, [N, K]
+    most: Tensor  # attention that an entry gets, [K]
+    queries: _Queries | None = None  # None where the rotary embedding is not found
+
+
+class _Sums:
+    """Sums over tokens in each layer: of fitted pieces, and ``tests`` of those held out.
 
     Attributes:
-        x: what enters attention, ``[N, hidden]``. y: log of the score, ``[N, K]``. most: attention that an entry gets,
-            ``[K]``. queries: None where the rotary embedding is not found.
+        heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``, or without distances.
+        products: ``x x'`` and ``x y'`` where x ends with a 1, ``[L, hidden + 1, hidden + 1]``, ``[L, hidden + 1, K]``.
+        tests: of ones, y, squares of y and squared errors, ``[4, L, K]``.
     """
 
-    x: Tensor
-    y: Tensor
-    most: Tensor
-    queries: _Queries | None = None
-
-
-@dataclass
-class _Seen:
-    """What the pieces so far gave, with sums over tokens in each layer.
-
-    Attributes:
-        heads: shares, maxima and distances of heads in each fitted piece, ``[3, L, K]``, or without distances. sums:
-            over fitted pieces, of ``x x'`` and ``x y'`` where x ends with a 1, ``[L, hidden + 1, hidden + 1]`` and
-            ``[L, hidden + 1, K]``. queries: over fitted pieces, of each layer. told: over held-out pieces, of ones, y,
-            squares of y and squared errors, each ``[L, K]``.
-    """
-
-    heads: list[Tensor] = field(default_factory=list)
-    sums: tuple[Tensor, ...] = ()
-    queries: tuple[Tensor, ...] = ()
-    told: tuple[Tensor, ...] = ()
+    def __init__(self) -> None:
+        self.heads: list[Tensor] = []
+        self.products: list[Tensor] = []
+        self.queries: list[Tensor] = []
+        self.tests: list[Tensor] = []
 
     def fit(self, layers: Sequence[_Layer]) -> None:
         x, y, *_ = layers[0]
-        columns, zeros = x.shape[1] + 1, x.new_zeros
-        self.sums = self.sums or tuple(zeros(len(layers), columns, n) for n in (columns, y.shape[1]))
-        for layer, xx, xy in zip(layers, *self.sums, strict=True):
+        columns = x.shape[1] + 1
+        self.products = self.products or [x.new_zeros(len(layers), columns, n) for n in (columns, y.shape[1])]
+        for layer, xx, xy in zip(layers, *self.products, strict=True):
             x = nn.functional.pad(layer.x, (0, 1), value=1.0)
             xx.addmm_(x.T, x)
             xy.addmm_(x.T, layer.y)
         heads = [_shares(torch.stack([layer.y for layer in layers])), torch.stack([layer.most for layer in layers])]
-        queries = [layer.queries for layer in layers if layer.queries is not None]
-        if queries:
+        if queries := [layer.queries for layer in layers if layer.queries is not None]:
             heads.append(torch.stack([layer.distances for layer in queries]))
-            parts = tuple(map(torch.stack, zip(*(layer.sums for layer in queries), strict=True)))
-            self.queries = tuple(map(torch.add, self.queries, parts)) if self.queries else parts
+            _add(self.queries, map(torch.stack, zip(*(layer.sums for layer in queries), strict=True)))
         self.heads.append(torch.stack(heads))
 
     def solve(self, ridge: float) -> tuple[Tensor, Tensor]:
         """Return weights ``[L, K, hidden]`` and biases ``[L, K]``; the biases are not penalised."""
-        xx, _ = self.sums
-        penalty = xx.new_full(xx.shape[1:2], ridge)
+        penalty = self.products[0].new_full(self.products[0].shape[1:2], ridge)
         penalty[-1] = 0
-        solved = torch.stack([torch.linalg.solve(x + penalty.diag(), xy).T for x, xy in zip(*self.sums, strict=True)])
+        pairs = zip(*self.products, strict=True)
+        solved = torch.stack([torch.linalg.solve(xx + penalty.diag(), xy).T for xx, xy in pairs])
         return solved[..., :-1], solved[..., -1]
 
-    def tell(self, layers: Sequence[_Layer], weights: Tensor, biases: Tensor) -> None:
-        found = []
+    def test(self, layers: Sequence[_Layer], weights: Tensor, biases: Tensor) -> None:
+        sums = []
         for (x, y, *_), weight, bias in zip(layers, weights, biases, strict=True):
             errors = y - (x @ weight.T + bias)
-            found.append(torch.stack([torch.ones_like(y), y, y.square(), errors.square()]).sum(1))
-        parts = torch.stack(found, 1).unbind()
-        self.told = tuple(map(torch.add, self.told, parts)) if self.told else parts
+            sums.append(torch.stack([torch.ones_like(y), y, y.square(), errors.square()]).sum(1))
+        _add(self.tests, [torch.stack(sums, 1)])
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """What is known of queries, by name."""
+        """Statistics of queries, by name."""
         if not self.queries:
             return {}
         distances = torch.stack(self.heads)[:, 2].mean(0)
-        mean, modulus, product = (x / self.sums[0][0, -1, -1] for x in self.queries)
+        mean, modulus, product = (x / self.products[0][0, -1, -1] for x in self.queries)
         covariance = product - mean[..., :, None] * mean[..., None, :]
         return {DISTANCES: distances, MEAN: mean, MODULUS: modulus, COVARIANCE: covariance}
 
     @property
     def r2(self) -> Tensor:
         """Share of the variance that is explained, ``[L, K]``."""
-        count, y, yy, error = self.told
+        count, y, yy, error = self.tests[0]
         return 1 - error / (yy - y.square() / count).clamp(min=1e-12)
+
+
+def _add(totals: list[Tensor], parts: Iterable[Tensor]) -> None:
+    totals[:] = map(torch.add, totals, parts) if totals else parts
 
 
 def _shares(y: Tensor) -> Tensor:
@@ -337,36 +321,36 @@ class _Asking(Policy):
 def _looked_back(query: Tensor, key: Tensor, obs: Observation) -> Tensor:
     """Return how far queries ``[K, G, D]`` look back over equal keys ``[K, D]``, each group's mean: ``[K]``."""
     cos, sin = obs.rotation(torch.arange(_LOOKED_BACK, device=key.device))
-    asking, asked = with_rope(query, cos[-1], sin[-1]), with_rope(key[:, None], cos, sin)
-    return (obs.scale * asking @ asked.mT).softmax(-1).cumsum(-1).mean((1, 2))
+    queries, keys = with_rope(query, cos[-1], sin[-1]), with_rope(key[:, None], cos, sin)
+    return (obs.scale * queries @ keys.mT).softmax(-1).cumsum(-1).mean((1, 2))
 
 
 @contextmanager
 def _observed(model: PreTrainedModel) -> Iterator[Callable[[Piece], list[_Layer]]]:
-    """Give a function that runs a piece of text and returns a :class:`_Layer` of each layer under the budget."""
-    kinds: list[type[Any]] = [_Tokens, _Attended, _Asking]
-    for kind in kinds:
-        register_policy(kind)
+    """Give a function that runs a piece of text and returns each layer under the budget."""
+    policies: list[type[Any]] = [_Tokens, _Attended, _Asking]
+    for policy in policies:
+        register_policy(policy)
     try:
         fast: Any = compile_model(model, policy="full", backend="eager")
         try:
             fast.compress_each(torch.zeros(1, 2, dtype=torch.int64, device=model.device), conditions=[(_Asking(), 1)])
         except UnsupportedAttentionError as error:
             warnings.warn(f"no statistics of queries and no head_distances: {error}", stacklevel=4)
-            kinds.remove(_Asking)
-        yield partial(_run, fast, kinds)
+            policies.remove(_Asking)
+        yield partial(_run, fast, policies)
     finally:
-        for kind in (_Tokens, _Attended, _Asking):
-            del POLICIES[kind.name]  # not a policy to choose
-            kind.seen.clear()
+        for policy in (_Tokens, _Attended, _Asking):
+            del POLICIES[policy.name]  # not a policy to choose
+            policy.seen.clear()
 
 
 @torch.no_grad()
-def _run(model: Any, kinds: Sequence[type[Any]], piece: Piece) -> list[_Layer]:
-    for kind in kinds:
-        kind.seen.clear()
-    replayed = {"sinks": piece.first, "prompt_ids": tuple(piece.request), "chunk": len(piece.prompt)}
-    policies = [kind(sinks=piece.first) if kind is _Asking else kind(**replayed) for kind in kinds]
+def _run(model: Any, policies: Sequence[type[Any]], piece: Piece) -> list[_Layer]:
+    for policy in policies:
+        policy.seen.clear()
+    replays = {"sinks": piece.first, "prompt_ids": tuple(piece.request), "chunk": len(piece.prompt)}
+    options = [{"sinks": piece.first} if policy is _Asking else replays for policy in policies]
     ids = torch.tensor([piece.prompt], device=model.device)
-    model.compress_each(ids, conditions=[(policy, 1) for policy in policies])
-    return [_Layer(x, y, *others) for (x, y), *others in zip(*(kind.seen for kind in kinds), strict=True)]
+    model.compress_each(ids, conditions=[(policy(**of), 1) for policy, of in zip(policies, options, strict=True)])
+    return [_Layer(x, y, *others) for (x, y), *others in zip(*(policy.seen for policy in policies), strict=True)]

@@ -1,20 +1,14 @@
-"""Compressed documents, for the commands ``compress`` and ``ask``."""
+"""Documents for the commands ``compress``, ``ask`` and ``chat``: with the name of their model."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
 import kvpass
-from kvpass.api import restore_cache
-from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
+from kvpass.chat import Document
 from kvpass.config import Compiler
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
@@ -22,103 +16,56 @@ from kvpass.loading import load_model
 from kvpass.policies import Policy, from_spec, resolve_budget
 
 
-@dataclass(frozen=True, eq=False)
-class Document:
-    """A compressed text and the model that answers questions about it.
-
-    Attributes:
-        model: from ``kvpass.compile``. cache: of the text; questions do not change it.
-    """
-
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    cache: CompressedCache
-    notes: Mapping[str, str]
-
-    @classmethod
-    def compress(cls, text: str, *, model: str, dtype: str = "auto", device: str = "cpu", **options: Any) -> Document:
-        """Compress a text before any question is known.
-
-        Args:
-            model, dtype, device: as in :func:`load_model`. options: of :func:`kvpass.compile`.
-        Raises:
-            ValueError: the text is empty, or an argument does not fit.
-        """
-        if not text.strip():
-            raise ValueError("the document is empty")
-        made, tokenizer = load_model(model, dtype=dtype, device=device)
-        fast = kvpass.compile(made, **options)
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        cache = fast.compress(ids.to(device))
-        return cls(fast, tokenizer, cache, {"model": model, "dtype": dtype})
-
-    def save(self, path: str | Path) -> None:
-        """Write the cache and the name of the model to a file for :meth:`load`."""
-        self.cache.save(path, notes=self.notes)
-
-    @classmethod
-    def load(
-        cls, path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
-    ) -> Document:
-        """Load what :meth:`save` wrote; policy, options, budget and format of entries come from the file.
-
-        Args:
-            model: as in :meth:`compress`. None: the one that the file names, if that is ``builtin``, fetched, or
-                a local folder: a file must not cause a download.
-        Raises:
-            ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and
-                the file names another.
-        """
-        metadata, tensors = read_saved(path)
-        named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
-        if not isinstance(named, str) or not isinstance(dtype, str):
-            raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
-        policy = _policy_of(path, metadata)
-        made, tokenizer = load_model(model or _trusted(path, named), dtype=dtype, device=device)
-        fast = kvpass.compile(
-            made, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format
-        )
-        cache = restore_cache(path, metadata, tensors, fast)
-        return cls(fast, tokenizer, cache, {"model": named, "dtype": dtype})
-
-    def ask(self, question: str, *, new_tokens: int = 64) -> str:
-        """Return the model's greedy continuation of the text followed by the question.
-
-        Raises:
-            ValueError: the question is empty.
-        """
-        asked = self.tokenizer(question, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
-        tokens = asked.input_ids.shape[1]
-        if tokens == 0:
-            raise ValueError("the question has no tokens")
-        # over both, since ids longer than the document, with a mask of their own, would be taken for the whole text
-        asked["attention_mask"] = torch.ones(1, self.cache.columns + tokens, dtype=torch.int64)
-        greedy = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True}
-        out = self.model.generate(**asked.to(self.cache.device), past_key_values=self.cache, **greedy)
-        return str(self.tokenizer.decode(out[0, tokens:], skip_special_tokens=True)).strip()
-
-
-def _trusted(path: str | Path, name: str) -> str:
-    """Return a model name from an untrusted file if loading it downloads nothing.
+def read_document(
+    text: str,
+    *,
+    model: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    system: str | None = None,
+    chat: bool = True,
+    **options: Any,
+) -> Document:
+    """Compress a text; ``system`` and ``chat`` as in :meth:`kvpass.Document.read`, ``options`` of ``kvpass.compile``.
 
     Raises:
-        CacheFileError: it would be downloaded.
+        ValueError: the text is empty, or an argument does not fit.
     """
-    if name == "builtin" or name in PACKAGES or os.path.isdir(name):
-        return name
-    raise CacheFileError(
-        path,
-        f"names the model {name!r}, which is no folder here, and what is downloaded is not for a file to "
-        "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
-    )
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
+    document = Document.of_text(text, kvpass.compile(loaded, **options), tokenizer, system=system, chat=chat)
+    document.notes = {"model": model, "dtype": dtype}
+    return document
+
+
+def load_document(
+    path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
+) -> Document:
+    """Load a file of ``kvpass compress``; policy, options, budget and format of entries come from it.
+
+    Without ``model`` also the name of the model, if loading it downloads nothing.
+
+    Raises:
+        ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and the
+            file names another.
+    """
+    metadata, tensors = read_saved(path)
+    named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
+    if not isinstance(named, str) or not isinstance(dtype, str):
+        raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
+    policy = _policy_of(path, metadata)
+    if not model and named != "builtin" and named not in PACKAGES and not os.path.isdir(named):
+        raise CacheFileError(
+            path,
+            f"names the model {named!r}, which is no folder here, and what is downloaded is not for a file to "
+            "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
+        )
+    loaded, tokenizer = load_model(model or named, dtype=dtype, device=device)
+    fast = kvpass.compile(loaded, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format)
+    return Document.restored(path, metadata, tensors, fast, tokenizer)
 
 
 def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:
-    """Return the policy that a file names, checked against the budget.
-
-    Raises:
-        CacheFileError: this kvpass has none of that name and options.
-    """
+    """Return the policy that a file names, checked against the budget; ``CacheFileError`` if there is none."""
     try:
         policy = from_spec(metadata.policy)
         resolve_budget(policy, metadata.budget)

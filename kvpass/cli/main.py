@@ -18,7 +18,15 @@ import typer
 from rich.console import Console
 
 import kvpass
-from kvpass.eval.options import AskOptions, BenchOptions, CalibrateOptions, CompressOptions, DemoOptions, EvalOptions
+from kvpass.eval.options import (
+    AskOptions,
+    BenchOptions,
+    CalibrateOptions,
+    ChatOptions,
+    CompressOptions,
+    DemoOptions,
+    EvalOptions,
+)
 from kvpass.progress import working
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -84,21 +92,21 @@ def main(
                 )
 
 
-def _with_options(command: Callable[[Any], None]) -> Callable[..., None]:
-    """Let a command take each field of its ``options``, a dataclass, as a parameter; libraries are imported before."""
-    kind = inspect.signature(command, eval_str=True).parameters["options"].annotation
+def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Add a command that takes each field of its ``options``, a dataclass; libraries are imported before."""
+    options = inspect.signature(command, eval_str=True).parameters["options"].annotation
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         _import_libraries()
-        command(kind(**given))
+        command(options(**values))
 
-    run.__signature__ = inspect.signature(kind, eval_str=True)  # type: ignore[attr-defined]
-    return run
+    run.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+    app.command(command.__name__.rstrip("_"))(run)
+    return command
 
 
-@app.command()
-@_with_options
+@_command
 def demo(options: DemoOptions) -> None:
     """Hide facts in a long text and ask a model for them, with full and compressed caches."""
     from kvpass.eval.demo import Demo
@@ -109,8 +117,7 @@ def demo(options: DemoOptions) -> None:
     checked.run()
 
 
-@app.command()
-@_with_options
+@_command
 def bench(options: BenchOptions) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
     from kvpass.eval.bench.report import comparison
@@ -130,9 +137,8 @@ def bench(options: BenchOptions) -> None:
         Console().print(f"written: {path}", highlight=False)
 
 
-@app.command("eval")
-@_with_options
-def evaluate(options: EvalOptions) -> None:
+@_command
+def eval_(options: EvalOptions) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     from kvpass.eval.records import results_tables
     from kvpass.eval.run import Evaluation
@@ -147,68 +153,97 @@ def evaluate(options: EvalOptions) -> None:
         Console().print(f"written: {options.output}", highlight=False)
 
 
-@app.command()
-@_with_options
+@_command
 def calibrate(options: CalibrateOptions) -> None:
     """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
 
-    output, texts = options.output, options.texts
+    output, folder = options.output, options.texts
     with _interruptible("the same command begins anew"), _bad_values():
-        read = None if texts is None else [_read_text(path) for path in sorted(texts.glob("*.txt"))]
+        texts = None if folder is None else [_read_text(path) for path in sorted(folder.glob("*.txt"))]
         _make_folder("output", output.parent)
-        loaded = load_model(options.model, dtype=options.dtype, device=options.device)
-        made = fit(*loaded, texts=read, tokens=options.tokens, ridge=options.ridge)
-        made.save(output)
-    mean, least = float(made.r2.mean()), float(made.r2.mean(1).min())
+        model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
+        calibration = fit(model, tokenizer, texts=texts, tokens=options.tokens, ridge=options.ridge)
+        calibration.save(output)
+    mean, least = float(calibration.r2.mean()), float(calibration.r2.mean(1).min())
     Console().print(f"R2 {mean:.2f} in texts held out, lowest of a layer {least:.2f}")
     Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
 
-@app.command()
-@_with_options
+@_command
 def compress(options: CompressOptions) -> None:
-    """Compress a document into a file that 'kvpass ask' answers questions from."""
-    from kvpass.cli.documents import Document
-    from kvpass.eval.policy_spec import parse_policies, typed
+    """Compress a document into a file that 'kvpass ask' and 'kvpass chat' answer questions from."""
+    from kvpass.cli.documents import read_document
     from kvpass.loading import launched
 
-    document, output = options.document, options.output
+    output, first = options.output, launched()[0] == 0
     with _bad_values():
-        chosen = parse_policies(options.policy)
-        if len(chosen) != 1:
-            raise ValueError(f"policy={options.policy!r}: name one")
-        text = _read_text(document)
+        policy, chosen = _chosen(options.policy, options.budget)
+        text = _read_text(options.document)
         _make_folder("output", output.parent)
-        made = Document.compress(
-            text,
-            policy=chosen[0].name,
-            budget=typed(options.budget) if chosen[0].resolve().needs_budget else None,
-            **{name: getattr(options, name) for name in ("model", "entries", "dtype", "device", "backend")},
-            **({} if options.window is None else {"window": options.window}) | dict(chosen[0].options),
-        )
-        made.save(output)
-    if launched()[0] == 0:
-        Console().print(made.model.report())
+        if first and "question" in policy.inputs:
+            typer.echo(f"the question is not known yet, and {policy.name} goes by it: take --policy kvzip", err=True)
+        elif first and policy.replays_prompt:
+            reading = f"the question is not known yet: {policy.name}, which reads the text twice"
+            typer.echo(f"{reading}; --policy compactor reads it once", err=True)
+        names = ("model", "entries", "dtype", "device", "backend", "system", "chat")
+        chosen |= {name: getattr(options, name) for name in names}
+        document = read_document(text, **chosen | ({} if options.window is None else {"window": options.window}))
+        document.save(output)
+    if first:
+        Console().print(document.model.report())
         Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
 
-@app.command()
-@_with_options
+@_command
 def ask(options: AskOptions) -> None:
     """Answer a question about a compressed document."""
-    from kvpass.cli.documents import Document
+    from kvpass.cli.documents import load_document
     from kvpass.loading import launched
     from kvpass.policies import policy_class
 
+    rank, processes = launched()
     with _bad_values():
         if options.policy is not None:
             policy_class(options.policy)
-        found = Document.load(options.cache, model=options.model, device=options.device, backend=options.backend)
-        answer = found.ask(options.question, new_tokens=options.new_tokens)
-    if launched()[0] == 0:
-        typer.echo(answer)
+        document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
+        answer = document.ask if processes > 1 else document.stream
+        for piece in answer(options.question, max_new_tokens=options.max_new_tokens):
+            if rank == 0:
+                typer.echo(piece, nl=False)
+    if rank == 0:
+        typer.echo()
+
+
+@_command
+def chat(options: ChatOptions) -> None:
+    """Talk about a compressed document, or with a model whose history is compressed as it grows."""
+    from kvpass.chat import Chat
+    from kvpass.cli.documents import load_document
+    from kvpass.loading import load_model
+
+    with _bad_values():
+        if options.cache is not None:
+            if options.system is not None or not options.chat:
+                raise ValueError("--system and --no-chat are those of the file: give them to 'kvpass compress'")
+            document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
+            talk = document.chat()
+        else:
+            _, chosen = _chosen(options.policy, options.budget)
+            loaded, tokenizer = load_model(options.model or "builtin", dtype=options.dtype, device=options.device)
+            fast = kvpass.compile(loaded, backend=options.backend, recompress="when_full", **chosen)
+            talk = Chat(fast, tokenizer, system=options.system, chat=options.chat)
+    typer.echo("/quit ends the chat; Ctrl-C stops an answer, which is then forgotten with its question", err=True)
+    while (message := _line("> ").strip()) != "/quit":
+        try:
+            for piece in talk.stream(message, max_new_tokens=options.max_new_tokens) if message else ():
+                typer.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            typer.echo(" (stopped)", nl=False)
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+        typer.echo()
 
 
 @app.command()
@@ -240,12 +275,28 @@ def policies() -> None:
     Console().print(rich_table(header, rows, left=3, leading=1))
 
 
-def _make_folder(option: str, folder: Path) -> None:
-    """Make the folder that a command writes to, with its parents, before the work begins.
+def _chosen(policy: str, budget: str) -> tuple[Any, dict[str, Any]]:
+    """Return the one policy that is named, and the arguments of ``kvpass.compile`` that say policy and budget."""
+    from kvpass.eval.policy_spec import parse_policies, typed
 
-    Raises:
-        ValueError: it cannot be made, for instance because there is a file of that name.
-    """
+    named, *others = parse_policies(policy)
+    if others:
+        raise ValueError(f"policy={policy!r}: name one")
+    resolved = named.resolve()
+    budgets = {"budget": typed(budget)} if resolved.needs_budget else {}
+    return resolved, {"policy": named.name, **dict(named.options), **budgets}
+
+
+def _line(prompt: str) -> str:
+    """Return a line that the user types; "/quit" at the end of the input."""
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        return "/quit"
+
+
+def _make_folder(option: str, folder: Path) -> None:
+    """Make the folder that a command writes to before the work begins; ``ValueError`` if it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -253,11 +304,7 @@ def _make_folder(option: str, folder: Path) -> None:
 
 
 def _read_text(path: Path) -> str:
-    """Read a document; ``-`` is standard input.
-
-    Raises:
-        ValueError: it cannot be read, or is no text.
-    """
+    """Read a document; ``-`` is standard input. ``ValueError`` if it is no text."""
     try:
         if str(path) == "-":
             return typer.get_text_stream("stdin", encoding="utf-8-sig").read()

@@ -9,7 +9,7 @@ import pytest
 from kvpass.eval.tasks import needle
 from kvpass.eval.tasks import words as needle_words
 from kvpass.eval.tasks.needle import TASKS, Task, hide
-from kvpass.eval.tasks.words import HELD_OUT_NAMES, vocabulary
+from kvpass.eval.tasks.words import HELD_OUT_NAMES
 
 VALUE = r"(\d{3}(?: \d{3})?)"
 GOLDEN = (
@@ -38,19 +38,15 @@ def pairs(words: list[str]) -> set[tuple[str, str]]:
     return {(a, b) for a, b in pairwise(words) if a in FIRST and b in SECOND}
 
 
-def test_every_word_is_there_once_and_short_of_a_multiple_of_64_no_more():
-    words = vocabulary()
-    assert len(words) == len(set(words))
-    assert len(words) % 64 == 0
-    assert not any(word.startswith("<unused") for word in words[:-63])
+def test_words_of_names_and_numbers_differ():
     assert len(needle_words.FIRST_WORDS) == len(needle_words.SECOND_WORDS) == 64
     assert len(FIRST | SECOND | set(needle_words.NUMBERS)) == 1128
 
 
-def test_the_examples_of_the_page_are_of_the_language():
+def test_the_examples_of_the_page_are_of_the_language(words):
     examples = re.findall(r"``(.*?)``", needle.__doc__.split("\n", 2)[2].replace("\n", " "))
     assert len(examples) > 5
-    assert {word for example in examples for word in example.split()} <= set(vocabulary())
+    assert {word for example in examples for word in example.split()} <= words.get_vocab().keys()
 
 
 def test_one_name_in_eight_is_held_out_and_each_of_its_words_is_in_others():
