@@ -13,6 +13,13 @@ from typer import Argument, Option
 
 MODEL = "'builtin', 'smollm2-135m', or a folder or hub name."
 Model = Annotated[str, Argument(help=MODEL)]
+OfFile = Annotated[
+    str | None,
+    Option(
+        envvar="KVPASS_MODEL",
+        help="The model that compressed it; if not given, what the file names: 'builtin', fetched, or a folder.",
+    ),
+]
 Policies = Annotated[str, Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
 Budget = Annotated[str, Option(help="Entries per KV head per layer (256), share of the text (0.25) or bytes ('4MiB').")]
 Budgets = Annotated[str, Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")]
@@ -22,6 +29,9 @@ Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are mad
 Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
 Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help="Of the weights.")]
+System = Annotated[str | None, Option(help="Text of a system message at the begin of the chat.")]
+Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one; else the model continues text.")]
+NewTokens = Annotated[int, Option("--max-new-tokens", "--new-tokens", min=1, help="Longest answer in tokens.")]
 Entries = Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2', or as several.")]
 
 
@@ -100,10 +110,12 @@ class CompressOptions:
     ]
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the compressed cache goes to.")]
     model: Annotated[str, Option(envvar="KVPASS_MODEL", help=MODEL)] = "builtin"
-    policy: Annotated[str, Option(help="Policy with its options, such as 'lava' or 'cake:tau1=1.6,tau2=0.4'.")] = "lava"
-    budget: Budget = "0.25"
+    policy: Annotated[str, Option(help="With its options, such as 'compactor' or 'cake:tau1=1.6,tau2=0.4'.")] = "kvzip"
+    budget: Budget = "0.5"
     window: Annotated[int | None, Option(help="Last tokens, always kept; the policy's own default.")] = None
-    entries: Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")] = "model"
+    entries: Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")] = "rot4"
+    system: System = None
+    chat: Chat = True
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
     device: Device = "cpu"
@@ -112,17 +124,27 @@ class CompressOptions:
 @dataclass(frozen=True, kw_only=True)
 class AskOptions:
     cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")]
-    question: Annotated[str, Argument(help="Text that follows the document; the model continues it.")]
-    model: Annotated[
-        str | None,
-        Option(
-            envvar="KVPASS_MODEL",
-            help="The model that compressed it; if not given, what the file names: 'builtin', fetched, or a folder.",
-        ),
-    ] = None
+    question: Annotated[str, Argument(help="What is asked about the document.")]
+    model: OfFile = None
     policy: Annotated[str | None, Option(help="A policy of your own to import first: my.module:KeyDiff.")] = None
-    new_tokens: Annotated[int, Option(min=1, help="Longest answer in tokens.")] = 64
+    max_new_tokens: NewTokens = 256
     backend: Backend = "inductor"
+    device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """With a file, model, policy and budget are its own; else the history is compressed when it has doubled."""
+
+    cache: Annotated[Path | None, Argument(exists=True, dir_okay=False, help="File of 'kvpass compress'.")] = None
+    model: OfFile = None
+    policy: Annotated[str, Option(help="Of a chat without a file.")] = "lava"
+    budget: Annotated[str, Option(help="Of a chat without a file: entries per KV head per layer.")] = "1024"
+    system: System = None
+    chat: Chat = True
+    max_new_tokens: NewTokens = 512
+    backend: Backend = "inductor"
+    dtype: Dtype = "auto"
     device: Device = "cpu"
 
 

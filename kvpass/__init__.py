@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvpass.cache.cache import CompressedCache
     from kvpass.cache.plan import Plan, plan
     from kvpass.calibration.fit import Calibration, calibrate
+    from kvpass.chat import Chat, Document
     from kvpass.config import Budget
     from kvpass.errors import CacheFileError, CacheMismatchError, UnsupportedAttentionError
     from kvpass.frontends.attention import attention
@@ -30,6 +31,7 @@ _HOMES = {
     "kvpass.cache.cache": ("CompressedCache",),
     "kvpass.cache.plan": ("Plan", "plan"),
     "kvpass.calibration.fit": ("Calibration", "calibrate"),
+    "kvpass.chat": ("Chat", "Document"),
     "kvpass.config": ("Budget",),
     "kvpass.errors": ("CacheFileError", "CacheMismatchError", "UnsupportedAttentionError"),
     "kvpass.frontends.attention": ("attention",),
@@ -41,9 +43,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "POLICIES", "Budget", "CacheFileError", "CacheMismatchError", "Calibration", "CompressedCache", "OutputLoss",
-    "Plan", "Policy", "Report", "UnsupportedAttentionError", "__version__", "attention", "attention_output_loss",
-    "calibrate", "compile", "generate", "load_cache", "plan", "register_policy", "session",
+    "POLICIES", "Budget", "CacheFileError", "CacheMismatchError", "Calibration", "Chat", "CompressedCache", "Document",
+    "OutputLoss", "Plan", "Policy", "Report", "UnsupportedAttentionError", "__version__", "attention",
+    "attention_output_loss", "calibrate", "compile", "generate", "load_cache", "plan", "register_policy", "session",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker that saw it would accept any name

@@ -18,7 +18,15 @@ import typer
 from rich.console import Console
 
 import kvpass
-from kvpass.eval.options import AskOptions, BenchOptions, CalibrateOptions, CompressOptions, DemoOptions, EvalOptions
+from kvpass.eval.options import (
+    AskOptions,
+    BenchOptions,
+    CalibrateOptions,
+    ChatOptions,
+    CompressOptions,
+    DemoOptions,
+    EvalOptions,
+)
 from kvpass.progress import working
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -165,27 +173,25 @@ def calibrate(options: CalibrateOptions) -> None:
 
 @_command
 def compress(options: CompressOptions) -> None:
-    """Compress a document into a file that 'kvpass ask' answers questions from."""
-    from kvpass.cli.documents import Document
-    from kvpass.eval.policy_spec import parse_policies, typed
+    """Compress a document into a file that 'kvpass ask' and 'kvpass chat' answer questions from."""
+    from kvpass.cli.documents import read_document
     from kvpass.loading import launched
 
-    output = options.output
+    output, first = options.output, launched()[0] == 0
     with _bad_values():
-        policy, *others = parse_policies(options.policy)
-        if others:
-            raise ValueError(f"policy={options.policy!r}: name one")
+        policy, chosen = _chosen(options.policy, options.budget)
         text = _read_text(options.document)
         _make_folder("output", output.parent)
-        document = Document.compress(
-            text,
-            policy=policy.name,
-            budget=typed(options.budget) if policy.resolve().needs_budget else None,
-            **{name: getattr(options, name) for name in ("model", "entries", "dtype", "device", "backend")},
-            **({} if options.window is None else {"window": options.window}) | dict(policy.options),
-        )
+        if first and "question" in policy.inputs:
+            typer.echo(f"the question is not known yet, and {policy.name} goes by it: take --policy kvzip", err=True)
+        elif first and policy.replays_prompt:
+            reading = f"the question is not known yet: {policy.name}, which reads the text twice"
+            typer.echo(f"{reading}; --policy compactor reads it once", err=True)
+        names = ("model", "entries", "dtype", "device", "backend", "system", "chat")
+        chosen |= {name: getattr(options, name) for name in names}
+        document = read_document(text, **chosen | ({} if options.window is None else {"window": options.window}))
         document.save(output)
-    if launched()[0] == 0:
+    if first:
         Console().print(document.model.report())
         Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
 
@@ -193,17 +199,51 @@ def compress(options: CompressOptions) -> None:
 @_command
 def ask(options: AskOptions) -> None:
     """Answer a question about a compressed document."""
-    from kvpass.cli.documents import Document
+    from kvpass.cli.documents import load_document
     from kvpass.loading import launched
     from kvpass.policies import policy_class
 
+    rank, processes = launched()
     with _bad_values():
         if options.policy is not None:
             policy_class(options.policy)
-        document = Document.load(options.cache, model=options.model, device=options.device, backend=options.backend)
-        answer = document.ask(options.question, new_tokens=options.new_tokens)
-    if launched()[0] == 0:
-        typer.echo(answer)
+        document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
+        answer = document.ask if processes > 1 else document.stream
+        for piece in answer(options.question, max_new_tokens=options.max_new_tokens):
+            if rank == 0:
+                typer.echo(piece, nl=False)
+    if rank == 0:
+        typer.echo()
+
+
+@_command
+def chat(options: ChatOptions) -> None:
+    """Talk about a compressed document, or with a model whose history is compressed as it grows."""
+    from kvpass.chat import Chat
+    from kvpass.cli.documents import load_document
+    from kvpass.loading import load_model
+
+    with _bad_values():
+        if options.cache is not None:
+            if options.system is not None or not options.chat:
+                raise ValueError("--system and --no-chat are those of the file: give them to 'kvpass compress'")
+            document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
+            talk = document.chat()
+        else:
+            _, chosen = _chosen(options.policy, options.budget)
+            loaded, tokenizer = load_model(options.model or "builtin", dtype=options.dtype, device=options.device)
+            fast = kvpass.compile(loaded, backend=options.backend, recompress="when_full", **chosen)
+            talk = Chat(fast, tokenizer, system=options.system, chat=options.chat)
+    typer.echo("/quit ends the chat; Ctrl-C stops an answer, which is then forgotten with its question", err=True)
+    while (message := _line("> ").strip()) != "/quit":
+        try:
+            for piece in talk.stream(message, max_new_tokens=options.max_new_tokens) if message else ():
+                typer.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            typer.echo(" (stopped)", nl=False)
+        except ValueError as error:
+            typer.echo(f"error: {error}", err=True)
+        typer.echo()
 
 
 @app.command()
@@ -233,6 +273,26 @@ def policies() -> None:
         rows.append([name, "yes" if policy.needs_budget else "none", f"{summary}\n{options}"])
     header = ("policy", "budget", "what it does; its options and their defaults")
     Console().print(rich_table(header, rows, left=3, leading=1))
+
+
+def _chosen(policy: str, budget: str) -> tuple[Any, dict[str, Any]]:
+    """Return the one policy that is named, and the arguments of ``kvpass.compile`` that say policy and budget."""
+    from kvpass.eval.policy_spec import parse_policies, typed
+
+    named, *others = parse_policies(policy)
+    if others:
+        raise ValueError(f"policy={policy!r}: name one")
+    resolved = named.resolve()
+    budgets = {"budget": typed(budget)} if resolved.needs_budget else {}
+    return resolved, {"policy": named.name, **dict(named.options), **budgets}
+
+
+def _line(prompt: str) -> str:
+    """Return a line that the user types; "/quit" at the end of the input."""
+    try:
+        return input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        return "/quit"
 
 
 def _make_folder(option: str, folder: Path) -> None:

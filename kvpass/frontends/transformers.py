@@ -104,13 +104,13 @@ class CompressedModel(GenerateHooks):
                 False: later calls continue the cache itself, as in a conversation.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
         """
+        if "question" in self.policy.inputs:
+            _warn_of_question(self.policy.name)
         rules = self._kvpass.rules_now.with_budget(budget)
         cache = self._kvpass.new_cache(rules)
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
         self._kvpass.call(rules, functools.partial(read, input_ids, attention_mask))
         cache.reusable = reusable
-        if "question" in self.policy.inputs:
-            _warn_of_question(self.policy.name)
         return cache
 
     def compress_each(

@@ -1,0 +1,395 @@
+"""Documents that are compressed once and asked many times, and chats whose history is compressed as it grows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import Queue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from kvpass.api import restore_cache
+from kvpass.cache.cache import CompressedCache
+from kvpass.cache.cache_file import CacheMetadata, read_saved
+from kvpass.errors import CacheFileError
+from kvpass.frontends.transformers import CompressedModel
+from kvpass.transformers_compat import CACHE
+
+log = logging.getLogger("kvpass")
+
+Message = dict[str, str]
+
+_MARKS = ("a.", "1!", "Éa?", "(x)", "中.")
+"""Texts in the place of a question; they begin and end with characters of different classes."""
+
+
+class Template:
+    """The text of a chat, and its token ids, as a tokenizer's chat template has it.
+
+    Without a template the messages follow each other, a blank line before each question.
+
+    Args:
+        tokenizer: of the model. options: arguments of the template, such as ``enable_thinking=False``; None: no
+            template is used, even if there is one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None) -> None:
+        self.tokenizer = tokenizer
+        self.options = None if options is None or not tokenizer.chat_template else dict(options)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the messages as text that ends where an answer to the last one begins.
+
+        Raises:
+            ValueError: the template cannot write these messages.
+        """
+        if self.options is None:
+            return "".join(m["content"] if m["role"] == "assistant" else f"\n\n{m['content']}" for m in messages)[2:]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=True, **self.options
+                )
+            )
+        except Exception as error:  # jinja's, and what a template itself raises
+            raise ValueError(f"the chat template of this tokenizer refuses the messages: {error}") from error
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token ids of a text of :meth:`text`."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=self.options is None).input_ids
+        return ids
+
+    def before(self, messages: Sequence[Message]) -> str:
+        """Return the text before a question that is put at the end of the last message."""
+        *earlier, last = messages
+        texts = [self.text([*earlier, last | {"content": last["content"] + mark}]) for mark in _MARKS]
+        return _common(*texts)
+
+    def end(self) -> list[int]:
+        """Return the special token that the template puts behind an answer, if it puts one: it ends an answer too."""
+        if self.options is None:
+            return []
+        messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+        texts = [self.text([messages[0], messages[1] | {"content": mark}, messages[2]]) for mark in _MARKS[:2]]
+        after = texts[0].partition(_MARKS[0])[2].lstrip()
+        ids = self.ids(after)[:1]
+        return [token for token in ids if token in self.tokenizer.all_special_ids]
+
+
+class Document:
+    """A text that was compressed before any question is known; questions and chats about it do not change it.
+
+    Make one with :meth:`read` or :meth:`load`.
+
+    Attributes:
+        model: from ``kvpass.compile``. cache: of the chat up to the place of the first question.
+        notes: of the caller, saved beside it; anything that JSON can represent.
+    """
+
+    def __init__(
+        self,
+        model: CompressedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        cache: CompressedCache,
+        *,
+        before: str,
+        system: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.template, self.notes = Template(tokenizer, options), dict[str, Any]()
+        self._before, self._system = before, system
+
+    @classmethod
+    def read(
+        cls, source: str | Path, model: CompressedModel, tokenizer: PreTrainedTokenizerBase, **options: Any
+    ) -> Document:
+        """Compress a file, UTF-8, given as a ``Path`` or by a name without spaces; or a text, as :meth:`of_text`.
+
+        Raises:
+            ValueError: as for :meth:`of_text`, or the file is no UTF-8. OSError: it cannot be read.
+        """
+        is_text = isinstance(source, str) and any(map(str.isspace, source))
+        return cls.of_text(str(source) if is_text else read_text(Path(source)), model, tokenizer, **options)
+
+    @classmethod
+    def of_text(
+        cls,
+        text: str,
+        model: CompressedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        chat: bool = True,
+        **options: Any,
+    ) -> Document:
+        """Compress a text, as the begin of a chat if the tokenizer has a chat template.
+
+        The text begins the user's first message, behind it come a blank line and the question.
+
+        Args:
+            model: from ``kvpass.compile``. tokenizer: of the model. system: text of a system message before it.
+            chat: False: a plain text, which the model continues. options: of the chat template, such as
+                ``enable_thinking=False``.
+        Raises:
+            ValueError: the text is empty, or longer than the model takes; or the template refuses it.
+        """
+        if not text.strip():
+            raise ValueError("the document is empty")
+        template = Template(tokenizer, options if chat else None)
+        before = template.before(_messages(system, text, ""))
+        ids = _common(*(template.ids(before + mark) for mark in _MARKS))
+        _check_length(model, len(ids) + 1, "the document")
+        cache = model.compress(torch.tensor([ids], device=model.device))
+        return cls(model, tokenizer, cache, before=before, system=system, options=template.options)
+
+    @classmethod
+    def load(cls, path: str | Path, model: CompressedModel, tokenizer: PreTrainedTokenizerBase) -> Document:
+        """Load what :meth:`save` wrote.
+
+        Raises:
+            CacheFileError, CacheMismatchError, OSError: as for :func:`kvpass.load_cache`, or the file is of a cache
+                without a document.
+        """
+        return cls.restored(path, *read_saved(path), model, tokenizer)
+
+    @classmethod
+    def restored(
+        cls,
+        path: str | Path,
+        metadata: CacheMetadata,
+        tensors: Mapping[str, Tensor],
+        model: CompressedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Document:
+        """Like :meth:`load`, for a caller that has read the file."""
+        notes = dict(metadata.notes)
+        state = notes.pop("document", None)
+        if not isinstance(state, dict) or not isinstance(state.get("before"), str):
+            raise CacheFileError(path, "is a cache without a document: kvpass.load_cache reads it")
+        document = cls(model, tokenizer, restore_cache(path, metadata, tensors, model), **state)
+        document.notes = notes
+        return document
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache, the text and the notes to a file, as :meth:`kvpass.CompressedCache.save` does."""
+        state = {"before": self._before, "system": self._system, "options": self.template.options}
+        self.cache.save(path, notes={**self.notes, "document": state})
+
+    def ask(self, question: str, **options: Any) -> str:
+        """Return the answer to a question, which knows no question before; see :meth:`Chat.send`."""
+        return self.chat().send(question, **options)
+
+    def stream(self, question: str, **options: Any) -> Iterator[str]:
+        """Yield the answer to a question piece by piece; see :meth:`Chat.stream`."""
+        return self.chat().stream(question, **options)
+
+    def chat(self) -> Chat:
+        """Return a chat that begins with this document."""
+        return Chat(self.model, self.tokenizer, document=self)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the text of a chat about the document, up to an answer to the last of these messages."""
+        first, *others = messages
+        short = _messages(self._system, "d", first["content"])
+        before, text = self.template.before(_messages(self._system, "d", "")), self.template.text([*short, *others])
+        if not text.startswith(before):
+            raise ValueError(
+                "the chat template changes what comes before the first question, as those do that move the system text "
+                "to the last message: read the document without a system text"
+            )
+        return self._before + text[len(before) :]
+
+
+class Chat:
+    """A chat, whose turns go on from each other in one cache.
+
+    The text of a turn is that of the whole chat by the template. What the cache holds of it is not read again; where
+    the template changes what was said before, as those that drop thoughts do, that is read again.
+
+    Args:
+        model: from ``kvpass.compile``; with ``recompress`` the cache stays within its budget. tokenizer: of the model.
+        system: text of a system message. document: that the chat is about. chat: False: messages are plain text.
+        options: of the chat template.
+    Attributes:
+        messages: of the user and the assistant so far, as ``apply_chat_template`` takes them.
+        cache: what was read so far; None before the first turn.
+    """
+
+    def __init__(
+        self,
+        model: CompressedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        document: Document | None = None,
+        chat: bool = True,
+        **options: Any,
+    ) -> None:
+        if document is not None and (system is not None or options or not chat):
+            raise ValueError("system, chat and options of the template are those of the document: leave them out")
+        self.model, self.tokenizer = model, tokenizer
+        self.messages: list[Message] = []
+        self.cache: CompressedCache | None = None
+        self._document, self._system = document, system
+        self._template = Template(tokenizer, options if chat else None) if document is None else document.template
+
+    def send(self, message: str, **options: Any) -> str:
+        """Return the answer to a message.
+
+        It ends with the turn, or after ``max_new_tokens``, 512 by default. A call that fails or is interrupted leaves
+        the chat as it was.
+
+        Args:
+            options: of ``generate``; greedy by default.
+        Raises:
+            ValueError: the message is empty, or the chat and its answer are longer than the model takes.
+        """
+        messages = [*self.messages, {"role": "user", "content": message.strip()}]
+        if not message.strip():
+            raise ValueError("the message is empty")
+        ids = self._ids(messages)
+        room = (_positions(self.model) or len(ids) + 512) - len(ids)
+        options = {"max_new_tokens": max(min(room, 512), 1), "do_sample": False, "use_cache": True} | options
+        _check_length(self.model, len(ids) + options["max_new_tokens"], "the chat with its answer")
+        cache, seen = self._held(ids)
+        new = torch.tensor([ids[seen:]], device=self.model.device)
+        options |= {} if cache is None else {"past_key_values": cache}
+        mask = torch.ones(1, len(ids), dtype=torch.int64, device=new.device)  # over what the cache holds too
+        options = {"eos_token_id": self._ends(), **options, "attention_mask": mask, "return_dict_in_generate": True}
+        out = self.model.generate(new, **options)
+        self.cache = out[CACHE] if cache is None else cache
+        answer = str(self.tokenizer.decode(out.sequences[0, new.shape[1] :], skip_special_tokens=True))
+        plain = self._template.options is None
+        self.messages = [*messages, {"role": "assistant", "content": answer if plain else answer.strip()}]
+        return answer.strip()
+
+    def stream(self, message: str, **options: Any) -> Iterator[str]:
+        """Yield the answer to a message in pieces of whole words; see :meth:`send`.
+
+        Who stops before the last piece stops the model too; the turn then counts as interrupted.
+        """
+        pieces, stop = _Pieces(self.tokenizer), _Stop()
+        criteria = StoppingCriteriaList([*options.pop("stopping_criteria", []), stop])
+
+        def run() -> None:
+            try:
+                self.send(message, streamer=pieces, stopping_criteria=criteria, **options)
+            except BaseException as error:  # raised again by who reads the pieces
+                pieces.queue.put(error)
+            else:
+                pieces.queue.put(None)
+
+        before, thread = self.messages, Thread(target=run)
+        thread.start()
+        finished = False
+        try:
+            while (piece := pieces.queue.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+            finished = True
+        finally:
+            stop.event.set()
+            thread.join()
+            if not finished:
+                self.messages = before
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of the whole chat, up to an answer to the last message."""
+        if self._document is not None:
+            return self._template.ids(self._document.text(messages))
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return self._template.ids(self._template.text([*system, *messages]))
+
+    def _held(self, ids: list[int]) -> tuple[CompressedCache | None, int]:
+        """Return a cache that holds the first of these ids, and how many; at least one is left."""
+        cache = self.cache
+        if cache is not None and cache.ids is not None and not cache.interrupted:
+            held: list[int] = cache.ids[0].tolist()
+            same = len(_common(held, ids[:-1]))
+            extra = len(held) - same
+            if extra and cache.state.only_appends and extra <= cache.state.appended:
+                cache.crop(-extra)
+                extra = 0
+            if not extra:
+                return cache, same
+            log.info("the chat is read again: its template has changed what was said before, or it was interrupted")
+        if self._document is None:
+            return None, 0
+        cache = self._document.cache.clone()
+        assert cache.ids is not None
+        if cache.ids[0].tolist() != ids[: cache.columns]:
+            raise ValueError("the question changes the tokens of the document's end: begin it with another character")
+        return cache, cache.columns
+
+    def _ends(self) -> list[int]:
+        """Return the tokens that end an answer."""
+        ends = self.model.generation_config.eos_token_id
+        return sorted({*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *self._template.end()})
+
+
+class _Pieces(TextStreamer):
+    """Puts the text of an answer into a queue, word by word."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.queue: Queue[str | BaseException | None] = Queue()
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.queue.put(text)
+
+
+class _Stop(StoppingCriteria):
+    """Ends all rows once its event is set."""
+
+    def __init__(self) -> None:
+        self.event = Event()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
+
+
+def _common(*sequences: Any) -> Any:
+    """Return what several texts or lists begin with alike."""
+    columns = enumerate(zip(*sequences, strict=False))
+    shortest = min(map(len, sequences))
+    return sequences[0][: next((i for i, column in columns if len(set(column)) > 1), shortest)]
+
+
+def _messages(system: str | None, document: str, question: str) -> list[Message]:
+    """Return the messages of a chat about a document up to its first question."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": f"{document}\n\n{question}"}]
+
+
+def _positions(model: CompressedModel) -> int | None:
+    """Return how many tokens a model takes; None where it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_length(model: CompressedModel, tokens: int, what: str) -> None:
+    """Raise ValueError if a model does not take so many tokens."""
+    most = _positions(model)
+    if most is not None and tokens > most:
+        raise ValueError(f"{what} has {tokens} tokens, and the model takes {most}: shorten it")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, UTF-8 with or without a byte order mark.
+
+    Raises:
+        ValueError: it is in another encoding. OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{str(path)!r} is no UTF-8 text: byte {error.start} is {error.object[error.start]:#x}"
+        ) from None

@@ -1,0 +1,245 @@
+"""Documents and chats: the tokens of ``generate`` on the whole chat, for the templates of many models."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
+
+import kvpass
+from kvpass import Chat, Document
+
+TEMPLATES = Path(__file__).parent / "support" / "chat_templates"
+SPECIAL = (
+    "<|im_start|> <|im_end|> <|im_sep|> <think> </think> <|begin_of_text|> <|start_header_id|> <|end_header_id|> "
+    "<|eot_id|> <bos> <start_of_turn> <end_of_turn> <s> </s> [INST] [/INST] <|system|> <|user|> <|assistant|> <|end|> "
+    "<|endoftext|> <|User|> <|Assistant|> <|eos|> <|start|> <|message|> <|channel|> <|return|>"
+).split()
+TEXT = "The tide turns at noon.\nBoats leave the harbour before; nets are mended on the quay, ropes too.\n" * 3
+QUESTIONS = ("When does the tide turn?", "¿And what is mended?", "1) Where?")
+NO_SYSTEM = ("gemma2",)
+MOVES_SYSTEM = ("mistral",)
+"""Templates that write the system text before the last message, wherever that is."""
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with the special tokens of all templates."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=SPECIAL)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A random llama of one layer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_hidden_layers=1,
+        eos_token_id=None,
+        bos_token_id=None,
+        initializer_range=0.3,
+        **sizes,
+    )
+    made = LlamaForCausalLM(config).eval()
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def fast(model: PreTrainedModel) -> Any:
+    return kvpass.compile(model, policy="full", backend="eager")
+
+
+@pytest.fixture(params=[path.stem for path in sorted(TEMPLATES.iterdir())])
+def templated(request: Any, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[str, PreTrainedTokenizerFast]]:
+    tokenizer.chat_template = (TEMPLATES / f"{request.param}.jinja").read_text()
+    yield request.param, tokenizer
+    tokenizer.chat_template = None
+
+
+def answer(model: PreTrainedModel, tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> str:
+    """What the uncompiled model says to a whole chat."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def about(question: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": f"{TEXT}\n\n{question}"}]
+
+
+def saying(ids: Sequence[int]) -> dict[str, Any]:
+    """Arguments of ``generate`` by which the model says these tokens."""
+    left = list(ids)
+
+    def say(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(scores).index_fill_(1, torch.tensor(left.pop(0)), 1.0)
+
+    return {"logits_processor": LogitsProcessorList([say])}
+
+
+@pytest.mark.parametrize("system", [None, "Answer briefly."])
+def test_a_document_is_asked_and_talked_about_as_the_whole_chat(model, fast, templated, system):
+    name, tokenizer = templated
+    if system is not None and name in NO_SYSTEM:
+        with pytest.raises(ValueError, match="no system role"):
+            Document.read(TEXT, fast, tokenizer, system=system)
+        return
+    document = Document.read(TEXT, fast, tokenizer, system=system)
+    before = document.cache.columns
+    expected = [answer(model, tokenizer, about(question, system)) for question in QUESTIONS]
+    assert len(set(expected)) == len(QUESTIONS)
+    assert [document.ask(question, max_new_tokens=NEW) for question in QUESTIONS] == expected
+    chat, messages = document.chat(), []
+    for question in QUESTIONS:
+        asked = {"role": "user", "content": question} if messages else about(question, system)[-1]
+        if messages and system is not None and name in MOVES_SYSTEM:
+            with pytest.raises(ValueError, match="changes what comes before"):
+                chat.send(question, max_new_tokens=NEW)
+            break
+        said = answer(model, tokenizer, [*about("", system)[:-1], *messages, asked])
+        assert chat.send(question, max_new_tokens=NEW) == said
+        messages += [asked, {"role": "assistant", "content": said}]
+    assert document.cache.columns == before
+
+
+def test_a_chat_without_a_document_goes_on_as_the_whole_chat(model, fast, templated):
+    _, tokenizer = templated
+    chat, messages = Chat(fast, tokenizer), []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        expected = answer(model, tokenizer, messages)
+        assert chat.send(question, max_new_tokens=NEW) == expected
+        messages.append({"role": "assistant", "content": expected})
+    assert chat.messages == messages
+
+
+@pytest.fixture
+def qwen3(tokenizer: PreTrainedTokenizerFast) -> Iterator[PreTrainedTokenizerFast]:
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    yield tokenizer
+    tokenizer.chat_template = None
+
+
+def test_options_of_the_template_are_passed_on(model, fast, qwen3):
+    document = Document.read(TEXT, fast, qwen3, enable_thinking=False)
+    expected = answer(model, qwen3, about(QUESTIONS[0], None), enable_thinking=False)
+    assert document.ask(QUESTIONS[0], max_new_tokens=NEW) == expected
+    assert expected != answer(model, qwen3, about(QUESTIONS[0], None))
+
+
+def test_what_was_thought_before_is_dropped_as_the_template_says(model, fast, qwen3):
+    """The cache holds thoughts of the answer before: they are taken back, or the chat is read again."""
+    tokenizer = qwen3
+    chat = Chat(fast, tokenizer)
+    chat.send(QUESTIONS[0], max_new_tokens=NEW)
+    chat.messages[-1]["content"] = "<think>\nhm\n</think>\n\nAt noon."
+    messages = [*chat.messages, {"role": "user", "content": QUESTIONS[1]}]
+    assert chat.send(QUESTIONS[1], max_new_tokens=NEW) == answer(model, tokenizer, messages)
+
+
+def test_a_tokenizer_without_a_template_continues_the_text(model, fast, tokenizer):
+    document = Document.read(TEXT, fast, tokenizer)
+    for question in QUESTIONS:
+        ids = tokenizer(f"{TEXT}\n\n{question}", return_tensors="pt").input_ids
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        assert document.ask(question, max_new_tokens=NEW) == expected
+
+
+def test_an_answer_is_streamed_in_pieces(fast, qwen3):
+    said = qwen3("At noon it turns.", add_special_tokens=False).input_ids
+    document = Document.read(TEXT, fast, qwen3)
+    stream = document.stream(QUESTIONS[0], max_new_tokens=len(said), **saying(said))
+    assert list(stream) == ["At ", "noon ", "it ", "turns."]
+
+
+def test_who_stops_a_stream_leaves_the_chat_as_it_was(model, fast, qwen3):
+    chat = Chat(fast, qwen3)
+    chat.send(QUESTIONS[0], max_new_tokens=NEW)
+    before = list(chat.messages)
+    stream = chat.stream(QUESTIONS[1], max_new_tokens=100)
+    next(stream)
+    stream.close()
+    assert chat.messages == before
+    expected = answer(model, qwen3, [*before, {"role": "user", "content": QUESTIONS[2]}])
+    assert chat.send(QUESTIONS[2], max_new_tokens=NEW) == expected
+
+
+def test_an_error_in_a_stream_is_raised_where_it_is_read(fast, qwen3):
+    with pytest.raises(ValueError, match="the message is empty"):
+        list(Chat(fast, qwen3).stream("  "))
+
+
+def test_the_token_that_the_template_puts_behind_an_answer_ends_it(fast, qwen3):
+    """The model itself configures no token that ends a text."""
+    said = qwen3("At noon.<|im_end|> Then", add_special_tokens=False).input_ids
+    assert Chat(fast, qwen3).send("hi", max_new_tokens=len(said), **saying(said)) == "At noon."
+
+
+def test_a_document_is_saved_with_its_text(model, fast, qwen3, tmp_path):
+    document = Document.read(TEXT, fast, qwen3, system="Answer briefly.", enable_thinking=False)
+    document.notes["mine"] = 1
+    document.save(tmp_path / "tide.kv")
+    loaded = Document.load(tmp_path / "tide.kv", fast, qwen3)
+    assert loaded.notes == {"mine": 1}
+    assert loaded.ask(QUESTIONS[0], max_new_tokens=NEW) == document.ask(QUESTIONS[0], max_new_tokens=NEW)
+    fast.compress(torch.ones(1, 4, dtype=torch.int64)).save(tmp_path / "other.kv")
+    with pytest.raises(kvpass.CacheFileError, match="without a document"):
+        Document.load(tmp_path / "other.kv", fast, qwen3)
+
+
+def test_a_file_is_read_with_and_without_a_byte_order_mark(fast, qwen3, tmp_path):
+    lengths = set()
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "tide.txt").write_text(TEXT, encoding=encoding)
+        lengths |= {Document.read(source, fast, qwen3).cache.columns for source in (tmp_path / "tide.txt", TEXT)}
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (" \n", ValueError, "the document is empty"),
+        ("no-such-file.txt", OSError, "no-such-file.txt"),
+        ("word " * 4000, ValueError, r"the document has \d+ tokens, and the model takes 2048"),
+    ],
+)
+def test_a_document_that_cannot_be_read_is_refused_before_any_work(fast, qwen3, source, error, message):
+    with pytest.raises(error, match=message):
+        Document.read(source, fast, qwen3)
+
+
+def test_a_file_in_another_encoding_is_refused(fast, qwen3, tmp_path):
+    (tmp_path / "tide.txt").write_text("Ébbe", encoding="utf-16")
+    with pytest.raises(ValueError, match="is no UTF-8 text: byte 0 is 0xff"):
+        Document.read(tmp_path / "tide.txt", fast, qwen3)
+
+
+def test_a_question_too_long_for_the_model_is_refused(fast, qwen3):
+    document = Document.read(TEXT, fast, qwen3)
+    with pytest.raises(ValueError, match=r"the chat with its answer has \d+ tokens, and the model takes 2048"):
+        document.ask("why? " * 1000)
+
+
+def test_a_chat_stays_within_its_budget(model, qwen3):
+    fast = kvpass.compile(model, policy="snapkv", budget=40, window=8, backend="eager", recompress="every_turn")
+    chat = Chat(fast, qwen3)
+    for turn in range(4):
+        chat.send(f"{turn}: {TEXT}", max_new_tokens=NEW)
+        assert int(chat.cache.lengths.max()) <= 40 + NEW
+        assert len(chat.messages) == 2 * (turn + 1)
+    assert chat.cache.columns > 300
