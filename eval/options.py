@@ -31,7 +31,7 @@ Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cud
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option(help="Of the weights.")]
 System = Annotated[str | None, Option(help="Text of a system message at the begin of the chat.")]
 Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one; else the model continues text.")]
-NewTokens = Annotated[int, Option("--max-new-tokens", "--new-tokens", min=1, help="Longest answer in tokens.")]
+NewTokens = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
 Entries = Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2', or as several.")]
 
 

@@ -189,7 +189,7 @@ def compress(options: CompressOptions) -> None:
             typer.echo(f"{reading}; --policy compactor reads it once", err=True)
         names = ("model", "entries", "dtype", "device", "backend", "system", "chat")
         chosen |= {name: getattr(options, name) for name in names}
-        document = read_document(text, **chosen | ({} if options.window is None else {"window": options.window}))
+        document = read_document(text, **({} if options.window is None else {"window": options.window}) | chosen)
         document.save(output)
     if first:
         Console().print(document.model.report())
@@ -305,9 +305,6 @@ def _make_folder(option: str, folder: Path) -> None:
 
 def _read_text(path: Path) -> str:
     """Read a document; ``-`` is standard input. ``ValueError`` if it is no text."""
-    try:
-        if str(path) == "-":
-            return typer.get_text_stream("stdin", encoding="utf-8-sig").read()
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"document={str(path)!r}: {error}") from None
+    from kvpass.chat import read_text
+
+    return typer.get_text_stream("stdin", encoding="utf-8-sig").read() if str(path) == "-" else read_text(Path(path))

@@ -17,7 +17,7 @@ import kvpass
 import tiny_models
 from divided_model import KVZAP, command, compare_dialogues, compare_entries, dialogue, small_builtin
 from kvpass.adapt.latent_attention import attend_latents
-from kvpass.cli.documents import Document
+from kvpass.cli.documents import read_document
 from processes import Processes
 from tiny_models import tiny_model, write_kvzap
 from versions import DIVIDED
@@ -176,10 +176,10 @@ def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_pat
 def test_a_document_is_asked_on_two_processes(two, tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
     model = str(small_builtin(tmp_path / "model"))
-    made = Document.compress(text, model=model, policy="lava", budget=64, backend="eager")
+    made = read_document(text, model=model, policy="lava", budget=64, backend="eager")
     made.save(tmp_path / "document.kv")
-    question, how = "question the code of bara dador is", ("--new-tokens", "3", "--backend", "eager")
-    own = functools.partial(made.ask, question, new_tokens=3)
+    question, how = "question the code of bara dador is", ("--max-new-tokens", "3", "--backend", "eager")
+    own = functools.partial(made.ask, question, max_new_tokens=3)
     said, expected = two.run_beside(own, command, "ask", str(tmp_path / "document.kv"), question, *how)
     assert [printed.splitlines() for printed in said] == [[expected], []]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from divided_model import small_builtin
-from kvpass.cli.documents import Document
+from kvpass.cli.documents import load_document, read_document
 from tiny_models import tiny_model
 from versions import DIVIDED
 
@@ -87,6 +87,7 @@ def test_a_document_that_two_processes_compress_is_asked_on_one(tmp_path):
     done = torchrun("-m", "kvpass", "compress", *given, "--backend", "eager")
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.count("written:") == 1
-    alone = Document.compress(text, model=model, policy="lava", budget=64, backend="eager")
-    found, expected = (one.ask(question, new_tokens=3) for one in (Document.load(file, backend="eager"), alone))
-    assert found == expected
+    alone = read_document(text, model=model, policy="lava", budget=64, backend="eager")
+    documents = load_document(file, backend="eager"), alone
+    answer, expected = (document.ask(question, max_new_tokens=3) for document in documents)
+    assert answer == expected

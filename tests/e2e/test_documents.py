@@ -13,7 +13,7 @@ from command_line import invoke
 from divided_model import small_builtin
 from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
-from kvpass.cli.documents import Document
+from kvpass.cli.documents import load_document, read_document
 from pairwise import quick_rows
 from tiny_models import sharing_captures
 
@@ -43,7 +43,7 @@ def captured_once():
 
 @pytest.fixture(scope="module")
 def document():
-    return Document.compress(TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
+    return read_document(TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
 
 
 @pytest.fixture
@@ -56,13 +56,24 @@ def text(tmp_path):
 def test_a_fresh_process_answers_as_the_live_cache_does(tmp_path):
     """With a model of one layer, which is captured sooner."""
     output, model = tmp_path / "doc.kv", str(small_builtin(tmp_path / "model", layers=1))
-    document = Document.compress(TEXT, model=model, policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
+    document = read_document(TEXT, model=model, policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
     document.save(output)
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-    asked = [sys.executable, "-c", FRESH, "ask", str(output), QUESTIONS[1], "--backend", "eager", "--new-tokens", "6"]
+    asked = [
+        sys.executable,
+        "-c",
+        FRESH,
+        "ask",
+        str(output),
+        QUESTIONS[1],
+        "--backend",
+        "eager",
+        "--max-new-tokens",
+        "6",
+    ]
     fresh = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=300)
     assert fresh.returncode == 0, fresh.stderr
-    assert fresh.stdout.strip() == document.ask(QUESTIONS[1], new_tokens=6)
+    assert fresh.stdout.strip() == document.ask(QUESTIONS[1], max_new_tokens=6)
 
 
 def test_a_document_in_fewer_bits_is_smaller_and_asked_as_it_was_held(text, tmp_path):
@@ -72,10 +83,10 @@ def test_a_document_in_fewer_bits_is_smaller_and_asked_as_it_was_held(text, tmp_
         result = invoke("compress", text, "-o", path, "--budget", "0.9", "--entries", entries, "--backend", "eager")
         assert result.exit_code == 0, result.output
         sizes[entries] = path.stat().st_size
-        answer = invoke("ask", path, QUESTIONS[1], "--new-tokens", "6", "--backend", "eager")
+        answer = invoke("ask", path, QUESTIONS[1], "--max-new-tokens", "6", "--backend", "eager")
         assert answer.output.strip() == "482 913 .", (entries, answer.output)
     assert sizes["rot4"] < sizes["model"] / 4
-    assert Document.load(path, backend="eager").cache.entry_format == "rot4"
+    assert load_document(path, backend="eager").cache.entry_format == "rot4"
 
 
 def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatch):
@@ -88,35 +99,36 @@ def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatc
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", counting)
-    Document.load(path, backend="eager")
+    load_document(path, backend="eager")
     assert opened.count(path) == 1
 
 
 def test_questions_are_answered_also_those_that_are_longer_than_the_document(document):
-    answers = [document.ask(question, new_tokens=6) for question in QUESTIONS]
+    answers = [document.ask(question, max_new_tokens=6) for question in QUESTIONS]
     assert answers[1] == "482 913 ." and len(set(answers)) == 3
     given = {"model": "builtin", "policy": "full", "budget": None, "backend": "eager"}
-    short = Document.compress("the code of bara dador is 482 913 .", **given)
+    short = read_document("the code of bara dador is 482 913 .", **given)
     question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of bara dador is"
-    assert short.ask(question, new_tokens=6) == "482 913 ."
+    assert short.ask(question, max_new_tokens=6) == "482 913 ."
     assert short.cache.columns < 15
 
 
 def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tmp_path):
     path = tmp_path / "doc.kv"
     document.save(path)
-    assert read_cache_file(path)[0]["notes"] == {"model": "builtin", "dtype": "auto"}
-    result = invoke("ask", path, "is", "--backend", "eager", "--new-tokens", "6", "--model", builtin.path())
+    notes = read_cache_file(path)[0]["notes"]
+    assert (notes["model"], notes["dtype"]) == ("builtin", "auto")
+    result = invoke("ask", path, "is", "--backend", "eager", "--max-new-tokens", "6", "--model", builtin.path())
     assert result.exit_code == 2 and "dtype is torch.float32, here it is" in result.output
 
 
-WINDOWS = {"--policy lava:window=8": 8, "--window 8 --policy lava:window=9": 9, "--window 8": 8, "": 32}
+WINDOWS = {"lava:window=8": 8, "lava:window=9 --window 8": 9, "lava --window 8": 8, "lava": 32}
 
 
 @pytest.mark.parametrize(("words", "window"), quick_rows([*WINDOWS.items()], [*WINDOWS.items()][1:2]))
 def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
     path = tmp_path / "new" / "doc.kv"
-    result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", *words.split())
+    result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", "--policy", *words.split())
     assert result.exit_code == 0, result.output
     assert "entries kept" in result.output and "written" in result.output
     assert json.loads(read_cache_file(path)[0]["policy"])["window"] == window
@@ -142,16 +154,37 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
     for words, message in [
         (("ask", damaged, "is"), "truncated"),
         (("ask", text, "is"), "no cache file"),
-        (("ask", path, ""), "question has no tokens"),
+        (("ask", path, ""), "message is empty"),
         (("ask", path, "is", "--model", tmp_path / "nowhere"), "nowhere"),
         (("compress", empty, "-o", path), "document is empty"),
-        (("compress", binary, "-o", path), "document="),
+        (("compress", binary, "-o", path), "is no UTF-8 text"),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
         (("compress", text, "-o", path, "--entries", "int4"), "entries='int4'"),
-        (("compress", text, "-o", path, "--budget", "0.01", "--backend", "eager"), "window + 1"),
+        (("compress", text, "-o", path, "--policy", "lava", "--budget", "0.01", "--backend", "eager"), "window + 1"),
     ]:
         result = invoke(*words)
         assert result.exit_code == 2, (words, result.output, result.exception)
         assert "error: " in result.output and message in result.output, (words, result.output)
         assert path.read_bytes() == before
+
+
+def test_a_chat_goes_on_from_line_to_line_until_quit(document, tmp_path):
+    path = tmp_path / "doc.kv"
+    document.save(path)
+    lines = [QUESTIONS[1], " ", "is", "/quit", "never read"]
+    typed = "\n".join(lines).encode()
+    result = invoke("chat", path, "--backend", "eager", "--max-new-tokens", "6", stdin=typed)
+    chat = document.chat()
+    expected = [chat.send(line, max_new_tokens=6) for line in (lines[0], lines[2])]
+    assert result.exit_code == 0, result.output
+    shown = [line.removeprefix("> ").strip() for line in result.stdout.splitlines()]
+    assert shown == [expected[0], "", expected[1], ""]
+    assert invoke("chat", path, "--system", "x", "--backend", "eager").exit_code == 2
+
+
+def test_a_question_that_is_not_known_yet_is_spoken_of_before_the_work(text, tmp_path):
+    for policy, words in (("lava", "lava goes by it"), ("kvzip", "reads the text twice"), ("compactor", "")):
+        options = ("--policy", policy, "--budget", "40", "--backend", "eager")
+        said = invoke("compress", text, "-o", tmp_path / "doc.kv", *options).stderr
+        assert words in said and ("not known yet" in said) == bool(words), said

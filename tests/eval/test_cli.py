@@ -41,12 +41,12 @@ def test_help_is_given_for_every_command(command):
 
 
 ARGUMENTS = {"eval": "builtin", "demo": "builtin", "bench": "", "compress": "-", "ask": f"{__file__} who?"}
-ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m"}
+ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__}
 VALUES = """
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
---json a --policy lava --texts . --ridge 2 --model tiny
+--json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a
 """.split()
 
 
@@ -213,7 +213,7 @@ def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2_and_nothing_is_wr
 OUT_OF_RANGE = [
     "eval builtin --samples 0", "eval builtin --num-uncompressed-tokens -1", "eval builtin --dtype int8",
     "bench --device tpu", "bench --repeats 0", "demo --facts 0", "demo --facts 513", "demo --backend jit",
-    f"ask {__file__} who? --new-tokens 0",
+    f"ask {__file__} who? --max-new-tokens 0",
 ]  # fmt: skip
 
 
