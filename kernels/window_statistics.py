@@ -180,9 +180,9 @@ def window_statistics(
 def column_sums(
     call: Attention, start: Tensor, lse: Tensor, rows: int, *, config: KernelConfig | None = None
 ) -> Tensor:
-    """Sum a over the last ``rows <= R`` rows, or all N of N: H2O's score (2306.14048), fp32 ``[B, H, N]``.
+    """Sum a over the last ``rows`` rows (N or more: all): H2O's score (2306.14048), fp32 ``[B, H, N]``.
 
-    Zero in padding; arguments as in :func:`window_statistics`.
+    Zero in padding. ``R >= min(rows, N)``; other arguments as in :func:`window_statistics`.
     """
     if rows < 1:
         raise ValueError(f"rows={rows}: must be at least 1")

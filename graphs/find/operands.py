@@ -224,7 +224,7 @@ def holds_for_examples(base: Operand, chain: Sequence[Node], is_right: Callable[
 def base_of(
     flow: DataFlow, result: Node, orders: Sequence[Axes], is_base: Callable[[Operand, Sequence[Node]], bool]
 ) -> Operand | None:
-    """Return the nearest 4-D tensor, its axes in one of these orders, for which ``is_base`` of it and the calls."""
+    """Return the nearest 4-D tensor, its axes in one of these orders, of which ``is_base`` says that it is the base."""
     for node, chain in chains_to(flow, result):
         for axes in orders if len(shape_of(node) or ()) == 4 else ():
             if is_base(Operand(node, axes), chain):

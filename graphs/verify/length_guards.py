@@ -86,7 +86,7 @@ def _bound(guard: sympy.Basic, symbol: sympy.Symbol) -> tuple[type[sympy.Rel] | 
 
 
 def _end(guard: sympy.Basic, symbol: sympy.Symbol, line: str) -> int:
-    """Return the last length, from short ones on, for which a guard holds (mpt cuts a table); raise if none is."""
+    """Return the last length, from short ones on, for which a guard holds, as where mpt cuts its biases."""
     numbers = {int(abs(number)) for number in guard.atoms(sympy.Integer)}
     tried = sorted({*_SHORT, *(near for number in numbers for near in range(number - 2, number + 3) if near > 1)})
     holds = [guard.xreplace({symbol: sympy.Integer(length)}) == sympy.true for length in tried]

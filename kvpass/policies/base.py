@@ -157,7 +157,7 @@ class Policy(ABC):
     @property
     def cascades(self) -> bool:
         """Whether the shares of layers follow from the prompt, so that each layer read may take from those before."""
-        return self.layers().cascades
+        return getattr(self.layers(), "cascades", True)
 
     @property
     def least_score(self) -> float:

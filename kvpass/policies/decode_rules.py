@@ -153,7 +153,7 @@ class DecodeRule:
         return 0
 
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
-        """Return numbers of each prompt entry, fp32 ``[.., B, K, N]``; its score is ``-inf`` where not scored."""
+        """Return the numbers of prompt entries, ``[numbers_per_entry, B, K, N]``; a score ``-inf``: not scored."""
         return obs.keys.new_zeros(self.numbers_per_entry, *obs.keys.shape[:3], dtype=torch.float32)
 
     @property

@@ -136,7 +136,7 @@ class Observation:
 
     @property
     def entries_per_head(self) -> Tensor:
-        """The budget without the window, per KV head per layer, int64 ``[B]``; not when a cache is compressed again."""
+        """Evictable entries per KV head per layer on average, int64 ``[B]``; not when a cache is compressed again."""
         return _given(self.asked.entries, "the budget is")
 
     @property
