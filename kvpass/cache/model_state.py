@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpass.torch_compat import dict_version, is_traceable_wrapper_subclass, wrapped_tensors
+from kvpass.torch_compat import dict_version, wrapped_tensors
 
 _MAPPINGS = (dict, OrderedDict)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset)
 _PLAIN = (int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
-_TENSORS = (Tensor, nn.Parameter)
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 _HOOKS_THAT_RUN = {"_forward_hooks", "_forward_pre_hooks"}
 
@@ -122,12 +121,11 @@ class ModelState:
     def _tensor(self, x: Tensor) -> Any:
         number = self._tensor_numbers.setdefault(id(x), len(self._tensor_numbers))
         strides = x.stride() if x.layout is torch.strided else None
-        parts: list[Any] = []
-        if type(x) in _TENSORS:
-            self._tensors.append(x)
-        elif is_traceable_wrapper_subclass(x):
+        parts = list(map(self._tensor, wrapped_tensors(x)))
+        if parts:
             self._watch(vars(x))
-            parts = list(map(self._tensor, wrapped_tensors(x)))
+        else:
+            self._tensors.append(x)
         return number, type(x), x.dtype, x.device, x.shape, strides, x.requires_grad, parts
 
 

@@ -83,6 +83,11 @@ class _LengthLimits:
     columns: set[int] = field(default_factory=set)
     positions: set[int] = field(default_factory=set)
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens in all that the captures take; None when any number."""
+        return min(self.columns | self.positions, default=None)
+
     def check_positions(self, seen: int, positions: Tensor) -> None:
         """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
         end, tokens = min(self.positions, default=None), positions.shape[1]
@@ -97,17 +102,16 @@ class _LengthLimits:
 
     def check_replays(self, policy: Policy, positions: Tensor) -> None:
         """Whether the decoder takes what the policy replays behind a prompt at these positions."""
-        longest = min(self.columns | self.positions, default=None)
-        if longest is None:
+        if self.longest is None:
             return
         tokens = positions.shape[1]
         replays = policy.replays(torch.zeros(1, tokens, dtype=torch.int64, device="cpu"))
         replayed = max((replay.ids.shape[1] for replay in replays), default=0)
         last = max(int(positions.max()) + 1, tokens)
-        if last + replayed > longest:
+        if last + replayed > self.longest:
             raise ValueError(
                 f"policy {policy.name!r} replays {replayed} tokens behind a prompt of {tokens}, but the decoder does "
-                f"not take more than {longest}, or does otherwise from there on; give a smaller chunk, or a "
+                f"not take more than {self.longest}, or does otherwise from there on; give a smaller chunk, or a "
                 "shorter prompt"
             )
 
@@ -138,6 +142,11 @@ class CaptureCache:
         self.compiler, self.model, self.further = compiler, model, further
         self._states: list[_Captures] = []  # the present one first
         self._present: ModelState | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens in all that the captures of the model's present state take; None when any number."""
+        return self._captures().ends.longest
 
     def _captures(self) -> _Captures:
         """Captures of the model in its present state: there may be some from when it was in this state before."""

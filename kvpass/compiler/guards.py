@@ -27,16 +27,21 @@ def take_over_guards(forward: types.MethodType, watch: Callable[[frozenset[str]]
             attributes with certain names.
     """
     guards = TracingContext.get().guards_context.dynamo_guards
-    state = watch(names_in(guard for guard in guards if "L['forward']" in guard.name))
+    state = watch(names_in(filter(_is_on_model, guards)))
     scope = {"L": {"forward": forward}}
     value = cache(lambda name: eval(name, scope))
 
     def is_needed(guard: Guard) -> bool:
-        base = _base(guard.originating_source)
-        if base is None or "L['forward']" not in guard.name:
-            return "_CAN_RECORD_REGISTRY" not in guard.name
+        base, name = _base(guard.originating_source), guard.originating_source.name
+        if base is None or not _is_on_model(guard):
+            return "_CAN_RECORD_REGISTRY" not in name
+        if _is_of_object(name) and not _name_beside(guard):
+            return True  # on all attributes of an object
         while (further := _base(base)) is not None:
-            if not state.covers(value(base.name)):
+            try:
+                if not state.covers(value(base.name)):
+                    return True
+            except NameError:  # of a function of Dynamo's
                 return True
             base = further
         return False
@@ -44,16 +49,24 @@ def take_over_guards(forward: types.MethodType, watch: Callable[[frozenset[str]]
     guards.inner = type(guards.inner)(filter(is_needed, guards.inner))
 
 
+def _is_on_model(guard: Guard) -> bool:
+    return "L['forward']" in guard.originating_source.name
+
+
 def names_in(guards: Iterable[Guard]) -> frozenset[str]:
     """Names of the attributes that guards are on."""
-    texts = [text for guard in guards for text in (guard.name, _name_beside(guard))]
+    texts = [text for guard in guards for text in (guard.originating_source.name, _name_beside(guard))]
     return frozenset(re.findall(r"\w+", " ".join(texts)))
 
 
 def _name_beside(guard: Guard) -> str:
     """The attribute that a guard asks for beside its source: whether it is there. Keys of other containers are not."""
     keywords = getattr(guard.create_fn, "keywords", {})
-    return str(keywords.get("attr", keywords.get("key", "") if "__dict__" in guard.name[-9:] else ""))
+    return str(keywords.get("attr", keywords.get("key", "") if _is_of_object(guard.originating_source.name) else ""))
+
+
+def _is_of_object(name: str) -> bool:
+    return name.endswith(("__dict__", "__dict__)"))
 
 
 def _base(source: Source) -> Source | None:
