@@ -135,7 +135,7 @@ WIDER = [("rot3", torch.float16, 64, 96), ("rot4", torch.float32, 128, 128)]
 @pytest.mark.parametrize(("entry_format", "dtype", "dim", "value_dim"), quick_rows([*FEW_BITS, *WIDER], FEW_BITS))
 def test_codes_of_few_bits(entry_format, dtype, dim, value_dim):
     given = {"group": 3, "dim": dim, "value_dim": value_dim, "tokens": 2, "dtype": dtype, "start": [2, 0]}
-    case = decode_case([[0, 33], [20, 1]], **given).packed(entry_format)
+    case = decode_case([[0, 33], [40, 1]], **given).packed(entry_format)
     check(case, [*BOTH, *PINNED])
 
 
