@@ -28,7 +28,7 @@ from kvpass.frontends.check_model import check_model
 from kvpass.frontends.runtime import Runtime
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.policies import Policy, PolicyName
-from kvpass.policies.rules import Recompress, read_rules
+from kvpass.policies.conditions import Recompress, read_conditions
 from kvpass.ranks import digest, run_on_all_ranks
 
 
@@ -100,7 +100,7 @@ def compile(
         compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
         block = check_block(prefill_block)
         check_weights(model, compiler)
-        rules = read_rules(
+        conditions = read_conditions(
             *(policy, budget, recompress),
             window=window,
             options=policy_options,
@@ -123,13 +123,13 @@ def compile(
         )
         identity = ModelFingerprint(compiled, adapted.divided)
         compiled._kvpass = runtime = Runtime(
-            rules=rules,
+            conditions=conditions,
             captures=CaptureCache(phases, identity, None if recurrent is None else recurrent.arguments),
             identity=identity,
             adapted=adapted,
             block=block,
         )
-        runtime.check_policy(rules.policy)
+        runtime.check_policy(conditions.policy)
         return compiled
 
     return run_on_all_ranks(ranks, "kvpass.compile", make, lambda made: made._kvpass.describe())
@@ -178,11 +178,11 @@ def restore_cache(
     device: torch.device | str | None = None,
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
-    runtime, rules, heads = model._kvpass, model._kvpass.rules, model._kvpass.adapted.heads
+    runtime, conditions, heads = model._kvpass, model._kvpass.conditions, model._kvpass.adapted.heads
     runtime.identity.check(metadata.model)
-    if metadata.policy != rules.policy.spec:
+    if metadata.policy != conditions.policy.spec:
         raise CacheMismatchError(
-            f"the cache has policy {metadata.policy}, the model {rules.policy.spec}: set it with model.set_policy"
+            f"the cache has policy {metadata.policy}, the model {conditions.policy.spec}: set it with model.set_policy"
         )
     groups = (*metadata.layout.pools, *metadata.layout.rings)
     numbers = sum(g.geometry.layers * g.geometry.kv_heads * (g.geometry.key_dim + g.geometry.value_dim) for g in groups)
@@ -190,13 +190,13 @@ def restore_cache(
     most = heads.size * sum(max(x.shape, default=0) for x in (*model.parameters(), *model.buffers()))
     if numbers > most:
         raise CacheMismatchError(f"the cache is of another model: keys and values of {numbers} numbers, here {most}")
-    cache = CompressedCache(rules.policy, metadata.budget, runtime.identity, heads, metadata.entry_format)
+    cache = CompressedCache(conditions.policy, metadata.budget, runtime.identity, heads, metadata.entry_format)
     try:
         cache.state = cache.state.restored(metadata, tensors)
     except ValueError as error:
         raise CacheFileError(path, f"holds no cache: {error}") from error
     cache.reusable, cache.own_budget = metadata.reusable, metadata.own_budget
-    runtime.check_cache(cache, rules)
+    runtime.check_cache(cache, conditions)
     cache = cache.to(model.device if device is None else device)
     cache.state.reuse = runtime.captures.compiler.memory(cache.device)
     return cache

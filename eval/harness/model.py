@@ -35,8 +35,8 @@ from kvpass.eval.prompt import without_separator as plain
 from kvpass.eval.runner import Batch, Runner, filled
 from kvpass.loading import launched, located
 from kvpass.policies import Policy
+from kvpass.policies.conditions import read_conditions
 from kvpass.policies.options import check_choice, check_int
-from kvpass.policies.rules import read_rules
 from kvpass.transformers_compat import CACHE
 
 _log = logging.getLogger("kvpass")
@@ -104,10 +104,10 @@ class KVPassLM(HFLM):
         options = {name: arguments.pop(name) for name in [*arguments] if name not in harness}
         settings.refuse_unsupported(arguments, batch_size)
         name = pretrained if isinstance(pretrained, str) else str(pretrained.config.name_or_path)
-        rules = read_rules(policy, budget, "never", window=None, options=options, model_name=name)
+        conditions = read_conditions(policy, budget, "never", window=None, options=options, model_name=name)
         self._arguments = {name: value for name, value in arguments.items() if name not in _NOT_IN_KEY}
         self._load(pretrained, batch_size=batch_size, **arguments)
-        self._policy, self._budget = rules.policy, rules.budget
+        self._policy, self._budget = conditions.policy, conditions.budget
         self._conditions = [(self._policy, self._budget)]
         self._model = kvpass.compile(self.model, policy=self._policy, budget=self._budget, backend=self._compiler)
         self._runner = Runner(model=self._model, tokenizer=self.tokenizer, batch=int(self.batch_size))

@@ -196,8 +196,8 @@ class FullAttentionLayers(CachePart):
         Args:
             tensors: in place of :attr:`stored` of the same names. used: slots of the tails in use.
         """
-        rules, tensors = (self.policy, self.ranks, self.entry_format), {**self.stored, **tensors}
-        return type(self)(self.group, tensors, *rules, used)
+        tensors = {**self.stored, **tensors}
+        return type(self)(self.group, tensors, self.policy, self.ranks, self.entry_format, used)
 
     @classmethod
     def joined(cls, parts: Sequence[Self], shifts: Sequence[int], order: Tensor) -> Self:

@@ -28,7 +28,7 @@ class PrefillLayers:
 
     Args:
         group: the layers and their geometry. facts: what the graph says of them.
-        state: the rules, and start, columns and budgets of the prompt. dtype, device: of keys and values.
+        state: its conditions, and start, columns and budgets of the prompt. dtype, device: of keys and values.
         expected: further tokens that tails are reserved for.
     Attributes:
         buffers: written by the prefill graph.
@@ -100,8 +100,8 @@ class PrefillLayers:
         del b
         if state.entry_format != "model":
             self._pack(tensors, window)
-        reuse, rules = state.reuse, (state.policy, state.ranks, state.entry_format)
-        store = FullAttentionLayers(self._group, tensors, *rules, window)
+        reuse = state.reuse
+        store = FullAttentionLayers(self._group, tensors, state.policy, state.ranks, state.entry_format, window)
         new = {name: x for name, x in store.cached_state.items() if name not in PrefillBuffers._fields}
         store.buffers = store.buffers._replace(**{name: reuse.copy((self._group, name), x) for name, x in new.items()})
         return store, record
@@ -145,7 +145,7 @@ class CachePrefill:
     """A cache while its prompt is read.
 
     Args:
-        state: with nothing but the rules of the cache, and ``start`` of the prompt, on the CPU. columns: N.
+        state: empty but for the conditions of the cache, and ``start`` of the prompt, on the CPU. columns: N.
         ids: of the prompt ``[B, N]``, where they are known.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
     """

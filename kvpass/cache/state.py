@@ -286,7 +286,7 @@ class KVState:
         return parts | {name: x for name, x in tables.items() if x is not None}
 
     def restored(self, metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> KVState:
-        """Return what a file holds, or the part of the heads of this process, under the rules of this state.
+        """Return what a file holds, or the part of the heads of this process, under the conditions of this state.
 
         Raises:
             ValueError: metadata and tensors do not match.
@@ -296,12 +296,12 @@ class KVState:
         if self.ranks.several:
             tensors, layout = divided(tensors, layout, self.ranks)
         of_parts = iter([of_part(tensors, name) for name in layout.names])
-        rules = self.policy, self.ranks, self.entry_format
+        conditions = self.policy, self.ranks, self.entry_format
         return replace(
             self,
             layout=layout,
             parts=[
-                *(FullAttentionLayers(group, next(of_parts), *rules) for group in layout.pools),
+                *(FullAttentionLayers(group, next(of_parts), *conditions) for group in layout.pools),
                 *(SlidingWindowLayers(group, RingBuffers(**next(of_parts))) for group in layout.rings),
                 *(RecurrentState(shape, **next(of_parts)) for shape in layout.states),
             ],

@@ -129,7 +129,7 @@ class Prompt:
         states = {node: state[f"{name}_held"] for node, name in self.states.items()}
         self.run = LayerRun(decoder, inputs, real, block, self.start, states=states)
         self.tokens, self.compacts = self.run.tokens, compacts
-        self.replay_groups = list(self._replay_groups())
+        self.replay_groups = list(_replay_groups(self))
 
     # -- the decoder --------------------------------------------------------------------------------------------------
 
@@ -329,65 +329,6 @@ class Prompt:
             of_entering=of_entering,
         )
 
-    def _replay_groups(self) -> Iterator[ReplayGroup]:
-        """Yield what runs behind the prompt, once for all policies that ask for the same."""
-        asked_for: dict[Hashable, tuple[Policy, list[tuple[slice, int, Sequence[Replay]]], list[int]]] = {}
-        for number, fill in enumerate(self.fills):
-            if not (self.compacts or "replays" in fill.policy.inputs):
-                continue
-            assert self.decoder.ids_at is not None, "frontends without token ids refuse policies that replay"
-            ids = self.inputs[self.decoder.ids_at]
-            by_rows = [
-                (rows, column, fill.policy.replays(ids[rows, column:]))
-                for rows, column in row_groups(self.start)
-                if column < self.tokens
-            ]
-            key = tuple(
-                (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
-                for _, column, replays in by_rows
-                for replay in replays
-            )
-            asked_for.setdefault(key, (fill.policy, by_rows, []))[2].append(number)
-        for policy, by_rows, numbers in asked_for.values():
-            yield ReplayGroup(list(self._turns(policy, by_rows)), numbers)
-
-    def _turns(
-        self, policy: Policy, by_rows: Sequence[tuple[slice, int, Sequence[Replay]]]
-    ) -> Iterator[tuple[LayerRun, list[RowReplay]]]:
-        """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
-
-        Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
-        """
-        decoder, ids_at, positions_at = self.decoder, self.decoder.ids_at, self.decoder.positions_at
-        assert ids_at is not None
-        for turn in range(max((len(replays) for _, _, replays in by_rows), default=0)):
-            row_replays = [(rows, column, replays[turn]) for rows, column, replays in by_rows if turn < len(replays)]
-            tokens = max(2, *(replay.ids.shape[1] for _, _, replay in row_replays))
-            if decoder.split.not_in_blocks:
-                raise ValueError(
-                    f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
-                    f"layers: {decoder.split.not_in_blocks}"
-                )
-            if not decoder.allowed(tokens):
-                raise ValueError(
-                    f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
-                    "another one for so few; take another policy"
-                )
-            inputs = list(self.inputs)
-            ids = inputs[ids_at] = inputs[ids_at].new_zeros(len(self.start), tokens)
-            for rows, _, replay in row_replays:
-                ids[rows, : replay.ids.shape[1]] = replay.ids
-            if positions_at is not None:
-                last = inputs[positions_at][:, -1:]
-                inputs[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
-            try:
-                decoder.check(inputs)
-            except ValueError as error:
-                raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
-            states = {node: self.run.node_values[node] for node in self.states}
-            real = torch.ones_like(ids)
-            yield LayerRun(decoder, inputs, real, self.block, self.start, self.tokens, states), row_replays
-
     # -- compaction ---------------------------------------------------------------------------------------------------
 
     def repetition(self) -> Prompt:
@@ -457,3 +398,64 @@ class Prompt:
                 )
                 buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
                 errors[:, row, kv_head] = fitted.errors
+
+
+def _replay_groups(prompt: Prompt) -> Iterator[ReplayGroup]:
+    """Yield what runs behind the prompt, once for all policies that ask for the same."""
+    asked_for: dict[Hashable, tuple[Policy, list[tuple[slice, int, Sequence[Replay]]], list[int]]] = {}
+    for number, fill in enumerate(prompt.fills):
+        if not (prompt.compacts or "replays" in fill.policy.inputs):
+            continue
+        assert prompt.decoder.ids_at is not None, "frontends without token ids refuse policies that replay"
+        ids = prompt.inputs[prompt.decoder.ids_at]
+        by_rows = [
+            (rows, column, fill.policy.replays(ids[rows, column:]))
+            for rows, column in row_groups(prompt.start)
+            if column < prompt.tokens
+        ]
+        key = tuple(
+            (column, replay.first, replay.last, replay.sinks, *replay.ids.flatten().tolist())
+            for _, column, replays in by_rows
+            for replay in replays
+        )
+        asked_for.setdefault(key, (fill.policy, by_rows, []))[2].append(number)
+    for policy, by_rows, numbers in asked_for.values():
+        yield ReplayGroup(list(_turns(prompt, policy, by_rows)), numbers)
+
+
+def _turns(
+    prompt: Prompt, policy: Policy, by_rows: Sequence[tuple[slice, int, Sequence[Replay]]]
+) -> Iterator[tuple[LayerRun, list[RowReplay]]]:
+    """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
+
+    Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
+    """
+    decoder, ids_at, positions_at = prompt.decoder, prompt.decoder.ids_at, prompt.decoder.positions_at
+    assert ids_at is not None
+    for turn in range(max((len(replays) for _, _, replays in by_rows), default=0)):
+        row_replays = [(rows, column, replays[turn]) for rows, column, replays in by_rows if turn < len(replays)]
+        tokens = max(2, *(replay.ids.shape[1] for _, _, replay in row_replays))
+        if decoder.split.not_in_blocks:
+            raise ValueError(
+                f"policy {policy.name!r} replays a prompt layer by layer, and this decoder is not split into "
+                f"layers: {decoder.split.not_in_blocks}"
+            )
+        if not decoder.allowed(tokens):
+            raise ValueError(
+                f"policy {policy.name!r} replays {tokens} tokens behind the prompt, but the decoder is "
+                "another one for so few; take another policy"
+            )
+        inputs = list(prompt.inputs)
+        ids = inputs[ids_at] = inputs[ids_at].new_zeros(len(prompt.start), tokens)
+        for rows, _, replay in row_replays:
+            ids[rows, : replay.ids.shape[1]] = replay.ids
+        if positions_at is not None:
+            last = inputs[positions_at][:, -1:]
+            inputs[positions_at] = last + 1 + torch.arange(tokens, device=last.device)
+        try:
+            decoder.check(inputs)
+        except ValueError as error:
+            raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
+        states = {node: prompt.run.node_values[node] for node in prompt.states}
+        real = torch.ones_like(ids)
+        yield LayerRun(decoder, inputs, real, prompt.block, prompt.start, prompt.tokens, states), row_replays

@@ -31,7 +31,7 @@ from kvpass.frontends.arguments import (
 )
 from kvpass.frontends.padding import Padding, first_real_column, move_keys, read_padding
 from kvpass.frontends.runtime import Runtime
-from kvpass.policies.rules import THRESHOLDS
+from kvpass.policies.conditions import THRESHOLDS
 from kvpass.ranks import digest, run_on_all_ranks
 from kvpass.torch_compat import dynamo_disable
 from kvpass.transformers_compat import CACHE
@@ -148,7 +148,7 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
     check_cache(inputs.cache)
     if inputs.embeds is not None:
-        check_embeds(inputs.embeds, inputs.ids, model, runtime.rules_now.policy, begun=inputs.continues)
+        check_embeds(inputs.embeds, inputs.ids, model, runtime.conditions_now.policy, begun=inputs.continues)
     elif inputs.ids is None:
         raise ValueError("input_ids=None: a kvpass model takes token ids, or inputs_embeds")
     else:
@@ -158,7 +158,7 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
     if inputs.cache is not None:
-        runtime.check_cache(inputs.cache, runtime.rules_now)
+        runtime.check_cache(inputs.cache, runtime.conditions_now)
 
 
 def _decoder_of(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
@@ -210,7 +210,7 @@ def _continue(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
         columns = torch.arange(cache.columns, cache.columns + tokens, device=ids.device)
         positions = _positions(inputs.position_ids, columns - cache.state.start[:, None])
         decoder = _decoder_of(model, ids, positions, inputs.logits_to_keep)
-        logits, record = append(cache, tokens, decoder, THRESHOLDS[runtime.rules.recompress], ids)
+        logits, record = append(cache, tokens, decoder, THRESHOLDS[runtime.conditions.recompress], ids)
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
@@ -241,7 +241,7 @@ def _append_padded(
         new_ids, new_positions = (x[rows][real[rows]].view(-1, tokens) for x in (ids, positions))
         first = int(wanted[rows].min())
         decoder = _decoder_of(model, new_ids, new_positions, tokens - first if logits_to_keep else 0)
-        computed, record = append(part, tokens, decoder, THRESHOLDS[runtime.rules.recompress])
+        computed, record = append(part, tokens, decoder, THRESHOLDS[runtime.conditions.recompress])
         if not parts:
             logits = computed.new_empty(*wanted.shape, computed.shape[2])
         logits[rows] = computed.gather(1, (wanted[rows] - first)[..., None].expand(-1, -1, computed.shape[2]))

@@ -79,8 +79,8 @@ class GenerateHooks(CompressedForward):
             kwargs[NEXT_LENGTH] = tokens - cache.columns  # with drafts, transformers gives all ids
         prepared = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc,arg-type]
         if limit is not None and cache is not None and not cache.is_empty and prepared.get(CACHE) is None:
-            rules = replace(self._kvpass.rules_now, budget=cache.budget, own_budget=cache.own_budget)
-            again = prepared[CACHE] = self._kvpass.new_cache(rules)  # longrope: the whole text is read again
+            conditions = replace(self._kvpass.conditions_now, budget=cache.budget, own_budget=cache.own_budget)
+            again = prepared[CACHE] = self._kvpass.new_cache(conditions)  # longrope: the whole text is read again
             again.expected = cache.expected
         prepared.pop("tokenizer", None)  # of stop strings, which generate reads itself
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:

@@ -32,7 +32,7 @@ from kvpass.frontends.whole_text import (
     with_mask_of_cache,
     with_text_of_cache,
 )
-from kvpass.policies.rules import Rules
+from kvpass.policies.conditions import Conditions
 from kvpass.transformers_compat import CACHE
 
 _OF_GENERATE = {
@@ -51,7 +51,7 @@ class Request:
     """A call of ``generate``.
 
     Args:
-        model: compiled. rules: of the call. arguments: of ``generate``, by name.
+        model: compiled. conditions: of the call. arguments: of ``generate``, by name.
     Attributes:
         arguments: of transformers' ``generate``, by name, but for the configuration, the ids and the cache.
         config: generation configuration that was given. ids: those of transformers' ``generate``.
@@ -63,8 +63,8 @@ class Request:
         ValueError, CacheMismatchError: see :meth:`kvpass.CompressedModel.generate`.
     """
 
-    def __init__(self, model: Any, rules: Rules, arguments: dict[str, Any]) -> None:
-        self.model, self.rules = model, rules
+    def __init__(self, model: Any, conditions: Conditions, arguments: dict[str, Any]) -> None:
+        self.model, self.conditions = model, conditions
         self.runtime: Runtime = model._kvpass
         self.arguments = {name: value for name, value in arguments.items() if not says_text(name, value)}
         self.config = self.arguments.pop("generation_config")
@@ -84,7 +84,7 @@ class Request:
         self.ids_of_cache = 0
         text = self._check_text()
         if self.cache is None and (self.assists or (text is not None and self._cache_is_default())):
-            self.cache = self.runtime.new_cache(rules)
+            self.cache = self.runtime.new_cache(conditions)
             self.cache.assists = self.assists
         if self.cache is not None and text is not None:
             self._reserve_and_join(self.cache, text)
@@ -106,7 +106,7 @@ class Request:
         # ids by position: a class of its own generate may name them otherwise
         run, cache = partial(generate, *([] if ids is None else [ids]), **arguments), self.cache
         try:
-            output = self.runtime.call(self.rules, run, self.block)
+            output = self.runtime.call(self.conditions, run, self.block)
         except BaseException:
             if self.drafts and cache is not None:
                 _take_back(cache, self.columns)
@@ -160,10 +160,10 @@ class Request:
             )
         if self.cache is None:
             return
-        if self.rules.own_budget and self.cache.budget != self.rules.budget:
+        if self.conditions.own_budget and self.cache.budget != self.conditions.budget:
             raise CacheMismatchError(
-                f"generate(budget=...) is {self.rules.budget}, but the cache has {self.cache.budget} and keeps it: "
-                "leave it out"
+                f"generate(budget=...) is {self.conditions.budget}, but the cache has {self.cache.budget} and keeps "
+                "it: leave it out"
             )
         texts = ("inputs", "input_ids", "inputs_embeds")
         if not self.cache.is_empty and all(self.arguments.get(name) is None for name in texts):
@@ -183,7 +183,7 @@ class Request:
 
     def _check_drafts(self) -> bool:
         """Return whether tokens are drafted, here or by another model, and raise if they could not be taken back."""
-        asked, policy = "assistant_model", self.rules.policy
+        asked, policy = "assistant_model", self.conditions.policy
         if not self.assists:
             asked = next((name for name in _DRAFTS if self.in_force(name) is not None), "")
         if not asked:
@@ -198,8 +198,8 @@ class Request:
                 f"policy {policy.name!r}: for every draft it evicts an entry, which would be lost where the draft is "
                 "not accepted; where it has the option, give evict_during_decode=False"
             )
-        elif self.rules.recompress != "never":
-            reason = f"recompress={self.rules.recompress!r}"
+        elif self.conditions.recompress != "never":
+            reason = f"recompress={self.conditions.recompress!r}"
         else:
             return True
         raise ValueError(f"generate argument {asked!r} is not supported with {reason}")
@@ -210,7 +210,7 @@ class Request:
         embeds, mask = arguments.get("inputs_embeds"), arguments.get("attention_mask")
         text = arguments.get("input_ids", arguments["inputs"]) if embeds is None else embeds
         if embeds is not None:  # beside embeddings ids are only returned
-            check_embeds(embeds, None, self.model, self.rules.policy, begun=self.columns > 0)
+            check_embeds(embeds, None, self.model, self.conditions.policy, begun=self.columns > 0)
         elif text is not None:
             check_ids(text)
         if text is None:

@@ -1,4 +1,4 @@
-"""What a compiled model carries: rules, captures, fingerprint."""
+"""What a compiled model carries: conditions, captures, fingerprint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.capture import CaptureCache
 from kvpass.config import Block
 from kvpass.policies import Policy
-from kvpass.policies.rules import Rules
+from kvpass.policies.conditions import Conditions
 
 R = TypeVar("R")
 
 
 @dataclass(kw_only=True)
 class Runtime:
-    """Rules and captures of a compiled model."""
+    """Conditions and captures of a compiled model."""
 
-    rules: Rules
+    conditions: Conditions
     captures: CaptureCache
     identity: ModelFingerprint  # for its caches
     adapted: Adapted  # what was changed in the copy
@@ -34,9 +34,9 @@ class Runtime:
     last_prompt: PromptRecord | None = None
 
     @property
-    def rules_now(self) -> Rules:
+    def conditions_now(self) -> Conditions:
         """Those of the call that this thread is in, which other threads do not change; else the model's."""
-        return next((rules for runtime, rules, _ in _CALLS.get() if runtime is self), self.rules)
+        return next((conditions for runtime, conditions, _ in _CALLS.get() if runtime is self), self.conditions)
 
     @property
     def block_now(self) -> Block:
@@ -54,13 +54,13 @@ class Runtime:
         """Whether this thread is in a call of ``generate`` or ``compress``."""
         return any(runtime is self for runtime, *_ in _CALLS.get())
 
-    def call(self, rules: Rules, action: Callable[[], R], block: Block | None = None) -> R:
-        """Return what ``action`` returns; in it, calls of this thread go by ``rules``, prompts are read in blocks.
+    def call(self, conditions: Conditions, action: Callable[[], R], block: Block | None = None) -> R:
+        """Return what ``action`` returns; in it, calls of this thread go by ``conditions``, prompts are read in blocks.
 
         An interrupt leaves nothing of this behind: Python itself ends the context, no line of ours.
         """
         context = copy_context()
-        context.run(_CALLS.set, ((self, rules, block), *_CALLS.get()))
+        context.run(_CALLS.set, ((self, conditions, block), *_CALLS.get()))
         return context.run(action)
 
     def check_policy(self, policy: Policy) -> None:
@@ -68,25 +68,27 @@ class Runtime:
         check_divided(policy, self.adapted.heads)
         self.identity.check_policy(policy)
 
-    def check_cache(self, cache: CompressedCache, rules: Rules) -> None:
-        """Raise CacheMismatchError for a cache of another model, or filled under other rules."""
-        cache.check_fingerprint(rules.policy, rules.budget, self.identity, rules.entry_format)
+    def check_cache(self, cache: CompressedCache, conditions: Conditions) -> None:
+        """Raise CacheMismatchError for a cache of another model, or filled under other conditions."""
+        cache.check_fingerprint(conditions.policy, conditions.budget, self.identity, conditions.entry_format)
 
-    def new_cache(self, rules: Rules | None = None) -> CompressedCache:
-        """Return an empty cache, by default under the rules of the call or the model."""
-        rules = self.rules_now if rules is None else rules
-        cache = CompressedCache(rules.policy, rules.budget, self.identity, self.adapted.heads, rules.entry_format)
-        cache.own_budget = rules.own_budget
+    def new_cache(self, conditions: Conditions | None = None) -> CompressedCache:
+        """Return an empty cache, by default under the conditions of the call or the model."""
+        conditions = self.conditions_now if conditions is None else conditions
+        cache = CompressedCache(
+            conditions.policy, conditions.budget, self.identity, self.adapted.heads, conditions.entry_format
+        )
+        cache.own_budget = conditions.own_budget
         return cache
 
     def describe(self) -> dict[str, str]:
         """Return the settings by name: processes that share the model must have the same."""
-        rules, compiler = self.rules_now, self.captures.compiler
+        conditions, compiler = self.conditions_now, self.captures.compiler
         return {
-            "policy": rules.policy.spec,
-            "budget": str(rules.budget),
-            "recompress": rules.recompress,
-            "entries": rules.entry_format,
+            "policy": conditions.policy.spec,
+            "budget": str(conditions.budget),
+            "recompress": conditions.recompress,
+            "entries": conditions.entry_format,
             "backend": compiler.compiler,
             "compile_regions": str(compiler.regions),
             "cuda_graphs": str(compiler.cuda_graphs),
@@ -101,5 +103,5 @@ class Runtime:
         return replace(self, captures=captures, identity=identity, last_prompt=None)
 
 
-_Calls = tuple[tuple[Runtime, Rules, Block | None], ...]
+_Calls = tuple[tuple[Runtime, Conditions, Block | None], ...]
 _CALLS: ContextVar[_Calls] = ContextVar("calls of generate and compress", default=())

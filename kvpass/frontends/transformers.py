@@ -21,8 +21,8 @@ from kvpass.frontends.request import Request
 from kvpass.frontends.whole_text import by_name
 from kvpass.graphs.prompt_program import PromptProgram
 from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
+from kvpass.policies.conditions import Conditions, read_conditions
 from kvpass.policies.options import check_int
-from kvpass.policies.rules import Rules, read_rules
 from kvpass.report import Report
 from kvpass.transformers_compat import CACHE
 
@@ -71,7 +71,7 @@ class CompressedModel(GenerateHooks):
         """
         given = by_name(super().generate, args, kwargs)  # type: ignore[misc]
         arguments = {"inputs": inputs, "generation_config": generation_config, **given}
-        request = Request(self, self._kvpass.rules_now.with_budget(budget), arguments)
+        request = Request(self, self._kvpass.conditions_now.with_budget(budget), arguments)
         return request.run(super().generate)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -106,10 +106,10 @@ class CompressedModel(GenerateHooks):
         """
         if "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
-        rules = self._kvpass.rules_now.with_budget(budget)
-        cache = self._kvpass.new_cache(rules)
+        conditions = self._kvpass.conditions_now.with_budget(budget)
+        cache = self._kvpass.new_cache(conditions)
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
-        self._kvpass.call(rules, functools.partial(read, input_ids, attention_mask))
+        self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask))
         cache.reusable = reusable
         return cache
 
@@ -140,13 +140,13 @@ class CompressedModel(GenerateHooks):
                 "compress_each: several processes share this model, whose prompts fill one cache at a time; call "
                 "set_policy and compress or generate for each policy"
             )
-        rules = [self._read_rules(policy, budget) for policy, budget in conditions]
-        if not rules:
+        chosen = [self._read_conditions(policy, budget) for policy, budget in conditions]
+        if not chosen:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
-        kept = [runtime.new_cache(own) for own in rules]
+        kept = [runtime.new_cache(each) for each in chosen]
         kept[0].fills = kept[1:]
         read = functools.partial(self.forward, past_key_values=kept[0], logits_to_keep=1)
-        runtime.call(rules[0], functools.partial(read, input_ids, attention_mask))
+        runtime.call(chosen[0], functools.partial(read, input_ids, attention_mask))
         kept[0].fills, runtime.last_prompt = (), None
         for cache in kept:
             cache.reusable = reusable
@@ -184,12 +184,12 @@ class CompressedModel(GenerateHooks):
     @property
     def policy(self) -> Policy:
         """The policy that decides which entries are kept."""
-        return self._kvpass.rules.policy
+        return self._kvpass.conditions.policy
 
     @property
     def budget(self) -> Budget | None:
         """How much of each prompt is kept; None for a policy that keeps everything."""
-        return self._kvpass.rules.budget
+        return self._kvpass.conditions.budget
 
     @property
     def prefill_block(self) -> Block:
@@ -210,8 +210,8 @@ class CompressedModel(GenerateHooks):
         Raises:
             ValueError: unreadable, below window + 1, missing, or given to a policy that has none; nothing changed.
         """
-        rules = self._kvpass.rules
-        self._kvpass.rules = replace(rules, budget=resolve_budget(rules.policy, budget))
+        conditions = self._kvpass.conditions
+        self._kvpass.conditions = replace(conditions, budget=resolve_budget(conditions.policy, budget))
         self._kvpass.last_prompt = None
 
     def set_policy(
@@ -232,24 +232,24 @@ class CompressedModel(GenerateHooks):
             ValueError: an argument is out of range, or the policy does not support the model's ``recompress``; nothing
                 changed.
         """
-        self._kvpass.rules = self._read_rules(policy, budget, window=window, **policy_options)
+        self._kvpass.conditions = self._read_conditions(policy, budget, window=window, **policy_options)
         self._kvpass.last_prompt = None
 
-    def _read_rules(
+    def _read_conditions(
         self, policy: str | Policy, budget: BudgetLike, *, window: int | None = None, **options: Any
-    ) -> Rules:
-        """Return the rules of a policy and budget for this model, which does not change."""
-        rules = read_rules(
+    ) -> Conditions:
+        """Return the conditions of a policy and budget for this model, which does not change."""
+        conditions = read_conditions(
             policy,
             budget,
-            self._kvpass.rules.recompress,
+            self._kvpass.conditions.recompress,
             window=window,
             options=options,
             model_name=str(self.config.name_or_path),
-            entries=self._kvpass.rules.entry_format,
+            entries=self._kvpass.conditions.entry_format,
         )
-        self._kvpass.check_policy(rules.policy)
-        return rules
+        self._kvpass.check_policy(conditions.policy)
+        return conditions
 
     def program(self) -> PromptProgram:
         """Return the program by which prompts are read and compressed, to be printed.
@@ -262,7 +262,7 @@ class CompressedModel(GenerateHooks):
         runtime = self._kvpass
         for reader in reversed(runtime.captures.compiler.readers):
             if (read := reader()) is not None:
-                return read.program([runtime.rules.policy], runtime.adapted.heads)
+                return read.program([runtime.conditions.policy], runtime.adapted.heads)
         raise RuntimeError("no prompt has been compiled yet: call warmup(), or read a prompt first")
 
     def report(self, cache: CompressedCache | None = None) -> Report:
@@ -274,7 +274,7 @@ class CompressedModel(GenerateHooks):
         """
         runtime = self._kvpass
         if cache is not None:
-            runtime.check_cache(cache, runtime.rules)
+            runtime.check_cache(cache, runtime.conditions)
             if cache.record is None:
                 raise ValueError(f"nothing to report: {cache!r} is empty or was loaded from a file")
         prompt = runtime.last_prompt if cache is None else cache.record

@@ -156,8 +156,8 @@ def observe_held(  # type: ignore[no-untyped-def]
     """Observe pool and tail after an append, for recompression; observed: scores, masses, weights, which it writes."""
     held = AppendBuffers(Entries(*pool), offsets, Entries(*tail), tail_start, tail_used, None, key_mean)
     scores, masses, weights = observed
-    found, rules = RecompressBuffers(scores, masses, weights, window), (from_spec(policy), Ranks.from_spec(ranks))
-    recompress.observe_held(q, value_dim, scale, softcap, sinks, held, found, layer, *rules)
+    into, of_all = RecompressBuffers(scores, masses, weights, window), Ranks.from_spec(ranks)
+    recompress.observe_held(q, value_dim, scale, softcap, sinks, held, into, layer, from_spec(policy), of_all)
 
 
 define_operator("columns_held(Tensor seen, Tensor first, int slots, bool chunked=False) -> Tensor")(columns_held)

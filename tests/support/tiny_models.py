@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 import kvpass
 from kvpass.config import Compiler, EntryFormat
-from kvpass.policies.rules import Recompress
+from kvpass.policies.conditions import Recompress
 
 VOCABULARY = 128
 

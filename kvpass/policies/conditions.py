@@ -19,7 +19,7 @@ THRESHOLDS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, 
 
 
 @dataclass(frozen=True)
-class Rules:
+class Conditions:
     """Checked settings of a compiled model; ``budget`` is None if the policy keeps everything.
 
     ``own_budget``: the budget is that of one call, not the model's.
@@ -31,14 +31,14 @@ class Rules:
     entry_format: EntryFormat = "model"
     own_budget: bool = False
 
-    def with_budget(self, budget: BudgetLike) -> Rules:
-        """Return the rules of a call with this budget of its own; None: the same rules."""
+    def with_budget(self, budget: BudgetLike) -> Conditions:
+        """Return the conditions of a call with this budget of its own; None: the same conditions."""
         if budget is None:
             return self
         return replace(self, budget=resolve_budget(self.policy, budget), own_budget=True)
 
 
-def read_rules(
+def read_conditions(
     policy: str | Policy,
     budget: BudgetLike,
     recompress: str,
@@ -47,14 +47,14 @@ def read_rules(
     options: Mapping[str, Any],
     model_name: str,
     entries: str = "model",
-) -> Rules:
-    """Return the rules from the arguments of ``kvpass.compile``, whose docstring describes them and ValueErrors."""
+) -> Conditions:
+    """Return the conditions of ``kvpass.compile``'s arguments; its docstring describes them and the errors."""
     all_options = dict(options) if window is None else {"window": window, **options}
     if policy == "cake" and not {"tau1", "tau2"} & all_options.keys():
         all_options["tau1"], all_options["tau2"] = temperatures(model_name, budget)
     resolved = check_registered(resolve(policy, **all_options))
     checked, again = resolve_budget(resolved, budget), check_recompress(recompress, resolved)
-    return Rules(resolved, checked, again, one_of("entries", entries, ENTRY_FORMATS))
+    return Conditions(resolved, checked, again, one_of("entries", entries, ENTRY_FORMATS))
 
 
 def check_recompress(recompress: str, policy: Policy) -> Recompress:
