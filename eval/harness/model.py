@@ -37,7 +37,6 @@ from kvpass.loading import launched, located
 from kvpass.policies import Policy
 from kvpass.policies.conditions import read_conditions
 from kvpass.policies.options import check_choice, check_int
-from kvpass.transformers_compat import CACHE
 
 _log = logging.getLogger("kvpass")
 
@@ -215,15 +214,14 @@ class KVPassLM(HFLM):
             logits fp ``[length of the continuations, vocabulary]`` of requests that differ in their last token only.
         """
         assert batch.cache is not None
-        cache, size = batch.cache, batch.cache.batch_size
+        cache, size = batch.cache.clone(), batch.cache.batch_size
         rest = torch.tensor([prompt.rest for prompt in filled(prompts, size)], device=self.device)
         if rest.shape[1] > 1:
-            cache = self.model(rest[:, :-1], past_key_values=cache, logits_to_keep=1)[CACHE]
-        cache.reusable = True
+            self.model(rest[:, :-1], past_key_values=cache, logits_to_keep=1)
         for turn in itertools.zip_longest(*(continuations[prompt].items() for prompt in prompts), fillvalue=((), [])):
             rows = [(prompt.ids[-1], *fed) for prompt, (fed, _) in zip(prompts, turn, strict=True)]
             ids, _ = pad(filled(rows, size), "right", self.tokenizer.pad_token_id)
-            logits = self.model(ids.to(self.device), past_key_values=cache).logits
+            logits = self.model(ids.to(self.device), past_key_values=cache.clone()).logits
             for row, (fed, indices) in zip(logits, turn, strict=False):
                 yield row[: len(fed) + 1], indices
 
