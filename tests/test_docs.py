@@ -61,7 +61,7 @@ def run(blocks: list[Block], namespace: dict[str, Any], name: str) -> str:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, f"{name}, block {number}", "exec"), namespace)
         everything += printed.getvalue()
-        behind = re.findall(r"^print\(tokenizer.*\)  # (.*)$", code, re.MULTILINE)
+        behind = re.findall(r"^print\((?:tokenizer|document).*\)  # (.*)$", code, re.MULTILINE)
         assert [line for line in behind if line not in printed.getvalue().splitlines()] == []
         if shown is not None:
             same = _SAME.check_output(shown, printed.getvalue(), _LIKE)
