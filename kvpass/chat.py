@@ -74,9 +74,9 @@ class Template:
         """Return the special token that the template puts behind an answer, if it puts one: it ends an answer too."""
         if self.options is None:
             return []
-        messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-        texts = [self.text([messages[0], messages[1] | {"content": mark}, messages[2]]) for mark in _MARKS[:2]]
-        after = texts[0].partition(_MARKS[0])[2].lstrip()
+        user = {"role": "user", "content": "a"}
+        texts = [self.text([user, {"role": "assistant", "content": mark}, user]) for mark in _MARKS[:2]]
+        after = texts[0][len(_common(*texts)) + len(_MARKS[0]) :].lstrip()
         ids = self.ids(after)[:1]
         return [token for token in ids if token in self.tokenizer.all_special_ids]
 

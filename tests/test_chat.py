@@ -190,6 +190,12 @@ def test_the_token_that_the_template_puts_behind_an_answer_ends_it(fast, qwen3):
     assert Chat(fast, qwen3).send("hi", max_new_tokens=len(said), **saying(said)) == "At noon."
 
 
+def test_the_end_of_an_answer_is_found_whatever_the_template_says_before_it(fast, qwen3):
+    qwen3.chat_template = "{{- 'Speak to Anna. ' }}" + qwen3.chat_template
+    said = qwen3("At noon.<|im_end|> Then", add_special_tokens=False).input_ids
+    assert Chat(fast, qwen3).send("hi", max_new_tokens=len(said), **saying(said)) == "At noon."
+
+
 def test_a_document_is_saved_with_its_text(model, fast, qwen3, tmp_path):
     document = Document.read(TEXT, fast, qwen3, system="Answer briefly.", enable_thinking=False)
     document.notes["mine"] = 1
