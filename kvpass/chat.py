@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import Queue
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
 
 from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
@@ -254,8 +254,9 @@ class Chat:
         if not message.strip():
             raise ValueError("the message is empty")
         ids = self._ids(messages)
-        room = (_positions(self.model) or len(ids) + 512) - len(ids)
-        options = {"max_new_tokens": max(min(room, 512), 1), "do_sample": False, "use_cache": True} | options
+        most = _positions(self.model)
+        new_tokens = 512 if most is None else max(min(512, most - len(ids)), 1)
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True} | options
         _check_length(self.model, len(ids) + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
@@ -274,38 +275,30 @@ class Chat:
 
         Who stops before the last piece stops the model too; the turn then counts as interrupted.
         """
-        pieces, stop = _Pieces(self.tokenizer), _Stop()
-        criteria = StoppingCriteriaList([*options.pop("stopping_criteria", []), stop])
+        before, stop = self.messages, Event()
+        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
-        def run() -> None:
+        def is_stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((len(ids),), stop.is_set(), device=ids.device)
+
+        options["stopping_criteria"] = StoppingCriteriaList([*options.get("stopping_criteria", []), is_stopped])
+        with ThreadPoolExecutor(1) as thread:
+            turn = thread.submit(self.send, message, streamer=pieces, **options)
+            turn.add_done_callback(lambda _: pieces.text_queue.put(pieces.stop_signal))  # also of a call that failed
             try:
-                self.send(message, streamer=pieces, stopping_criteria=criteria, **options)
-            except BaseException as error:  # raised again by who reads the pieces
-                pieces.queue.put(error)
-            else:
-                pieces.queue.put(None)
-
-        before, thread = self.messages, Thread(target=run)
-        thread.start()
-        finished = False
-        try:
-            while (piece := pieces.queue.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
-                yield piece
-            finished = True
-        finally:
-            stop.event.set()
-            thread.join()
-            if not finished:
+                yield from filter(None, pieces)
+                turn.result()
+            except BaseException:
+                stop.set()
+                wait([turn])
                 self.messages = before
+                raise
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of the whole chat, up to an answer to the last message."""
         if self._document is not None:
             return self._template.ids(self._document.text(messages))
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._template.ids(self._template.text([*system, *messages]))
+        return self._template.ids(self._template.text([*_system_message(self._system), *messages]))
 
     def _held(self, ids: list[int]) -> tuple[CompressedCache | None, int]:
         """Return a cache that holds the first of these ids, and how many; at least one is left."""
@@ -334,28 +327,6 @@ class Chat:
         return sorted({*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *self._template.end()})
 
 
-class _Pieces(TextStreamer):
-    """Puts the text of an answer into a queue, word by word."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.queue: Queue[str | BaseException | None] = Queue()
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.queue.put(text)
-
-
-class _Stop(StoppingCriteria):
-    """Ends all rows once its event is set."""
-
-    def __init__(self) -> None:
-        self.event = Event()
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
-
-
 def _common(*sequences: Any) -> Any:
     """Return what several texts or lists begin with alike."""
     columns = enumerate(zip(*sequences, strict=False))
@@ -363,10 +334,14 @@ def _common(*sequences: Any) -> Any:
     return sequences[0][: next((i for i, column in columns if len(set(column)) > 1), shortest)]
 
 
+def _system_message(text: str | None) -> list[Message]:
+    """Return the messages before the user's first one: none without a text."""
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
 def _messages(system: str | None, document: str, question: str) -> list[Message]:
     """Return the messages of a chat about a document up to its first question."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": f"{document}\n\n{question}"}]
+    return [*_system_message(system), {"role": "user", "content": f"{document}\n\n{question}"}]
 
 
 def _positions(model: CompressedModel) -> int | None:

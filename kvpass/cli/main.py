@@ -187,9 +187,10 @@ def compress(options: CompressOptions) -> None:
         elif first and policy.replays_prompt:
             reading = f"the question is not known yet: {policy.name}, which reads the text twice"
             typer.echo(f"{reading}; --policy compactor reads it once", err=True)
+        if options.window is not None:
+            chosen.setdefault("window", options.window)
         names = ("model", "entries", "dtype", "device", "backend", "system", "chat")
-        chosen |= {name: getattr(options, name) for name in names}
-        document = read_document(text, **({} if options.window is None else {"window": options.window}) | chosen)
+        document = read_document(text, **chosen, **{name: getattr(options, name) for name in names})
         document.save(output)
     if first:
         Console().print(document.model.report())
