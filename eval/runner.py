@@ -235,7 +235,7 @@ def each_cache(model: Any, conditions: Conditions, *prompt: Tensor) -> Iterator[
     """
     if len(conditions) == 1:  # processes that share a model can compress for one only
         model.set_policy(*conditions[0])
-        yield model.compress(*prompt)
+        yield model(*prompt, logits_to_keep=1).past_key_values
         return
     caches = model.compress_each(*prompt, conditions=conditions)
     for condition in conditions:

@@ -16,8 +16,10 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, TextIter
 from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
+from kvpass.cache.prompt_record import PromptRecord
 from kvpass.errors import CacheFileError
 from kvpass.frontends.transformers import CompressedModel
+from kvpass.progress import reading
 from kvpass.transformers_compat import CACHE
 
 log = logging.getLogger("kvpass")
@@ -145,7 +147,8 @@ class Document:
         before = template.before(_messages(system, text, ""))
         ids = _common(*(template.ids(before + mark) for mark in _MARKS))
         _check_length(model, len(ids) + 1, "the document")
-        cache = model.compress(torch.tensor([ids], device=model.device))
+        with reading(len(ids)):
+            cache = model.compress(torch.tensor([ids], device=model.device))
         return cls(model, tokenizer, cache, before=before, system=system, options=template.options)
 
     @classmethod
@@ -219,6 +222,7 @@ class Chat:
     Attributes:
         messages: of the user and the assistant so far, as ``apply_chat_template`` takes them.
         cache: what was read so far; None before the first turn.
+        notice: what the last turn dropped of the chat, as a sentence, which the logger ``kvpass`` says too; or "".
     """
 
     def __init__(
@@ -236,6 +240,7 @@ class Chat:
         self.model, self.tokenizer = model, tokenizer
         self.messages: list[Message] = []
         self.cache: CompressedCache | None = None
+        self.notice = ""
         self._document, self._system = document, system
         self._template = Template(tokenizer, options if chat else None) if document is None else document.template
 
@@ -263,8 +268,10 @@ class Chat:
         options |= {} if cache is None else {"past_key_values": cache}
         mask = torch.ones(1, len(ids), dtype=torch.int64, device=new.device)  # over what the cache holds too
         options = {"eos_token_id": self._ends(), **options, "attention_mask": mask, "return_dict_in_generate": True}
+        before = None if cache is None else cache.record
         out = self.model.generate(new, **options)
         self.cache = out[CACHE] if cache is None else cache
+        self._notice(before)
         answer = str(self.tokenizer.decode(out.sequences[0, new.shape[1] :], skip_special_tokens=True))
         plain = self._template.options is None
         self.messages = [*messages, {"role": "assistant", "content": answer if plain else answer.strip()}]
@@ -293,6 +300,22 @@ class Chat:
                 wait([turn])
                 self.messages = before
                 raise
+
+    def _notice(self, before: PromptRecord | None) -> None:
+        """Say what was dropped of the chat, if it was compressed since a record was made."""
+        assert self.cache is not None
+        record, self.notice = self.cache.record, ""
+        if record is None or record is before:
+            return
+        tokens = record.columns - int(record.start[0])
+        kept = sum(int(record.lengths(x).sum()) for x in record.full_layers)
+        heads = sum(x.kept[0].numel() for x in record.full_layers)
+        if kept < heads * tokens:
+            self.notice = (
+                f"the chat was compressed: of {tokens} tokens each head keeps {kept / heads:.0f} on average, as "
+                f"{record.policy.name} ranks them"
+            )
+            log.info("%s", self.notice)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of the whole chat, up to an answer to the last message."""

@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LOGGER = logging.getLogger("kvpass")
+
+_READING: ContextVar[Callable[[int, float], None] | None] = ContextVar("kvpass_reading", default=None)
 
 LINE_SECONDS = 30.0
 """Seconds between lines of progress where there is no terminal."""
@@ -83,3 +86,26 @@ def working(what: str) -> Iterator[None]:
             yield
         finally:
             _LOGGER.info("%s: %.1f s", what, time.perf_counter() - began)
+
+
+@contextmanager
+def reading(tokens: int) -> Iterator[None]:
+    """Show how many of a prompt's tokens have been read while the block runs: their number times the layers' share."""
+    with progress_bar(progress_console()) as progress:
+        bar = progress.add_task("tokens read", total=tokens)
+
+        def show(read: int, share: float) -> None:
+            if read == tokens:  # else an example, on which a capture is checked
+                progress.update(bar, completed=round(share * tokens))
+
+        outer = _READING.set(show)
+        try:
+            yield
+        finally:
+            _READING.reset(outer)
+
+
+def say_read(tokens: int, share: float) -> None:
+    """Say that a share of the layers has read a prompt."""
+    if (show := _READING.get()) is not None:
+        show(tokens, share)

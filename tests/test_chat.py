@@ -1,5 +1,6 @@
 """Documents and chats: the tokens of ``generate`` on the whole chat, for the templates of many models."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -248,4 +249,15 @@ def test_a_chat_stays_within_its_budget(model, qwen3):
         chat.send(f"{turn}: {TEXT}", max_new_tokens=NEW)
         assert int(chat.cache.lengths.max()) <= 40 + NEW
         assert len(chat.messages) == 2 * (turn + 1)
+        (tokens,) = map(int, re.findall(r"of (\d+) tokens each head keeps 40 on average, as snapkv", chat.notice))
+        assert chat.cache.columns - NEW < tokens <= chat.cache.columns
     assert chat.cache.columns > 300
+    chat.send("And?", max_new_tokens=NEW)
+    assert "each head keeps 40" in chat.notice
+
+
+def test_a_chat_says_nothing_of_what_it_drops_where_it_drops_nothing(fast, qwen3):
+    chat = Chat(fast, qwen3)
+    chat.send(TEXT, max_new_tokens=NEW)
+    chat.send("And?", max_new_tokens=NEW)
+    assert chat.notice == ""

@@ -1,4 +1,4 @@
-"""Tasks by name: needle, RULER, LongBench."""
+"""Tasks by name: needle, manual, RULER, LongBench."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpass.eval.tasks import longbench, needle, ruler
+from kvpass.eval.tasks import longbench, manual, needle, ruler
 from kvpass.eval.tasks.base import Sample, encode
 
 __all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
-Task = needle.Needle | ruler.Ruler | longbench.LongBench
+Task = needle.Needle | manual.Manual | ruler.Ruler | longbench.LongBench
 """A source of samples, with a name in the registry.
 
 ``chat`` says whether a prompt is put into the tokenizer's chat template. ``samples`` gives at most ``count``, generated
@@ -24,7 +24,7 @@ GROUPS = {"ruler": ruler.Ruler, "longbench": longbench.LongBench}
 
 def registry(data_dir: Path | None = None) -> dict[str, Task]:
     """Every task by name; ``data_dir``: folder with ``longbench/``, if there is any."""
-    tasks: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid(), *ruler.tasks()]
+    tasks: list[Task] = [*map(needle.Needle, needle.NAMES), needle.NeedleGrid(), manual.Manual(), *ruler.tasks()]
     tasks += [longbench.LongBench(name, data_dir) for name in longbench.NAMES]
     return {task.name: task for task in tasks}
 

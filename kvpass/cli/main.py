@@ -182,9 +182,7 @@ def compress(options: CompressOptions) -> None:
         policy, chosen = _chosen(options.policy, options.budget)
         text = _read_text(options.document)
         _make_folder("output", output.parent)
-        if first and "question" in policy.inputs:
-            typer.echo(f"the question is not known yet, and {policy.name} goes by it: take --policy kvzip", err=True)
-        elif first and policy.replays_prompt:
+        if first and policy.replays_prompt:
             reading = f"the question is not known yet: {policy.name}, which reads the text twice"
             typer.echo(f"{reading}; --policy compactor reads it once", err=True)
         if options.window is not None:
@@ -195,6 +193,8 @@ def compress(options: CompressOptions) -> None:
     if first:
         Console().print(document.model.report())
         Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
+        if options.backend != "eager":
+            Console().print("the first question compiles its part, once on this machine", highlight=False)
 
 
 @_command
@@ -245,6 +245,8 @@ def chat(options: ChatOptions) -> None:
         except ValueError as error:
             typer.echo(f"error: {error}", err=True)
         typer.echo()
+        if talk.notice:
+            typer.echo(talk.notice, err=True)
 
 
 @app.command()

@@ -29,6 +29,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.compaction import fit_entries, references
 from kvpass.policies.observation import projected_norms
 from kvpass.policies.replay import Replay, Replayed, most_attended
+from kvpass.progress import say_read
 from kvpass.ranks import Ranks
 
 Attended = tuple[Tensor | None, ...]
@@ -154,7 +155,9 @@ class Prompt:
         Returns:
             what later layers need; attention; the sums, fp32 ``[B, H, N]``; and the policies' scores.
         """
-        layer, summed = self.decoder.split.layers[place], list[Tensor]()
+        layers = self.decoder.split.layers
+        layer, summed = layers[place], list[Tensor]()
+        say_read(self.tokens, place / len(layers))
 
         def add_sums(call: Attention, lse: Tensor | None) -> None:
             with record_function("kvpass::column_sums"):

@@ -20,7 +20,7 @@ from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.request import Request
 from kvpass.frontends.whole_text import by_name
 from kvpass.graphs.prompt_program import PromptProgram
-from kvpass.policies import POLICIES, Policy, PolicyName, resolve_budget
+from kvpass.policies import Policy, PolicyName, resolve_budget
 from kvpass.policies.conditions import Conditions, read_conditions
 from kvpass.policies.options import check_int
 from kvpass.report import Report
@@ -95,7 +95,7 @@ class CompressedModel(GenerateHooks):
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
-        The logger ``kvpass`` says once if the policy scores by what the end of a text asks.
+        The logger ``kvpass`` says once if the policy goes by the question.
 
         Args:
             input_ids: the context, int64 ``[B, N]``. attention_mask: ``[B, N]`` when rows are left-padded.
@@ -295,10 +295,8 @@ class CompressedModel(GenerateHooks):
 @functools.cache
 def _warn_of_question(policy: str) -> None:
     """Log, once for each policy, that it goes by what the end of a text asks."""
-    others = ", ".join(name for name, cls in POLICIES.items() if cls.needs_budget and "question" not in cls.inputs)
     logging.getLogger("kvpass").warning(
-        "policy %r scores by what the end of a text asks: if the question comes later, see docs/which-policy.md; "
-        "these score without a question: %s",
+        "the question is not known yet, and policy %r goes by it: take kvzip, which reads the text twice, or "
+        "compactor, which reads it once (docs/which-policy.md)",
         policy,
-        others,
     )

@@ -29,6 +29,11 @@ _AGAIN = (
     "the ids begin with all {} tokens of the prompt that past_key_values holds already, and are appended to it, a "
     "second time. Pass only the ids after all that the cache has seen; or, to begin again, no past_key_values"
 )
+_HEAD = (
+    "the ids begin as the prompt that past_key_values holds does ({} tokens), and are appended to it: a chat template "
+    "or a tokenizer puts these at the begin of a text. Pass only what comes after the text of the cache, without "
+    "special tokens; kvpass.Document puts questions where a template has them"
+)
 _OTHER_TEXT = (
     "ids of {} tokens, more than the {} that the cache has seen, are taken for the whole text, but do not begin with "
     "that of the cache: column {} of row {} is {}, in the cache {}. If all of them come after what the cache has "
@@ -96,6 +101,8 @@ def with_text_of_cache(
         warnings.warn(_DROPPED, stacklevel=5)  # who called generate
     if prompt is not None and 1 < (n := prompt.shape[1]) <= ids.shape[1] and torch.equal(ids[:, :n], prompt.to(ids)):
         warnings.warn(_AGAIN.format(n), stacklevel=5)
+    elif prompt is not None and (n := _repeated_head(prompt[0, int(cache.state.start[0]) :], ids[0], says)):
+        warnings.warn(_HEAD.format(n), stacklevel=5)
     if mask is None or mask.shape[1] == ids.shape[1]:
         new = torch.ones_like(ids) if mask is None else mask
         mask = changed["attention_mask"] = with_mask_of_cache(cache, new)
@@ -106,6 +113,18 @@ def with_text_of_cache(
     if unseen is not None:
         warnings.warn(_UNSEEN.format(unseen), stacklevel=5)
     return changed, 0
+
+
+def _repeated_head(prompt: Tensor, ids: Tensor, says: Callable[[str], Any]) -> int:
+    """Return how many first tokens of a prompt ids begin with, if these are the head of a text alone; else 0.
+
+    They are if they are three, or the token of the configuration that begins texts, and occur once in the prompt.
+    """
+    n = min(3, len(prompt), len(ids))
+    same = int((prompt[:n].to(ids) == ids[:n]).long().cumprod(0).sum())
+    if same < 3 and not (same and int(ids[0]) == says("bos_token_id")):
+        return 0
+    return same if int((prompt.unfold(0, same, 1) == prompt[:same]).all(1).sum()) == 1 else 0
 
 
 def with_mask_of_cache(cache: CompressedCache, new: Tensor) -> Tensor:

@@ -44,14 +44,14 @@ def test_a_question_is_answered_from_what_was_kept_at_its_true_positions_in_a_ca
     assert fast(random_ids(2, 1), past_key_values=own).past_key_values is own
 
 
-def test_a_policy_that_needs_the_question_is_named_once_with_those_that_do_not(monkeypatch):
+def test_a_policy_that_needs_the_question_is_named_once_with_one_that_does_not(monkeypatch):
     said = []
     monkeypatch.setattr(logging.getLogger("kvpass"), "warning", lambda text, *args: said.append(text % args))
     frontend._warn_of_question.cache_clear()  # other tests have had it say so
     for policy in ("keydiff", "snapkv", "snapkv"):
         _, fast = two_layers(policy=policy, budget=16)
         fast.compress(*DOCUMENT)
-    assert len(said) == 1 and "'snapkv'" in said[0] and "keydiff" in said[0] and "lava" not in said[0]
+    assert len(said) == 1 and "'snapkv'" in said[0] and "take kvzip" in said[0]
 
 
 # -- the whole text, where only the new ids are given -----------------------------------------------------------------
@@ -200,10 +200,31 @@ def test_the_prompt_given_again_on_its_cache_is_warned_about(fast, recwarn):
     first = fast.generate(prompt, return_dict_in_generate=True, **GREEDY)
     fast.generate(prompt[:, :39], past_key_values=first.past_key_values.clone(), **GREEDY)
     fast.generate(torch.cat([first.sequences, prompt], 1), past_key_values=first.past_key_values.clone(), **GREEDY)
-    assert not [warning for warning in recwarn if "a second time" in str(warning.message)]
+    assert [str(warning.message)[:75] for warning in recwarn] == [
+        "the ids begin as the prompt that past_key_values holds does (3 tokens), and"
+    ]
     for cache in (first.past_key_values, fast.compress(prompt)):
         with pytest.warns(UserWarning, match="begin with all 40 tokens of the prompt that past_key_values"):
             fast.generate(prompt, past_key_values=cache, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("begin", "warns"),
+    [([7, 8, 9], True), ([7, 8, 5], False), ([2], True), ([2, 8], True), ([3], False), ([6, 6, 6], False)],
+)
+def test_ids_that_begin_as_the_cache_does_are_warned_about(fast, recwarn, begin, warns):
+    """As the head of a chat template does, or the token that begins a text (2)."""
+    document = random_ids(1, 40).clamp(min=10)
+    document[0, : len(begin)] = torch.tensor([7, 8, 9] if begin[0] == 7 else begin)
+    if begin[0] == 6:  # the tokens come again, as those between two turns do
+        document[0, 20:23] = 6
+    fast.generation_config.bos_token_id = 2
+    try:
+        new = torch.tensor([[*begin, 11, 12, 13]])
+        fast.generate(new, past_key_values=fast.compress(document), **GREEDY)
+    finally:
+        fast.generation_config.bos_token_id = None
+    assert [("begin as the prompt" in str(warning.message)) for warning in recwarn] == [True] * warns
 
 
 def test_a_loop_on_a_reusable_cache_is_warned_about(fast, recwarn):

@@ -18,7 +18,7 @@ from lm_eval.api.registry import get_model
 import cheap_captures
 from kvpass import builtin
 from kvpass.eval.harness_tasks import documents, score
-from kvpass.eval.tasks import Sample, find_tasks, longbench, ruler
+from kvpass.eval.tasks import Sample, find_tasks, longbench, manual, ruler
 from kvpass.eval.tasks.needle import hide
 from kvpass.lm_eval import SEPARATOR, TASKS, KVPassLM, main
 from tiny_models import tiny_model
@@ -251,7 +251,7 @@ def test_a_number_of_prompts_that_cannot_be_is_refused(count: Any) -> None:
 def test_every_task_file_names_a_task_and_the_length_of_its_answer() -> None:
     """Lengths are those of RULER's generators and of the harness's own LongBench tasks."""
     lengths: dict[str, int | None] = {task.name: task.max_new_tokens for task in ruler.tasks()}
-    lengths |= dict.fromkeys(("needle", "multi_needle"))
+    lengths |= {"needle": None, "multi_needle": None, "manual": manual.NEW_TOKENS}
     for name in longbench.NAMES:
         lengths[f"longbench_{name}"] = longbench.harness_task(name)["generation_kwargs"]["max_gen_toks"]
     files = {path.stem.removeprefix("kvpass_"): path for path in TASKS.glob("kvpass_*.yaml")}

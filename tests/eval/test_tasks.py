@@ -77,7 +77,7 @@ def test_a_part_without_a_token_and_a_slow_tokenizer_are_refused(words):
 def test_the_registry_knows_every_task_by_its_own_name():
     known = registry()
     assert all(name == task.name for name, task in known.items())
-    assert len(known) == 11 + 11 + 1 + 21
+    assert len(known) == 11 + 1 + 11 + 1 + 21
     groups = [find_tasks([group]) for group in GROUPS]
     assert [len(group) for group in groups] == [11, 21]
 
@@ -149,6 +149,30 @@ def test_moving_a_fact_changes_its_place_alone():
     text = "a b . the code of x is 1 . c d . e f ."
     assert move_fact(text, "the code of x is", 0.0) == "the code of x is 1 . a b . c d . e f ."
     assert move_fact(text, "the code of x is", 1.0) == "a b . c d . e f . the code of x is 1 ."
+
+
+# --- manual ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_answer_of_the_manual_stands_in_the_chapter_that_is_asked_about_and_is_asked_once(pieces):
+    samples = registry()["manual"].samples(pieces, 8000, 40, 0)
+    assert len({sample.question for sample in samples}) == len(samples) == 40
+    (text,) = {sample.context for sample in samples}
+    chapters = dict(re.findall(r"Chapter \d+: the ([\w ]+)\n\n(.*)", text))
+    for sample in samples:
+        (thing,) = [thing for thing in chapters if re.search(rf"the {thing}\b(?! of hall)", sample.question)]
+        sentences = re.split(r"(?<=\.) ", chapters[thing])
+        (fact,) = [sentence for sentence in sentences if re.search(rf"(?<!\w){sample.answers[0]}(?!\w)", sentence)]
+        shared = {word for word in re.findall(r"\w+", sample.question) if word in fact}
+        assert shared - {"the", "is", "of"} > {thing}, "what is asked is said there, of this thing"
+    prompts = [encode(pieces, sample, chat=True) for sample in samples]
+    assert len({prompt.head for prompt in prompts}) == 1, "read once for all questions"
+
+
+def test_a_long_manual_goes_on_in_further_halls_and_many_questions_in_further_manuals(pieces):
+    long, many = (registry()["manual"].samples(pieces, tokens, 30, 0) for tokens in (16000, 1000))
+    assert "of hall 2" in long[0].context
+    assert len({sample.context for sample in many}) > 1 and len({sample.id for sample in many}) == 30
 
 
 NEEDLE = re.compile(r"A magic (number|uuid) of (\S+) is (\S+)\.")
