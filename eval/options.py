@@ -149,6 +149,13 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LookOptions:
+    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")]
+    output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="Where the page goes.")] = Path("kept.html")
+    model: OfFile = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     model: Model
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the maps go to.")]

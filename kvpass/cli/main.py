@@ -26,8 +26,10 @@ from kvpass.eval.options import (
     CompressOptions,
     DemoOptions,
     EvalOptions,
+    LookOptions,
 )
 from kvpass.progress import working
+from kvpass.replace_file import replacing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -245,6 +247,19 @@ def chat(options: ChatOptions) -> None:
         except ValueError as error:
             typer.echo(f"error: {error}", err=True)
         typer.echo()
+
+
+@_command
+def look(options: LookOptions) -> None:
+    """Write a page that shows what is kept: a document's text, each token shaded by the heads that keep it."""
+    from kvpass.cli.documents import document_page
+
+    with _bad_values():
+        _make_folder("output", options.output.parent)
+        page = document_page(options.cache, model=options.model)
+        with replacing(options.output) as file:
+            file.write(page.encode())
+    Console().print(f"written: {options.output}, {options.output.stat().st_size} bytes", highlight=False)
 
 
 @app.command()

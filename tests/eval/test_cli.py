@@ -41,7 +41,7 @@ def test_help_is_given_for_every_command(command):
 
 
 ARGUMENTS = {"eval": "builtin", "demo": "builtin", "bench": "", "compress": "-", "ask": f"{__file__} who?"}
-ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__}
+ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__, "look": __file__}
 VALUES = """
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
