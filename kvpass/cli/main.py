@@ -110,7 +110,7 @@ def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @_command
 def demo(options: DemoOptions) -> None:
-    """Hide facts in a long text and ask a model for them, with full and compressed caches."""
+    """Ask a model for facts hidden in a long text, or about a text of yours, with full and compressed caches."""
     from kvpass.eval.demo import Demo
 
     with _bad_values():
