@@ -80,7 +80,7 @@ class Demo:
         for spec, budget in compressed:
             share = f"{budget:.0%}" if budgets is SHARES else f"{budget / n:.1%}"
             rows.append((f"kvpass {spec}", share if budgets is SHARES else str(budget), share))
-        self.answers = [SimpleNamespace(system=name, budget=b, share=s, texts=[]) for name, b, s in rows]
+        self.answers = [SimpleNamespace(system=name, budget=b, share=s, texts={}) for name, b, s in rows]
 
     def _english_samples(self, tokens: int, facts: int, seed: int) -> list[Sample]:
         """For other models. Values have two digits, which the pooling of scores carries along: docs/limits.md."""
@@ -110,18 +110,15 @@ class Demo:
     def _ask(self, model: Any, scope: str) -> None:
         """Ask every system every question, those with all entries once."""
         first = scope == self.scopes[0]
-        asked = self.answers if first else self.answers[2:]
-        for answers in asked:
-            answers.texts = []
         with progress_bar(progress_console()) as progress:
             task = progress.add_task("answers", total=len(self.prompts) * len(self.conditions))
             # the last token is fed after compression: a prefill's full attention would give the first word
             for index, prompt in enumerate(prompt.scoped(scope, 1) for prompt in self.prompts):
                 if first:
                     self._answer(self.decoder, prompt.ids, index, self.answers[0])
-                conditions = self.conditions[not first :]
-                caches = each_cache(model, conditions, torch.tensor([prompt.head]))
-                for cache, answers in zip(caches, asked[-len(conditions) :], strict=True):
+                skipped = 0 if first else 1
+                caches = each_cache(model, self.conditions[skipped:], torch.tensor([prompt.head]))
+                for cache, answers in zip(caches, self.answers[1 + skipped :], strict=True):
                     self._answer(model, prompt.rest, index, answers, past_key_values=cache)
                     if first and index == 0 and answers is self.answers[2]:
                         facts = [(x, x.context.partition(x.answers[0])[0]) for x in self.samples if x.answers]
@@ -139,7 +136,8 @@ class Demo:
         limit = self.samples[index].max_new_tokens
         out = model.generate(tokens, return_dict_in_generate=True, max_new_tokens=limit, **call)
         text = str(self.tokenizer.decode(out.sequences[0, tokens.shape[1] :], skip_special_tokens=True))
-        answers.texts.append(" ".join((text.partition(".")[0] if self.options.document is None else text).split()))
+        text = text if self.options.document else text.partition(".")[0]
+        answers.texts[index] = " ".join(text.split())
         answers.cache_bytes = storage_bytes(out[CACHE]) if model is self.decoder else out[CACHE].nbytes
         if index == 0:  # whatever compiles does so before the first token
             times: list[float] = []  # of the prompt, and of each token
@@ -148,20 +146,19 @@ class Demo:
             answers.token_ms = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
 
     def _show(self, console: Console, scope: str) -> None:
-        options, n = self.options, len(self.prompts[0])
-        full, small = self.answers[0], self.answers[2]
+        options, n, full, small = self.options, len(self.prompts[0]), self.answers[0], self.answers[2]
         if options.document is None:
             shown = [answers for answers in self.answers if answers.budget in (full.budget, small.budget)]
             rows = [
                 [x.id, *x.answers, *(f"[{'green' if t == x.answers[0] else 'red'}]{escape(t)}[/]" for t in texts)]
-                for x, *texts in zip(self.samples, *(answers.texts for answers in shown), strict=True)
+                for x, *texts in zip(self.samples, *(answers.texts.values() for answers in shown), strict=True)
             ]
             systems = (f"{answers.system.removeprefix('kvpass ')}\n{answers.budget}" for answers in shown)
             title = f"{options.facts} facts in {n} tokens: the code, pin or number of a name"
             console.print(rich_table(("name", "value", *systems), rows, title=title, caption="system over budget"))
         rows = []
         for x in self.answers:
-            right = sum((text,) == sample.answers for text, sample in zip(x.texts, self.samples, strict=True))
+            right = sum((x.texts[index],) == sample.answers for index, sample in enumerate(self.samples))
             result = [escape(x.texts[0])] if options.document else [x.share, f"{right}/{len(x.texts)}"]
             share, kib = f"{x.cache_bytes / full.cache_bytes:.1%}", f"{x.cache_bytes / 1024:.0f}"
             rows.append([x.system, x.budget, *result, kib, share, f"{x.token_ms:.2f}"])

@@ -67,19 +67,12 @@ class DemoOptions:
     facts: Annotated[int, Option(min=1, max=512, help="Facts hidden in the text; each is asked for.")] = 8
     seed: Seed = 0
     output: Annotated[Path, Option(help="Where the heat map of what was kept goes (.png).")] = Path("kvpass-demo.png")
-    document: Annotated[Path | None, Option(exists=True, dir_okay=False, help="A text of your own.")] = None
-    question: Annotated[str | None, Option(help="Of your own, about the document.")] = None
-    policies: Annotated[str | None, Option(help="By default lava,snapkv,streaming_llm; for a document lava,kvzip.")] = (
-        None
-    )
-    scopes: Annotated[
-        str | None,
-        Option(
-            "--scope",
-            help="'prompt' (the default): compressed with the question; 'context': before it is known; or "
-            "'context,prompt' (the default for a document).",
-        ),
+    document: Annotated[
+        Path | None, Option(exists=True, dir_okay=False, help="Text file to ask about, in place of facts.")
     ] = None
+    question: Annotated[str | None, Option(help="What is asked about the document.")] = None
+    policies: Policies = ""
+    scopes: Scopes = ""
     max_new_tokens: NewTokens = 64
     backend: Backend = "inductor"
 

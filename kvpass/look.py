@@ -24,7 +24,9 @@ def page(state: KVState, tokenizer: PreTrainedTokenizerBase) -> str:
         ValueError: it is another cache, or has no layer that shares the budget.
     """
     if len(state.start) != 1 or state.ids is None or state.ranks.several:
-        raise ValueError("only a cache of one text of token ids is shown; of several processes, from its saved file")
+        raise ValueError(
+            "only one row of token ids can be shown; where several processes share the heads, its saved file"
+        )
     if not state.full_layers:
         raise ValueError("nothing to show: all layers have sliding windows or are recurrent")
     pools, rule = state.layout.pools, state.policy.decode_rule()
@@ -61,7 +63,7 @@ def page(state: KVState, tokenizer: PreTrainedTokenizerBase) -> str:
         "shares": b64encode(percent.byte().numpy().tobytes()).decode(),
     }
     text = json.dumps(data, ensure_ascii=False).replace("<", r"\u003c")  # no text ends the script
-    return _TEMPLATE.read_text().replace("{{DATA}}", text)
+    return _TEMPLATE.read_text(encoding="utf-8").replace("{{DATA}}", text)
 
 
 def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[int]]:

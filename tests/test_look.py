@@ -105,7 +105,7 @@ def test_tokens_that_came_later_are_shown_as_kept(tokenizer):
 def test_a_cache_of_several_rows_is_no_document(tokenizer):
     document = read(tokenizer, policy="snapkv", window=8, budget=24)
     document.cache = document.model.compress(*padded(50, 33))
-    with pytest.raises(ValueError, match="only a cache of one text"):
+    with pytest.raises(ValueError, match="only one row of token ids"):
         document.html()
 
 
@@ -157,6 +157,7 @@ layer.value = 1; layer.dispatchEvent(new Event("input"));
 WIDTH = "console.log(`${innerWidth} ${document.documentElement.scrollWidth}`);"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
 def test_a_browser_shows_the_layer_that_the_slider_says(tokenizer, tmp_path):
     document = read(tokenizer, policy="expected_attention", window=8, budget=24)

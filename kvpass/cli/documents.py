@@ -70,10 +70,7 @@ def document_page(path: str | Path, *, model: str | None = None) -> str:
     with located(_model_of(path, metadata, model)[0]) as place:
         tokenizer = AutoTokenizer.from_pretrained(place)
     state = KVState(policy=_policy_of(path, metadata), budget=metadata.budget, entry_format=metadata.entry_format)
-    try:
-        return page(state.restored(metadata, tensors), tokenizer)
-    except ValueError as error:
-        raise CacheFileError(path, f"cannot be shown: {error}") from error
+    return page(state.restored(metadata, tensors), tokenizer)
 
 
 def _model_of(path: str | Path, metadata: CacheMetadata, model: str | None) -> tuple[str, str]:

@@ -110,7 +110,11 @@ def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @_command
 def demo(options: DemoOptions) -> None:
-    """Ask a model for facts hidden in a long text, or about a text of yours, with full and compressed caches."""
+    """Ask a model for facts hidden in a long text, or about a document, with full and compressed caches.
+
+    Facts: lava, snapkv and streaming_llm in scope prompt by default; try --scope prompt,context. A document: lava and
+    kvzip in both scopes.
+    """
     from kvpass.eval.demo import Demo
 
     with _bad_values():
