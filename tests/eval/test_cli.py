@@ -2,6 +2,7 @@
 
 import gc
 import io
+import itertools
 import json
 import math
 import re
@@ -345,8 +346,9 @@ def test_demo_asks_about_a_document_before_and_after_the_question_is_known(tmp_p
     assert len(answers) == 12
     wrong = {key for key, (answer, _) in answers.items() if answer != "482 913 ."}
     assert wrong == {("context", "kvpass lava", "25%")}
-    sizes = [answers["context", f"kvpass {name}", budget][1] for name, budget in (("lava", "25%"), ("lava", "50%"))]
-    assert sizes[0] < sizes[1] < answers["context", "kvpass full", "all"][1]
+    for scope, policy in itertools.product(("context", "prompt"), ("lava", "kvzip")):
+        quarter, half = (answers[scope, f"kvpass {policy}", budget][1] for budget in ("25%", "50%"))
+        assert quarter < half < answers[scope, "kvpass full", "all"][1]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
