@@ -67,6 +67,13 @@ class DemoOptions:
     facts: Annotated[int, Option(min=1, max=512, help="Facts hidden in the text; each is asked for.")] = 8
     seed: Seed = 0
     output: Annotated[Path, Option(help="Where the heat map of what was kept goes (.png).")] = Path("kvpass-demo.png")
+    document: Annotated[
+        Path | None, Option(exists=True, dir_okay=False, help="Text file to ask about, in place of facts.")
+    ] = None
+    question: Annotated[str | None, Option(help="What is asked about the document.")] = None
+    policies: Policies = ""
+    scopes: Scopes = ""
+    max_new_tokens: NewTokens = 64
     backend: Backend = "inductor"
 
 
@@ -146,6 +153,13 @@ class ChatOptions:
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
     device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookOptions:
+    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")]
+    output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="Where the page goes.")] = Path("kept.html")
+    model: OfFile = None
 
 
 @dataclass(frozen=True, kw_only=True)

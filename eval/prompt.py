@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvpass.eval.options import names
+
 Scope = Literal["prompt", "context"]
 Truncation = Literal["left", "middle"]
+
+
+def parse_scopes(text: str) -> tuple[str, ...]:
+    """Read scopes such as ``prompt,context``; ``ValueError`` if there is none, or an unknown one."""
+    scopes = tuple(dict.fromkeys(names(text)))
+    if not scopes or not {*scopes} <= {*get_args(Scope)}:
+        raise ValueError(f"scope={text!r}: must be one of {', '.join(get_args(Scope))}, or both")
+    return scopes
+
 
 SEPARATOR = "<|kvpass:ask|>"
 """Stands between context and question in the text of a request. It is removed before a text is tokenised."""

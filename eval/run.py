@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -20,7 +20,7 @@ from kvpass.config import Budget, BudgetLike, EntryFormat
 from kvpass.eval.environment import digest, machine, model_digest, policy_digest, save_json, source_digest, versions
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
-from kvpass.eval.prompt import Prompt, Scope
+from kvpass.eval.prompt import Prompt, parse_scopes
 from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
 from kvpass.eval.runner import Kept, Runner, chunks
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
@@ -56,7 +56,7 @@ class Evaluation:
         self.options = options
         self.policies, self.formats = parse_policies(options.policies), parse_formats(options.entries)
         self.budgets: tuple[BudgetLike, ...] = tuple(map(typed, names(options.budgets)))
-        self.scopes = names(options.scopes)
+        self.scopes = parse_scopes(options.scopes)
         self._check_options()
         tasks = find_tasks(names(options.tasks), options.data_dir)
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
@@ -70,15 +70,12 @@ class Evaluation:
             self._condition(task, spec, budget, scope, entry_format)
             for entry_format in dict.fromkeys(self.formats)
             for spec in {spec.resolve().spec: spec for spec in self.policies}.values()
-            for scope in dict.fromkeys(self.scopes)
+            for scope in self.scopes
             for budget in dict.fromkeys(self._budgets_of(spec))
             for task in tasks
         ]
 
     def _check_options(self) -> None:
-        options = self.options
-        if not self.scopes or not set(self.scopes) <= set(get_args(Scope)):
-            raise ValueError(f"scope={options.scopes!r}: must be one of {', '.join(get_args(Scope))}, or both")
         if not self.budgets and any(spec.resolve().needs_budget for spec in self.policies):
             raise ValueError("budgets='': name at least one budget")
         for spec in self.policies:

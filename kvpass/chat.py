@@ -19,6 +19,7 @@ from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.errors import CacheFileError
 from kvpass.frontends.transformers import CompressedModel
+from kvpass.look import page
 from kvpass.progress import reading
 from kvpass.transformers_compat import CACHE
 
@@ -191,6 +192,14 @@ class Document:
     def stream(self, question: str, **options: Any) -> Iterator[str]:
         """Yield the answer to a question piece by piece; see :meth:`Chat.stream`."""
         return self.chat().stream(question, **options)
+
+    def html(self) -> str:
+        """Return one HTML page: the text, each token shaded by the share of KV heads that keep it, by layer.
+
+        Raises:
+            ValueError: all layers have sliding windows or are recurrent, or several processes share the heads.
+        """
+        return page(self.cache.state, self.tokenizer)
 
     def chat(self) -> Chat:
         """Return a chat that begins with this document."""

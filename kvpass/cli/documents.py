@@ -6,13 +6,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 import kvpass
 from kvpass.cache.cache_file import CacheMetadata, read_saved
+from kvpass.cache.state import KVState
 from kvpass.chat import Document
 from kvpass.config import Compiler
 from kvpass.errors import CacheFileError
 from kvpass.fetch import PACKAGES
-from kvpass.loading import load_model
+from kvpass.loading import load_model, located
+from kvpass.look import page
 from kvpass.policies import Policy, from_spec, resolve_budget
 
 
@@ -49,19 +53,38 @@ def load_document(
             file names another.
     """
     metadata, tensors = read_saved(path)
+    name, dtype = _model_of(path, metadata, model)
+    policy = _policy_of(path, metadata)
+    loaded, tokenizer = load_model(name, dtype=dtype, device=device)
+    fast = kvpass.compile(loaded, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format)
+    return Document.restored(path, metadata, tensors, fast, tokenizer)
+
+
+def document_page(path: str | Path, *, model: str | None = None) -> str:
+    """Return :meth:`kvpass.Document.html` of a file; of the model only the tokenizer is loaded.
+
+    Raises:
+        ValueError: as for :func:`load_document`, or as for ``html``.
+    """
+    metadata, tensors = read_saved(path)
+    with located(_model_of(path, metadata, model)[0]) as place:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+    state = KVState(policy=_policy_of(path, metadata), budget=metadata.budget, entry_format=metadata.entry_format)
+    return page(state.restored(metadata, tensors), tokenizer)
+
+
+def _model_of(path: str | Path, metadata: CacheMetadata, model: str | None) -> tuple[str, str]:
+    """Return the name of the model of a file, ``model`` if given, and its dtype; ``CacheFileError`` without one."""
     named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
     if not isinstance(named, str) or not isinstance(dtype, str):
         raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
-    policy = _policy_of(path, metadata)
     if not model and named != "builtin" and named not in PACKAGES and not os.path.isdir(named):
         raise CacheFileError(
             path,
             f"names the model {named!r}, which is no folder here, and what is downloaded is not for a file to "
             "decide; say which model it is: kvpass ask FILE QUESTION --model NAME",
         )
-    loaded, tokenizer = load_model(model or named, dtype=dtype, device=device)
-    fast = kvpass.compile(loaded, policy=policy, budget=metadata.budget, backend=backend, entries=metadata.entry_format)
-    return Document.restored(path, metadata, tensors, fast, tokenizer)
+    return model or named, dtype
 
 
 def _policy_of(path: str | Path, metadata: CacheMetadata) -> Policy:

@@ -26,8 +26,10 @@ from kvpass.eval.options import (
     CompressOptions,
     DemoOptions,
     EvalOptions,
+    LookOptions,
 )
 from kvpass.progress import working
+from kvpass.replace_file import replacing
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -108,7 +110,11 @@ def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @_command
 def demo(options: DemoOptions) -> None:
-    """Hide facts in a long text and ask a model for them, with full and compressed caches."""
+    """Ask a model for facts hidden in a long text, or about a document, with full and compressed caches.
+
+    Facts: lava, snapkv and streaming_llm in scope prompt by default; try --scope prompt,context. A document: lava and
+    kvzip in both scopes.
+    """
     from kvpass.eval.demo import Demo
 
     with _bad_values():
@@ -247,6 +253,19 @@ def chat(options: ChatOptions) -> None:
         typer.echo()
         if talk.notice:
             typer.echo(talk.notice, err=True)
+
+
+@_command
+def look(options: LookOptions) -> None:
+    """Write a page that shows what is kept: a document's text, each token shaded by the heads that keep it."""
+    from kvpass.cli.documents import document_page
+
+    with _bad_values():
+        _make_folder("output", options.output.parent)
+        page = document_page(options.cache, model=options.model)
+        with replacing(options.output) as file:
+            file.write(page.encode())
+    Console().print(f"written: {options.output}, {options.output.stat().st_size} bytes", highlight=False)
 
 
 @app.command()

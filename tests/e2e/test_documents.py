@@ -185,6 +185,22 @@ def test_a_chat_goes_on_from_line_to_line_until_quit(document, tmp_path):
     assert invoke("chat", path, "--system", "x", "--backend", "eager").exit_code == 2
 
 
+def test_look_writes_the_page_of_a_document_and_loads_no_weights(document, text, tmp_path, monkeypatch):
+    path, page = tmp_path / "doc.kv", tmp_path / "new" / "kept.html"
+    document.save(path)
+    expected = load_document(path, backend="eager").html()
+    monkeypatch.setattr("kvpass.cli.documents.load_model", None)
+    result = invoke("look", path, "-o", page)
+    assert result.exit_code == 0, result.output
+    assert f"written: {page}" in result.output.replace("\n", "")
+    assert page.read_text() == expected
+    page.unlink()
+    for words, message in ((text,), "no cache file"), ((path, "--model", tmp_path / "nowhere"), "nowhere"):
+        result = invoke("look", *words, "-o", page)
+        assert result.exit_code == 2 and message in result.stderr, result.output
+        assert not page.exists()
+
+
 def test_a_question_that_is_not_known_yet_is_spoken_of_before_the_work(text, tmp_path):
     frontend._warn_of_question.cache_clear()  # other tests have had it say so
     for policy, words in (("lava", "'lava' goes by it"), ("kvzip", "reads the text twice"), ("compactor", "")):

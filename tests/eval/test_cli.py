@@ -2,6 +2,7 @@
 
 import gc
 import io
+import itertools
 import json
 import math
 import re
@@ -41,12 +42,13 @@ def test_help_is_given_for_every_command(command):
 
 
 ARGUMENTS = {"eval": "builtin", "demo": "builtin", "bench": "", "compress": "-", "ask": f"{__file__} who?"}
-ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__}
-VALUES = """
+ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__, "look": __file__}
+VALUES = f"""
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
---json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a
+--json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a --question who?
+--document {__file__}
 """.split()
 
 
@@ -183,6 +185,10 @@ BAD_VALUES = [
     ("demo --tokens 64 --facts 1", "tokens=64: must be above 64 for the budgets"),
     ("demo --tokens 17000", "tokens=17000: with the answer 17016, and the model reads at most 16384"),
     ("demo --output map.txt", "output='map.txt': must end in .png"),
+    ("demo --question who?", "--document and --question go together"),
+    ("demo --scope answer", "scope='answer'"),
+    ("demo --policies full", "policies='full': name one that compresses"),
+    ("demo --policies lava:window=40", "budget 36 is 36 entries"),
     ("eval builtin --length 512 --budgets 0.01", "budget 0.01 is 5 entries"),
     ("eval builtin --length 60", "tokens=60"),
     ("eval builtin --tasks haystack", "tasks='haystack'"),
@@ -317,6 +323,46 @@ def test_demo_prints_answers_and_writes_the_heat_map(tmp_path, monkeypatch):
     assert "…" not in result.output
     for words in ("seed 0", "float32", "256 tokens", "lava, streaming_llm, with default options"):
         assert words in result.output.replace("\n", " ")
+
+
+DOCUMENT = "the code of bara dador is 482 913 . the pin of lato gilum is 117 . " + 20 * (
+    "the old farmer carried the lamp near the river . a quiet baker watched the fox behind the castle . "
+)
+
+
+def test_demo_asks_about_a_document_before_and_after_the_question_is_known(tmp_path):
+    document, picture = tmp_path / "doc.txt", tmp_path / "map.png"
+    document.write_text(DOCUMENT)
+    asked = ("--document", document, "--question", "question the code of bara dador is", "--max-new-tokens", 3)
+    result = invoke("demo", *asked, "--backend", "eager", "--output", picture)
+    assert result.exit_code == 0, result.output
+    _, *tables = result.output.partition("Measured")[0].split("scope ")
+    answers = {}
+    for table in tables:
+        for line in table.splitlines():
+            match re.split(r" {2,}", line.strip()):
+                case [system, budget, answer, kib, _, _] if system != "system":
+                    answers[table.split(":")[0], system, budget] = answer, int(kib)
+    assert len(answers) == 12
+    wrong = {key for key, (answer, _) in answers.items() if answer != "482 913 ."}
+    assert wrong == {("context", "kvpass lava", "25%")}
+    for scope, policy in itertools.product(("context", "prompt"), ("lava", "kvzip")):
+        quarter, half = (answers[scope, f"kvpass {policy}", budget][1] for budget in ("25%", "50%"))
+        assert quarter < half < answers[scope, "kvpass full", "all"][1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_asks_for_facts_in_both_scopes(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "BUDGETS", (64,))
+    words = ("--tokens", 256, "--facts", 1, "--scope", "context,prompt", "--policies", "snapkv:window=8,full")
+    result = invoke("demo", *words, "--backend", "eager", "--output", tmp_path / "map.png")
+    assert result.exit_code == 0, result.output
+    assert re.findall(r"scope (\w+): the question is (not )?known", result.output) == [
+        ("context", "not "),
+        ("prompt", ""),
+    ]
+    assert len(re.findall(r"kvpass full +all +100% +1/1", result.output)) == 2
+    assert len(re.findall(r"kvpass snapkv:window=8 +64 +25.0% +\d/1", result.output)) == 2
 
 
 def test_without_matplotlib_the_demo_says_what_to_install_and_computes_nothing(tmp_path, monkeypatch):
