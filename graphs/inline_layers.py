@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,20 @@ from kvpass.torch_compat import FakeTensorMode
 _INVOKE = torch.ops.higher_order.invoke_subgraph
 
 
-def inline_layers_pass(gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode) -> int:
-    """Put the graph of each called layer in place of the call, with values of fake ``inputs``; return how many."""
+def inline_layers_pass(
+    gm: GraphModule, *, inputs: Sequence[Any], mode: FakeTensorMode, known: dict[Hashable, Any]
+) -> int:
+    """Put the graph of each called layer in place of the call, with values of fake ``inputs``; return how many.
+
+    Args:
+        known: values of calls that were recorded of another graph; those of this one are added.
+    """
     calls = _calls(gm)
     traced: dict[Any, str] = {}  # path of the layer that a graph was traced for
     for call in calls:
         _inline(gm, call, traced.setdefault(call.args[1], _path(call)))
     if calls:
-        record_values(gm, inputs, mode)
+        record_values(gm, inputs, mode, known)
     return len(calls)
 
 

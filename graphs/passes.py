@@ -146,7 +146,7 @@ def pass_name(graph_pass: Callable[..., int]) -> str:
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> list[PassRecord]:
-    """Apply ``passes`` in order, with a lint after each; dump graphs as ``<label>.<ii>.<pass>.before|after``."""
+    """Apply ``passes`` in order, with a lint after each change; dump graphs as ``<label>.<ii>.<pass>.before|after``."""
     records = []
     disabled = _disabled()
     before = _count_ops(gm)
@@ -158,9 +158,10 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], *, label: str) -> l
         dump_graph(f"{artifact}.before", gm)
         began = time.perf_counter()
         sites = graph_pass(gm)
-        gm.graph.lint()
-        seconds = time.perf_counter() - began
         after = _count_ops(gm)
+        if sites or after != before:
+            gm.graph.lint()
+        seconds = time.perf_counter() - began
         changed = (name for name in sorted(before | after) if before[name] != after[name])
         op_diff = "\n".join(
             f"{name}: {before[name]} -> {after[name]} ({after[name] - before[name]:+d})" for name in changed

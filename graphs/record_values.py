@@ -20,23 +20,25 @@ from kvpass.torch_compat import FakeTensor, FakeTensorMode, enable_python_dispat
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-def record_values(gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> None:
-    """Record the values that fake inputs give.
+def record_values(
+    gm: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, known: dict[Hashable, Any] | None = None
+) -> None:
+    """Record the values that fake inputs give; ``known``: those of another graph in this mode, to which they are added.
 
     Calls that differ only in elements may have one object as their value, also where they are two tensors. It is not
     so where a call writes into a tensor: there one must know what shares memory.
     """
     with mode, enable_python_dispatcher(), torch.no_grad():  # as Dynamo records: else polar fixes the number of rows
-        _Recorder(gm, mode).run(*inputs)
+        _Recorder(gm, mode, {} if known is None else known).run(*inputs)
 
 
 class _Recorder(Interpreter):
-    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, gm: GraphModule, mode: FakeTensorMode, known: dict[Hashable, Any]) -> None:
         super().__init__(gm)
         self.mode, self.extra_traceback = mode, False
         self._is_shared = not any(map(mutated_inputs, gm.graph.nodes))
         self._forms: dict[int, Hashable] = {}
-        self._known: dict[Hashable, Any] = {}
+        self._known = known
 
     def run_node(self, n: Node) -> Any:
         key = self._key(n) if self._is_shared and n.op.startswith("call_") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -118,7 +119,7 @@ def storage_users(tensor: Tensor) -> int:
 
 @contextmanager
 def repeated_where(are_alike: Callable[[Collection[Any], Collection[Guard]], bool]) -> Iterator[None]:
-    """Let Dynamo repeat the graph of a layer for those alone that are alike; torch compares part of their attributes.
+    """Let Dynamo repeat the graph of a layer for those alone that are alike, in place of its guards on the layer.
 
     Args:
         are_alike: of the traced layer and another one (or of another argument of both), and the guards on the former.
@@ -126,7 +127,11 @@ def repeated_where(are_alike: Callable[[Collection[Any], Collection[Guard]], boo
     fits = invoke_subgraph.is_reusable
 
     def guarded(tx: Any, condition: Any, arguments: Any, traced: Any) -> bool:
-        if not fits(tx, condition, arguments, traced):
+        # are_alike compares all that the guards ask for; to copy them for each layer is an eighth of a capture
+        left_out: dict[str, Any] = {"guards": []}
+        if not tx.output.side_effects.mutated_sources:  # of which none may be among the sources that were traced
+            left_out["traced_sources"] = type(condition.traced_sources)()
+        if not fits(tx, replace(condition, **left_out), arguments, traced):
             return False
         scope = {"G": tx.output.root_tx.f_globals, "L": tx.output.root_tx.f_locals}
         replaced = invoke_subgraph.build_source_replacement(traced.arg_sources, arguments.arg_sources)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from kvpass.cache.model_state import ModelState
+from kvpass.cache.model_state import Global, ModelState
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
 
@@ -33,7 +33,7 @@ _IRRELEVANT = set(
 _VERSION = attrgetter("_version")
 
 
-_NAMES = frozenset(
+_NAMES: frozenset[str | Global] = frozenset(
     "_parameters _buffers _modules _forward_hooks _forward_pre_hooks "
     "_active_adapter _disable_adapters merged_adapters scaling".split()
 )
@@ -83,7 +83,7 @@ class ModelFingerprint:
             tuple(_adapter_state(module) for module in self._model.modules() if _is_adapter(module)),
         )
 
-    def attributes(self, names: frozenset[str]) -> ModelState:
+    def attributes(self, names: frozenset[str | Global]) -> ModelState:
         """Return the present state of the attributes with these names, which a capture reads, and watch them."""
         if not names <= self._names:
             self._names |= names

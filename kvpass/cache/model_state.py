@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from kvpass.torch_compat import dict_version, wrapped_tensors
 
 _MAPPINGS = (dict, OrderedDict)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset)
-_PLAIN = (int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
+PLAIN = (int, float, complex, str, bytes, Enum, torch.Size, torch.dtype, torch.device, type(None))
 _HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
 _HOOKS_THAT_RUN = {"_forward_hooks", "_forward_pre_hooks"}
+
+Global = tuple[ModuleType, str]
+"""A module and the name of a global of it."""
 
 
 class _Attributes:
@@ -46,12 +50,13 @@ class ModelState:
     """Values of the attributes that have certain names, of an object and of all that these attributes lead to.
 
     Args:
-        root: the object. Its own hooks are left out: they run around its forward. names: of attributes.
+        root: the object. Its own hooks are left out: they run around its forward. names: of attributes, and globals
+            besides, which are compared by identity.
     Attributes:
         value: equal for states that are captured alike.
     """
 
-    def __init__(self, root: Any, names: Collection[str]) -> None:
+    def __init__(self, root: Any, names: Collection[str | Global]) -> None:
         self._root, self._names = root, names
         self._numbers: dict[int, int] = {}  # of objects and classes, by id
         self._tensor_numbers: dict[int, int] = {}
@@ -61,7 +66,10 @@ class ModelState:
         self._dicts: list[dict[Any, Any]] = []
         self._versions: list[int] = []
         self._elements: list[tuple[Any, list[Any]]] = []
-        self.value = self._value(root), self._classes
+        self._globals = [(*name, getattr(*name, None)) for name in names if isinstance(name, tuple)]
+        self._modules = [vars(module) for module in {module for module, *_ in self._globals}]
+        self._module_versions: list[int] = []
+        self.value = self._value(root), self._classes, {key[:2]: self._value(key[2]) for key in self._globals}
         self._empty = [x for x in self._dicts if not x]  # the most of them; asking these is cheaper
         self._versions = [version for x, version in zip(self._dicts, self._versions, strict=True) if x]
         self._dicts = [x for x in self._dicts if x]
@@ -76,14 +84,23 @@ class ModelState:
             and list(map(type, self._objects)) == self._types
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses  # "tensor.data = other"
             and all(len(x) == len(elements) and all(map(operator.is_, x, elements)) for x, elements in self._elements)
+            and self._globals_hold()
         )
+
+    def _globals_hold(self) -> bool:
+        versions = list(map(dict_version, self._modules))
+        if versions != self._module_versions:  # a module gains and loses others all the time
+            if not all(getattr(module, name, None) is x for module, name, x in self._globals):
+                return False
+            self._module_versions = versions
+        return True
 
     def covers(self, x: Any) -> bool:
         """Whether attributes or elements of an object are in the value, where they have one of the names."""
         return type(x) in _CONTAINERS or id(x) in self._numbers
 
     def _value(self, x: Any) -> Any:
-        if isinstance(x, _PLAIN):
+        if isinstance(x, PLAIN):
             return type(x), x
         if isinstance(x, Tensor):
             return self._tensor(x)

@@ -167,7 +167,8 @@ class PhaseCompiler:
     def canonicalize(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Capture:
         """Return the capture of a graph and its inputs, as Dynamo gives them to a backend, in their trace."""
         gm, inputs, label = copy_graph(gm), fake_inputs(gm, example_inputs), f"capture.{len(self.records):02d}"
-        inline, distinct = partial(inline_layers_pass, inputs=inputs, mode=backend_mode()), distinct_layers(gm)
+        inline = partial(inline_layers_pass, inputs=inputs, mode=backend_mode(), known={})
+        distinct = distinct_layers(gm)
         if distinct is not None:
             run_passes(distinct.gm, [inline, *FINDING_PASSES], label=f"{label}.distinct")
         passes = run_passes(gm, capture_passes(inline, self.layers, distinct), label=label)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from kvpass.cache.fingerprint import ModelFingerprint
-from kvpass.cache.model_state import ModelState
+from kvpass.cache.model_state import Global, ModelState
 from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
 from kvpass.compiler.guards import are_alike, take_over_guards
 from kvpass.compiler.step import Call
@@ -125,7 +125,7 @@ class _Captures:
     """
 
     state: Any
-    names: frozenset[str] = frozenset()
+    names: frozenset[str | Global] = frozenset()
     compiled: dict[Key, Callable[..., Tensor]] = field(default_factory=dict)
     ends: _LengthLimits = field(default_factory=_LengthLimits)
 
@@ -172,7 +172,8 @@ class CaptureCache:
                 not take so many tokens.
         """
         captures = self._captures()
-        call.take_over_guards = partial(take_over_guards, forward, partial(self._watch, captures))
+        scope, watch = {"L": {"forward": forward}, "G": globals()}, partial(self._watch, captures)
+        call.take_over_guards = partial(take_over_guards, scope, watch)
         key, ends = self._key(captures, ids, logits_to_keep), captures.ends
         if key not in captures.compiled:
             # a capture is made of several tokens, also where the call has one, and serves one as well
@@ -192,7 +193,7 @@ class CaptureCache:
             self._capture_on_all_ranks(compiled, call, _several(ids))
             return _call_compiled(compiled, call, ids, positions)
 
-    def _watch(self, captures: _Captures, names: frozenset[str]) -> ModelState:
+    def _watch(self, captures: _Captures, names: frozenset[str | Global]) -> ModelState:
         """The state of the attributes that captures of the model read: now those of these names too."""
         captures.names |= names
         attributes = self.model.attributes(captures.names)

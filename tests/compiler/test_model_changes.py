@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -10,11 +11,13 @@ from peft import LoraConfig
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import DynamicCache
+from transformers.models.llama import modeling_llama
 
 import kvpass
 from numeric_checks import assert_close
 from tiny_models import random_ids, tiny_model
 
+GAIN = 1.0
 PROMPT, TOKEN = random_ids(1, 40), random_ids(1, 1, seed=1)
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute")  # two adapters are meant
 
@@ -42,7 +45,7 @@ class Head(nn.Module):
 
     def forward(self, x):
         gain = self.gain * self.gains["here"] * self.listed[0][0] * self.settings.gain * self.slots.gain
-        gain = gain * self.factor * self.config.gain * (2.0 if self.training else 1.0)
+        gain = gain * self.factor * self.config.gain * (2.0 if self.training else 1.0) * GAIN
         return self.inner(x) * gain + self.shift + self.shifts[0]
 
 
@@ -143,6 +146,10 @@ def added(model):
     model.eval()
 
 
+def tripled(function):
+    return lambda x: 3 * function(x)
+
+
 def doubled(weight):
     return nn.Parameter(weight.detach() * 2)
 
@@ -158,6 +165,8 @@ CHANGES = {
     "submodule": (attribute(lambda model: model.model.layers[1].mlp, "act_fn", lambda _: nn.Tanh()), 1, False),
     "class": (attribute(head, "__class__", lambda _: Twice), 1, False),
     "class attribute": (attribute(lambda model: Head, "factor", lambda _: 3.0), 1, False),
+    "global": (attribute(lambda model: sys.modules[__name__], "GAIN", lambda _: 3.0), 1, False),
+    "function of a module": (attribute(lambda model: modeling_llama, "rotate_half", tripled), 1, False),
     "training of a part": (attribute(head, "training", lambda _: True), 1, False),
     "number": (attribute(norm, "variance_epsilon", lambda _: 10.0), 1, False),
     "configuration": (attribute(lambda model: head(model).config, "gain", lambda _: 3.0), 1, False),
@@ -168,6 +177,7 @@ CHANGES = {
     "object": (attribute(lambda model: head(model).settings, "gain", lambda _: 3.0), 1, False),
     "object with slots": (attribute(lambda model: head(model).slots, "gain", lambda _: 3.0), 1, False),
 }
+OF_ALL_MODELS = [CHANGES[name][0] for name in ("class attribute", "global", "function of a module")]
 OF_ADAPTERS = {"switched": (switched, 1, True), "merged": (merged, 1, True, False), "added": (added, 1, True)}
 
 
@@ -179,7 +189,7 @@ def check(make, change, captures, refuses, differs=True):
     assert_close("before", out.logits, before, atol=1e-5)
     fast(TOKEN, past_key_values=out.past_key_values.clone())
     graphs = counters["stats"]["unique_graphs"]
-    undo = [change(model) for model in ([plain] if change is CHANGES["class attribute"][0] else [fast, plain])]
+    undo = [change(model) for model in ([plain] if change in OF_ALL_MODELS else [fast, plain])]
     try:
         if refuses:
             with pytest.raises(kvpass.CacheMismatchError, match=r"another model|replaced|other adapters|was handed"):
@@ -219,7 +229,7 @@ class Noted(nn.Linear):
         return super().forward(x)
 
 
-def test_what_every_call_writes_is_captured_once():
+def test_what_every_call_writes_is_captured_once(monkeypatch):
     model = tiny_model("llama", layers=1)
     model.lm_head.__class__ = Noted
     fast = kvpass.compile(model, policy="full", backend="eager")
@@ -231,6 +241,7 @@ def test_what_every_call_writes_is_captured_once():
         assert fast.lm_head.state == "called" and fast.lm_head.last.shape[1] == 1
     fast(random_ids(1, 30))
     fast.generation_config.temperature, fast.note = 0.5, "of the user"
+    monkeypatch.setattr(modeling_llama, "note", "of the user", raising=False)
     fast(random_ids(1, 1), past_key_values=cache)
     assert counters["stats"]["unique_graphs"] == graphs
 
