@@ -107,7 +107,7 @@ class ModelFingerprint:
         return {
             "class": type(self._model).__name__,
             "dtype": str(self.weights.dtype),
-            "config": {} if config is None else dict(_settings(config.to_dict())),
+            "config": {} if config is None else settings_of(config),
             "adapters": [
                 f"{name}: {_adapter_state(layer)}" for name, layer in self._model.named_modules() if _is_adapter(layer)
             ],
@@ -137,20 +137,25 @@ class ModelFingerprint:
         for name, value in own.items():
             if type(described.get(name)) is not type(value):
                 raise CacheMismatchError(f"the cache does not say of which {name} its model is, or not as kvpass does")
-        ours, theirs = (
-            {name: side[name] for name in ("class", "dtype")}
-            | {f"config.{name}": side["config"][name] for name in sorted(side["config"])}
-            for side in (own, described)
-        )
-        for name in ours:
-            if ours[name] != theirs.get(name, ours[name]):
-                raise CacheMismatchError(
-                    f"the cache is of another model: its {name} is {theirs[name]}, here it is {ours[name]}"
-                )
+        check_settings(own, described)
         if own["adapters"] != described["adapters"]:
             raise CacheMismatchError("the cache was filled with other active adapters than the model has now")
         if own["weights"] != described["weights"]:
             raise CacheMismatchError("the cache is of another model: one of the same configuration with other weights")
+
+
+def check_settings(own: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Compare what is known of a model, of class, dtype and settings, as :meth:`ModelFingerprint.check` does."""
+    ours, theirs = (
+        {name: side[name] for name in ("class", "dtype") if name in own}
+        | {f"config.{name}": side["config"][name] for name in sorted(side["config"])}
+        for side in (own, described)
+    )
+    for name in ours:
+        if ours[name] != theirs.get(name, ours[name]):
+            raise CacheMismatchError(
+                f"the cache is of another model: its {name} is {theirs[name]}, here it is {ours[name]}"
+            )
 
 
 @dataclass(frozen=True)
@@ -191,8 +196,12 @@ def weights_digest(model: nn.Module, whole: Mapping[str, Any], *, rounded: bool 
     return found.hexdigest()
 
 
+def settings_of(config: Any) -> dict[str, str]:
+    """Return the settings of a model's configuration that matter, as text; nested ones have dotted names."""
+    return dict(_settings(config.to_dict()))
+
+
 def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield settings that matter, as text; nested ones have dotted names."""
     for name, value in config.items():
         if str(name).startswith("_") or name in _IRRELEVANT:
             continue

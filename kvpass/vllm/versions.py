@@ -7,6 +7,8 @@ Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,6 +129,17 @@ def ranks() -> Ranks:
     return Ranks(group.device_group.group_name, group.rank_in_group, group.world_size)
 
 
+@contextmanager
+def _bad_request() -> Iterator[None]:
+    """Turn ValueError into vLLM's own, which is HTTP 400: any other is HTTP 500."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
+
+
 @functools.cache
 def check_requests() -> None:
     """Have requests checked where they enter, in the process of the front end, which reads the documents at its start.
@@ -148,16 +161,16 @@ def check_requests() -> None:
     @functools.wraps(begin)
     def start(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
         begin(self, vllm_config, *args, **options)
-        self.kvpass = Admission.of(vllm_config)
+        self.kvpass = self.renderer.kvpass = Admission.of(vllm_config, self.tokenizer)
+        if self.kvpass is not None:
+            check_bodies()
 
     @functools.wraps(make)
     def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
         request = make(self, *args, **options)
         if self.kvpass is not None:
-            try:
+            with _bad_request():
                 self.kvpass.admit(request)
-            except ValueError as error:
-                raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
         return request
 
     @functools.wraps(resolve)
@@ -169,6 +182,47 @@ def check_requests() -> None:
     InputProcessor.__init__ = start
     InputProcessor.process_inputs = process_inputs
     InputProcessor.resolve_watermarking = resolve_watermarking
+
+
+@functools.cache
+def check_bodies() -> None:
+    """Have the bodies of requests checked where the server makes tokens of them, before a stream begins.
+
+    A chat about a document is written by the server's own template, with one character in place of the document. The
+    front end's admission puts the document's tokens before those of the rest.
+    """
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    make_chat, make_text = OnlineRenderer.preprocess_chat, OnlineRenderer.preprocess_completion
+
+    def named(self: Any, request: Any) -> Any:
+        from kvpass.vllm.chats import named_document
+
+        with _bad_request():
+            return named_document(request) if self.renderer.kvpass else None
+
+    @functools.wraps(make_chat)
+    async def preprocess_chat(self: Any, request: Any, messages: Any, *args: Any, **options: Any) -> Any:
+        name = named(self, request)
+        if name is None:
+            return await make_chat(self, request, messages, *args, **options)
+        with _bad_request():
+            chat = self.renderer.kvpass.chat_about(name)
+            head, short = chat.short(messages)
+        conversation, [prompt] = await make_chat(self, request, short, *args, **options)
+        with _bad_request():
+            text = chat.whole(head, prompt.get("prompt"), request)
+        [whole] = await self.preprocess_cmpl(request, [{"prompt": text}])
+        with _bad_request():
+            return conversation, [whole | {"prompt_token_ids": chat.rest(whole["prompt_token_ids"])}]
+
+    @functools.wraps(make_text)
+    async def preprocess_completion(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+        named(self, request)
+        return await make_text(self, request, *args, **options)
+
+    OnlineRenderer.preprocess_chat = preprocess_chat
+    OnlineRenderer.preprocess_completion = preprocess_completion
 
 
 @functools.cache
