@@ -105,7 +105,7 @@ class Server:
             path, body = "completions", {"prompt": "\n\nIn short:", "add_special_tokens": False}
         about = {} if document is None else {DOCUMENT: document}
         model = self._flag("--served-model-name") or self._options.model
-        text = shlex.quote(json.dumps({"model": model, **body, **about, "max_tokens": 64}))
+        text = shlex.quote(json.dumps({"model": model, **body, **about, "max_tokens": 64, "temperature": 0}))
         address = f"localhost:{self._flag('--port') or 8000}/v1/{path}"
         return f"curl {address} -H 'Content-Type: application/json' -d {text}"
 
