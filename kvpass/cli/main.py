@@ -8,7 +8,6 @@ import gc
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -252,17 +251,16 @@ def chat(options: ChatOptions) -> None:
 @_command
 def serve(options: ServeOptions) -> None:
     """Serve a model with vLLM: compressed prompts, and documents that many requests share."""
-    from kvpass.cli.serve import Server
+    from kvpass.cli.serve import prepare
     from kvpass.vllm.refusals import check_version, installed
 
     with _bad_values():
         check_version(installed())
         policy = options.policy or (None if options.documents else "lava")
         chosen = _chosen(policy, "256")[1] | {"budget": 256} if policy else {}
-        server = Server(options, chosen | ({"budget": options.budget} if options.budget else {}))
-    typer.echo(server.summary)
-    sys.stdout.flush()
-    os.execv(server.command[0], server.command)
+        command, lines = prepare(options, chosen | ({"budget": options.budget} if options.budget else {}))
+    print(*lines, sep="\n", flush=True)
+    os.execv(command[0], command)
 
 
 @app.command()

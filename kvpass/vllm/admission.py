@@ -150,17 +150,14 @@ class Admission:
         settings = Settings.read(config.additional_config)
         if settings is None:
             return None
-        length = config.model_config.max_model_len
-        if not settings.documents:
-            return cls(settings, {}, length)
         from kvpass.vllm.chats import DocumentChat
         from kvpass.vllm.documents import read
 
-        saved = read(settings, length)
+        saved, length = read(settings, config.model_config.max_model_len), config.model_config.max_model_len
         documents = {name: document.ids for name, document in saved.items()}
         if tokenizer is None:
             return cls(settings, documents, length)
-        chats = [DocumentChat.of(name, documents[name], saved[name].metadata.notes, tokenizer) for name in saved]
+        chats = [DocumentChat.of(name, ids, saved[name].metadata.notes, tokenizer) for name, ids in documents.items()]
         begins = {ids[0] for ids in documents.values()} & {*tokenizer.get_added_vocab().values()}
         begins |= {tokenizer.bos_token_id} - {None}
         return cls(settings, documents, length, {chat.name: chat for chat in chats if chat}, frozenset(begins))
@@ -188,27 +185,22 @@ class Admission:
             raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
         params.max_tokens = min(params.max_tokens, most)
 
-    def ids_of(self, name: object) -> Sequence[int]:
-        """Return the token ids of a document; ValueError for one that there is not."""
-        if not isinstance(name, str) or name not in self.documents:
-            raise ValueError(f"{DOCUMENT}={name!r}: the documents of this server are {[*self.documents]}")
-        return self.documents[name]
-
     def chat_about(self, name: object) -> DocumentChat:
-        """Return the chat that a document begins; ValueError for a document that begins none."""
-        self.ids_of(name)
-        if name not in self.chats:
+        """Return the chat that a document begins; ValueError for a document that begins none, or that there is not."""
+        if not isinstance(name, str) or name not in self.chats:
             raise ValueError(
-                f"document {name!r} was read without a chat template: make its file by 'kvpass compress' without "
-                "--no-chat, or send text that follows it to /v1/completions"
+                f"{DOCUMENT}={name!r}: of the documents of this server, {[*self.documents]}, {[*self.chats]} were read "
+                "with a chat template; read others by 'kvpass compress' without --no-chat, or use /v1/completions"
             )
-        return self.chats[str(name)]
+        return self.chats[name]
 
     def _continue(self, request: Any) -> int:
         """Put the tokens of the document that a request names before its own; return how many its own are."""
         params, own = request.sampling_params, len(request.prompt_token_ids)
         name = (params.extra_args or {}).get(DOCUMENT)
-        ids, room, most = self.ids_of(name), self.settings.room, self.max_model_len
+        if not isinstance(name, str) or name not in self.documents:
+            raise ValueError(f"{DOCUMENT}={name!r}: the documents of this server are {[*self.documents]}")
+        ids, room, most = self.documents[name], self.settings.room, self.max_model_len
         if self.begins.intersection(request.prompt_token_ids[:1]):
             raise ValueError(
                 f"a question about document {name!r} begins with the token of a new prompt or chat: send messages to "

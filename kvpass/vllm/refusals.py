@@ -159,9 +159,7 @@ def installed() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise ValueError(
-        "vLLM is not installed: 'make vllm' in a checkout sets up .venv-vllm; elsewhere pip install 'kvpass[vllm]'"
-    )
+    raise ValueError("vLLM is not installed: pip install 'kvpass[vllm]'")
 
 
 def check_config(config: Any, settings: Settings) -> None:

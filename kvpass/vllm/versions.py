@@ -6,6 +6,7 @@ Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,37 +189,29 @@ def check_requests() -> None:
 def check_bodies() -> None:
     """Have the bodies of requests checked where the server makes tokens of them, before a stream begins.
 
-    A chat about a document is written by the server's own template, with one character in place of the document. The
-    front end's admission puts the document's tokens before those of the rest.
+    The server's own template writes a chat about a document, with a letter in place of the document.
     """
     from vllm.renderers.online_renderer import OnlineRenderer
 
+    from kvpass.vllm.chats import named_document
+
     make_chat, make_text = OnlineRenderer.preprocess_chat, OnlineRenderer.preprocess_completion
-
-    def named(self: Any, request: Any) -> Any:
-        from kvpass.vllm.chats import named_document
-
-        with _bad_request():
-            return named_document(request) if self.renderer.kvpass else None
 
     @functools.wraps(make_chat)
     async def preprocess_chat(self: Any, request: Any, messages: Any, *args: Any, **options: Any) -> Any:
-        name = named(self, request)
-        if name is None:
-            return await make_chat(self, request, messages, *args, **options)
         with _bad_request():
+            name = named_document(request) if self.renderer.kvpass else None
+            if name is None:
+                return await make_chat(self, request, messages, *args, **options)
             chat = self.renderer.kvpass.chat_about(name)
-            head, short = chat.short(messages)
-        conversation, [prompt] = await make_chat(self, request, short, *args, **options)
-        with _bad_request():
-            text = chat.whole(head, prompt.get("prompt"), request)
-        [whole] = await self.preprocess_cmpl(request, [{"prompt": text}])
-        with _bad_request():
-            return conversation, [whole | {"prompt_token_ids": chat.rest(whole["prompt_token_ids"])}]
+            conversation, [prompt] = await make_chat(self, request, chat.short(messages), *args, **options)
+            return conversation, [prompt | await asyncio.to_thread(chat.whole, prompt.get("prompt"))]
 
     @functools.wraps(make_text)
     async def preprocess_completion(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        named(self, request)
+        if self.renderer.kvpass:
+            with _bad_request():
+                named_document(request)
         return await make_text(self, request, *args, **options)
 
     OnlineRenderer.preprocess_chat = preprocess_chat

@@ -136,5 +136,4 @@ def test_what_cannot_be_served_is_said_before_vllm_starts(serve, words, message)
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_command_says_how_to_get_it(folder):
     result = invoke("serve", folder / "model")
-    assert result.exit_code == 2
-    assert result.output.startswith("error: vLLM is not installed: 'make vllm'") and result.output.count("\n") == 1
+    assert (result.exit_code, result.output) == (2, "error: vLLM is not installed: pip install 'kvpass[vllm]'\n")

@@ -251,14 +251,19 @@ FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"typ
     [
         (
             {"messages": [{"role": "system", "content": "the fox"}, *CHATS["asked of told"]]},
-            "document 'told' was read without a system text: leave that of the chat out",
+            "document 'told' was read with the system text None: leave that of the chat out",
         ),
         (
             {"tools": [FUNCTION], "tool_choice": "none"},
-            "the chat template writes with tools another text than document 'told'",
+            "the chat template writes another text than document 'told'",
         ),
-        ({"document": "small"}, "document 'small' was read without a chat template"),
-        ({"document": "tolled"}, "kvpass_document='tolled': the documents of this server are"),
+        *(
+            (
+                {"document": name},
+                f"kvpass_document='{name}': of the documents of this server, ['small', 'fitted', 'told'], ['told']",
+            )
+            for name in ("small", "tolled")
+        ),
         ({"messages": CHATS["chat"][1:]}, "must begin with a question of the user"),
         ({"messages": whole([{"role": "user", "content": ""}])}, "must begin with a question of the user"),
     ],
