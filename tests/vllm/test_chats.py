@@ -92,12 +92,14 @@ def test_questions_alone_have_the_tokens_of_the_whole_chat(templated, system, tu
     assert [*chat.ids, *rest(chat, tokenizer, [{"role": "user", "content": iter(parts)}, *messages[1:]])] == expected
 
 
-def test_tools_are_refused_where_the_template_writes_them_before_the_document(templated):
-    _, tokenizer = templated
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_tools_are_refused_where_the_template_writes_them_before_the_question(tokenizer, place):
+    template, tools = (TEMPLATES / "smollm2.jinja").read_text(), "{% if tools %}{{ tools }}{% endif %}"
+    tokenizer.chat_template = tools + template if place == "before" else template + tools
     chat = document_chat(tokenizer)
-    expected = tokens(tokenizer, written(tokenizer, whole(TURNS), tools=[FUNCTION]))
-    if expected[: len(chat.ids)] == [*chat.ids]:
-        assert rest(chat, tokenizer, TURNS, tools=[FUNCTION]) == expected[len(chat.ids) :]
+    if place == "behind":
+        expected = tokens(tokenizer, written(tokenizer, whole(TURNS), tools=[FUNCTION]))
+        assert [*chat.ids, *rest(chat, tokenizer, TURNS, tools=[FUNCTION])] == expected
     else:
         with pytest.raises(ValueError, match=r"another text than document 'd' begins with.* leave tools"):
             rest(chat, tokenizer, TURNS, tools=[FUNCTION])
