@@ -18,7 +18,7 @@ export PYTHONSAFEPATH := 1
 export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 test-vllm test-real compare-kvpress lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 vllm test-vllm test-real compare-kvpress lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -56,7 +56,10 @@ test-torch-2.11: $(READY) ## the same on the oldest torch, with its CUDA librari
 test-torch-2.15: $(READY) ## the same on the newest torch, with its CUDA libraries unless pip finds a CPU build
 	@scripts/test-versions $(VENV) "torch==2.15.0 triton==3.9.0 transformers==5.23.0"
 
-test-vllm: $(VLLM_READY) ## run kvpass in vLLM on the CPU, in an environment of its own (4 GB; half an hour); VLLM=0.33: its Python files
+vllm: $(VLLM_READY) ## set up vLLM for `kvpass serve` on the CPU, in an environment of its own, .venv-vllm (4 GB)
+	@echo "there: $(VLLM_VENV)/bin/kvpass serve --help"
+
+test-vllm: vllm ## run kvpass in vLLM on the CPU, in .venv-vllm (half an hour); VLLM=0.33: its Python files
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 test-real: $(READY) ## real weights: fetch SmolLM2-135M, compare with transformers, answers at a quarter of the cache

@@ -163,6 +163,25 @@ class LookOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Without documents the policy is lava, if none is named; with documents and no policy each request names one."""
+
+    model: Annotated[str, Argument(help="'smollm2-135m', or a folder or hub name.")]
+    flags: Annotated[list[str] | None, Argument(metavar="[-- FLAGS]", help="Of vLLM, such as: -- --port 8001.")] = None
+    documents: Annotated[
+        list[str] | None, Option("--document", metavar="NAME=FILE", help="A file of 'kvpass compress'; one or more.")
+    ] = None
+    policy: Annotated[str | None, Option(help="Of prompts, such as 'lava' or 'snapkv:kernel_size=31'.")] = None
+    budget: Annotated[
+        int | None, Option(min=1, help="Of the policy: entries per KV head per layer; 256 if not given.")
+    ] = None
+    room: Annotated[int, Option(help="Most tokens that a request may append to its prompt.")] = 512
+    entries: Annotated[
+        str | None, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'; the documents' own if not.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
     model: Model
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File the maps go to.")]

@@ -145,7 +145,7 @@ class Document:
         if not text.strip():
             raise ValueError("the document is empty")
         template = Template(tokenizer, options if chat else None)
-        before = template.before(_messages(system, text, ""))
+        before = template.before(opening(system, text, ""))
         ids = _common(*(template.ids(before + mark) for mark in _MARKS))
         _check_length(model, len(ids) + 1, "the document")
         with reading(len(ids)):
@@ -208,8 +208,8 @@ class Document:
     def text(self, messages: Sequence[Message]) -> str:
         """Return the text of a chat about the document, up to an answer to the last of these messages."""
         first, *others = messages
-        short = _messages(self._system, "d", first["content"])
-        before, text = self.template.before(_messages(self._system, "d", "")), self.template.text([*short, *others])
+        short = opening(self._system, "d", first["content"])
+        before, text = self.template.before(opening(self._system, "d", "")), self.template.text([*short, *others])
         if not text.startswith(before):
             raise ValueError(
                 "the chat template changes what comes before the first question, as those do that move the system text "
@@ -371,7 +371,7 @@ def _system_message(text: str | None) -> list[Message]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
-def _messages(system: str | None, document: str, question: str) -> list[Message]:
+def opening(system: str | None, document: str, question: str) -> list[Message]:
     """Return the messages of a chat about a document up to its first question."""
     return [*_system_message(system), {"role": "user", "content": f"{document}\n\n{question}"}]
 

@@ -107,7 +107,7 @@ class ModelFingerprint:
         return {
             "class": type(self._model).__name__,
             "dtype": str(self.weights.dtype),
-            "config": {} if config is None else dict(_settings(config.to_dict())),
+            "config": {} if config is None else dict(settings_of(config.to_dict())),
             "adapters": [
                 f"{name}: {_adapter_state(layer)}" for name, layer in self._model.named_modules() if _is_adapter(layer)
             ],
@@ -137,20 +137,21 @@ class ModelFingerprint:
         for name, value in own.items():
             if type(described.get(name)) is not type(value):
                 raise CacheMismatchError(f"the cache does not say of which {name} its model is, or not as kvpass does")
-        ours, theirs = (
-            {name: side[name] for name in ("class", "dtype")}
-            | {f"config.{name}": side["config"][name] for name in sorted(side["config"])}
-            for side in (own, described)
-        )
-        for name in ours:
-            if ours[name] != theirs.get(name, ours[name]):
-                raise CacheMismatchError(
-                    f"the cache is of another model: its {name} is {theirs[name]}, here it is {ours[name]}"
-                )
+        compare({name: own[name] for name in ("class", "dtype")}, described)
+        compare(own["config"], described["config"], "config.")
         if own["adapters"] != described["adapters"]:
             raise CacheMismatchError("the cache was filled with other active adapters than the model has now")
         if own["weights"] != described["weights"]:
             raise CacheMismatchError("the cache is of another model: one of the same configuration with other weights")
+
+
+def compare(own: Mapping[str, str], described: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise CacheMismatchError for a value of a model that differs in the fingerprint of a file and is in both."""
+    for name in sorted(own):
+        if own[name] != described.get(name, own[name]):
+            raise CacheMismatchError(
+                f"the cache is of another model: its {prefix}{name} is {described[name]}, here it is {own[name]}"
+            )
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,13 @@ def weights_digest(model: nn.Module, whole: Mapping[str, Any], *, rounded: bool 
     return found.hexdigest()
 
 
-def _settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def settings_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield settings that matter, as text; nested ones have dotted names."""
     for name, value in config.items():
         if str(name).startswith("_") or name in _IRRELEVANT:
             continue
         if isinstance(value, Mapping):
-            yield from _settings(value, f"{prefix}{name}.")
+            yield from settings_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", repr(value)
 

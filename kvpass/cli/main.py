@@ -27,6 +27,7 @@ from kvpass.eval.options import (
     DemoOptions,
     EvalOptions,
     LookOptions,
+    ServeOptions,
 )
 from kvpass.progress import working
 from kvpass.replace_file import replacing
@@ -266,6 +267,21 @@ def look(options: LookOptions) -> None:
         with replacing(options.output) as file:
             file.write(page.encode())
     Console().print(f"written: {options.output}, {options.output.stat().st_size} bytes", highlight=False)
+
+
+@_command
+def serve(options: ServeOptions) -> None:
+    """Serve a model with vLLM: compressed prompts, and documents that many requests share."""
+    from kvpass.cli.serve import prepare
+    from kvpass.vllm.refusals import check_version, installed
+
+    with _bad_values():
+        check_version(installed())
+        policy = options.policy or (None if options.documents else "lava")
+        chosen = _chosen(policy, "256")[1] | {"budget": 256} if policy else {}
+        command, lines = prepare(options, chosen | ({"budget": options.budget} if options.budget else {}))
+    print(*lines, sep="\n", flush=True)
+    os.execv(command[0], command)
 
 
 @app.command()

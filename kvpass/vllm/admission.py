@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -16,10 +16,11 @@ from kvpass.vllm.layout import BlockLayout, BlockSize
 from kvpass.vllm.settings import Settings
 
 if TYPE_CHECKING:
+    from kvpass.vllm.chats import DocumentChat
     from kvpass.vllm.documents import Documents
 
 DOCUMENT = "kvpass_document"
-"""Names a document in ``SamplingParams.extra_args``, over HTTP in ``vllm_xargs``, whose values are no dicts."""
+"""Names a document in ``SamplingParams.extra_args``; over HTTP in the body or in ``vllm_xargs``, which has no dicts."""
 
 
 class Continued(NamedTuple):
@@ -126,6 +127,13 @@ BEAMS = "kvpass does not support beam search in vLLM, which reads the prompt ane
 """Why: vLLM sends every token of every beam as a new prompt, answer included."""
 
 
+def check_names(names: Iterable[object]) -> None:
+    """Raise ValueError for an argument of a request that begins with ``kvpass`` and is unknown."""
+    for name in names:
+        if str(name).startswith("kvpass") and name != DOCUMENT:
+            raise ValueError(f"{name}: kvpass does not know this argument of a request; it knows {[DOCUMENT]}")
+
+
 @dataclass(frozen=True)
 class Admission:
     """What the front end of an engine checks requests against."""
@@ -133,17 +141,26 @@ class Admission:
     settings: Settings
     documents: Mapping[str, Sequence[int]]  # token ids by name
     max_model_len: int
+    chats: Mapping[str, DocumentChat] = field(default_factory=dict)  # of documents that begin one
+    begins: frozenset[int] = frozenset()  # special tokens that begin a prompt or a chat, and no question
 
     @classmethod
-    def of(cls, config: Any) -> Admission | None:
+    def of(cls, config: Any, tokenizer: Any = None) -> Admission | None:
         """Return that of an engine's ``VllmConfig``; None without kvpass."""
         settings = Settings.read(config.additional_config)
         if settings is None:
             return None
+        from kvpass.vllm.chats import DocumentChat
         from kvpass.vllm.documents import read
 
-        documents = {name: document.ids for name, document in read(config, settings).items()}
-        return cls(settings, documents, config.model_config.max_model_len)
+        saved, length = read(settings, config.model_config.max_model_len), config.model_config.max_model_len
+        documents = {name: document.ids for name, document in saved.items()}
+        if tokenizer is None:
+            return cls(settings, documents, length)
+        chats = [DocumentChat.of(name, ids, saved[name].metadata.notes, tokenizer) for name, ids in documents.items()]
+        begins = {ids[0] for ids in documents.values()} & {*tokenizer.get_added_vocab().values()}
+        begins |= {tokenizer.bos_token_id} - {None}
+        return cls(settings, documents, length, {chat.name: chat for chat in chats if chat}, frozenset(begins))
 
     def admit(self, request: Any) -> None:
         """Change a request: it ends with ``length`` when its room is used up, and begins with the document it names.
@@ -159,9 +176,7 @@ class Admission:
         """
         most = self.settings.room + 1  # the last token is never appended
         params = request.sampling_params
-        for name in params.extra_args or {}:
-            if str(name).startswith("kvpass") and name != DOCUMENT:
-                raise ValueError(f"{name}: kvpass does not know this argument of a request; it knows {[DOCUMENT]}")
+        check_names(params.extra_args or {})
         if request.resumable:
             raise ValueError("kvpass does not support streaming sessions: send the whole prompt in one request")
         if self.settings.only_documents or (params.extra_args or {}).get(DOCUMENT) is not None:
@@ -170,6 +185,15 @@ class Admission:
             raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
         params.max_tokens = min(params.max_tokens, most)
 
+    def chat_about(self, name: object) -> DocumentChat:
+        """Return the chat that a document begins; ValueError for a document that begins none, or that there is not."""
+        if not isinstance(name, str) or name not in self.chats:
+            raise ValueError(
+                f"{DOCUMENT}={name!r}: of the documents of this server, {[*self.documents]}, {[*self.chats]} were read "
+                "with a chat template; read others by 'kvpass compress' without --no-chat, or use /v1/completions"
+            )
+        return self.chats[name]
+
     def _continue(self, request: Any) -> int:
         """Put the tokens of the document that a request names before its own; return how many its own are."""
         params, own = request.sampling_params, len(request.prompt_token_ids)
@@ -177,6 +201,11 @@ class Admission:
         if not isinstance(name, str) or name not in self.documents:
             raise ValueError(f"{DOCUMENT}={name!r}: the documents of this server are {[*self.documents]}")
         ids, room, most = self.documents[name], self.settings.room, self.max_model_len
+        if self.begins.intersection(request.prompt_token_ids[:1]):
+            raise ValueError(
+                f"a question about document {name!r} begins with the token of a new prompt or chat: send messages to "
+                '/v1/chat/completions, or "add_special_tokens": false and the text that follows the document'
+            )
         if own > room:
             raise ValueError(
                 f"a question of {own} tokens about document {name!r}: kvpass keeps room for {room}, with its answer; "

@@ -89,7 +89,8 @@ def load(config: Any, settings: Settings, ranks: Ranks) -> Documents | None:
     Raises:
         ValueError: as :func:`read`, or a document or the policy is of another model.
     """
-    saved, model = read(config, settings), config.model_config
+    model = config.model_config
+    saved = read(settings, model.max_model_len)
     of_one_model = any(part.made_for() is not None for part in settings.policy.parts)
     if ranks.rank == 0 and (saved or of_one_model):
         weights = AutoModelForCausalLM.from_pretrained(
@@ -105,12 +106,12 @@ def load(config: Any, settings: Settings, ranks: Ranks) -> Documents | None:
     return Documents.of(saved, ranks, torch.device(config.device_config.device)) if saved else None
 
 
-def read(config: Any, settings: Settings) -> dict[str, SavedDocument]:
+def read(settings: Settings, max_model_len: int) -> dict[str, SavedDocument]:
     """Read the files of an engine's documents; raise ValueError for one that the engine cannot read or serve."""
     found = {}
     for name, path in settings.documents.items():
         try:
-            found[name] = _read(Path(path), config.model_config.max_model_len, settings.entry_format)
+            found[name] = _read(Path(path), max_model_len, settings.entry_format)
         except (ValueError, OSError) as error:
             raise ValueError(f"document {name!r}: {error}") from error
     return found

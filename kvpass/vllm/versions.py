@@ -6,7 +6,10 @@ Besides them, classes that ``backend``, ``spec`` and ``prompt_rows`` derive from
 
 from __future__ import annotations
 
+import asyncio
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,6 +130,17 @@ def ranks() -> Ranks:
     return Ranks(group.device_group.group_name, group.rank_in_group, group.world_size)
 
 
+@contextmanager
+def _bad_request() -> Iterator[None]:
+    """Turn ValueError into vLLM's own, which is HTTP 400: any other is HTTP 500."""
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
+
+
 @functools.cache
 def check_requests() -> None:
     """Have requests checked where they enter, in the process of the front end, which reads the documents at its start.
@@ -148,16 +162,16 @@ def check_requests() -> None:
     @functools.wraps(begin)
     def start(self: Any, vllm_config: Any, *args: Any, **options: Any) -> None:
         begin(self, vllm_config, *args, **options)
-        self.kvpass = Admission.of(vllm_config)
+        self.kvpass = self.renderer.kvpass = Admission.of(vllm_config, self.tokenizer)
+        if self.kvpass is not None:
+            check_bodies()
 
     @functools.wraps(make)
     def process_inputs(self: Any, *args: Any, **options: Any) -> Any:
         request = make(self, *args, **options)
         if self.kvpass is not None:
-            try:
+            with _bad_request():
                 self.kvpass.admit(request)
-            except ValueError as error:
-                raise VLLMValidationError(str(error)) from error  # any other ends in HTTP 500
         return request
 
     @functools.wraps(resolve)
@@ -169,6 +183,39 @@ def check_requests() -> None:
     InputProcessor.__init__ = start
     InputProcessor.process_inputs = process_inputs
     InputProcessor.resolve_watermarking = resolve_watermarking
+
+
+@functools.cache
+def check_bodies() -> None:
+    """Have the bodies of requests checked where the server makes tokens of them, before a stream begins.
+
+    The server's own template writes a chat about a document, with a letter in place of the document.
+    """
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+    from kvpass.vllm.chats import named_document
+
+    make_chat, make_text = OnlineRenderer.preprocess_chat, OnlineRenderer.preprocess_completion
+
+    @functools.wraps(make_chat)
+    async def preprocess_chat(self: Any, request: Any, messages: Any, *args: Any, **options: Any) -> Any:
+        with _bad_request():
+            name = named_document(request) if self.renderer.kvpass else None
+            if name is None:
+                return await make_chat(self, request, messages, *args, **options)
+            chat = self.renderer.kvpass.chat_about(name)
+            conversation, [prompt] = await make_chat(self, request, chat.short(messages), *args, **options)
+            return conversation, [prompt | await asyncio.to_thread(chat.whole, prompt.get("prompt"))]
+
+    @functools.wraps(make_text)
+    async def preprocess_completion(self: Any, request: Any, *args: Any, **options: Any) -> Any:
+        if self.renderer.kvpass:
+            with _bad_request():
+                named_document(request)
+        return await make_text(self, request, *args, **options)
+
+    OnlineRenderer.preprocess_chat = preprocess_chat
+    OnlineRenderer.preprocess_completion = preprocess_completion
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Requests before the engine sees them, and the prompt of each row."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +10,14 @@ from kvpass.vllm.layout import BlockLayout, BlockSize
 from kvpass.vllm.settings import Settings
 
 CONFIGURED = {"policy": "lava", "budget": 64, "room": 8}
-ADMISSION = Admission(Settings.read({"kvpass": CONFIGURED}), {"manual": [5, 6, 7], "tale": [8] * 90}, 100)
+ADMISSION = Admission(Settings.read({"kvpass": CONFIGURED}), {"manual": [5, 6, 7], "tale": [8] * 90}, 100, begins={1})
 
 
-def request(max_tokens, min_tokens=0, *, resumable=False, document=None, ids=3, **more):
+def request(max_tokens, min_tokens=0, *, resumable=False, document=None, ids=3, first=9, **more):
     extra_args = None if document is None else {DOCUMENT: document, "other": 1}
     params = {"max_tokens": max_tokens, "min_tokens": min_tokens, "extra_args": extra_args, "prompt_logprobs": None}
     params = SimpleNamespace(**params | more)
-    return SimpleNamespace(sampling_params=params, resumable=resumable, prompt_token_ids=[9] * ids)
+    return SimpleNamespace(sampling_params=params, resumable=resumable, prompt_token_ids=[first, *[9] * (ids - 1)])
 
 
 def test_an_answer_ends_where_its_room_does_and_without_settings_nothing_is_checked():
@@ -51,6 +52,10 @@ KNOWN = r": .* it knows \['kvpass_document'\]"
         ({"document": "manual", "ids": 9}, "a question of 9 tokens about document 'manual': kvpass keeps room for 8"),
         ({"document": "tale", "ids": 8, "max_model_len": 98}, "document 'tale' has 90 tokens and the question 8"),
         ({"document": "manual", "prompt_logprobs": 1}, "prompt_logprobs: document 'manual' is not read again"),
+        (
+            {"document": "manual", "first": 1},
+            "a question about document 'manual' begins with the token of a new prompt",
+        ),
         *(
             ({"extra_args": {DOCUMENT: "manual", name: 1}}, name + KNOWN)
             for name in ("kvpass_documents", "kvpass", "kvpass_budget")
@@ -60,7 +65,12 @@ KNOWN = r": .* it knows \['kvpass_document'\]"
 def test_what_there_is_no_room_for_and_what_cannot_be_asked_of_a_document_is_refused(change, message):
     asking = request(**{"max_tokens": 4, **change})
     with pytest.raises(ValueError, match=message):
-        Admission(ADMISSION.settings, ADMISSION.documents, change.get("max_model_len", 100)).admit(asking)
+        replace(ADMISSION, max_model_len=change.get("max_model_len", 100)).admit(asking)
+
+
+def test_a_prompt_that_is_not_about_a_document_may_begin_as_it_likes():
+    ADMISSION.admit(asking := request(4, first=1))
+    assert asking.prompt_token_ids == [1, 9, 9]
 
 
 def test_where_no_policy_is_given_each_request_must_name_a_document():

@@ -13,6 +13,7 @@ import kvpass
 from kvpass.cache.fingerprint import weights_digest
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.vllm import documents
+from kvpass.vllm.admission import Admission
 from kvpass.vllm.settings import Settings
 from tiny_models import sharing_captures
 
@@ -63,7 +64,7 @@ def settings(*files):
 
 def refused(folder, file, message):
     with pytest.raises(ValueError, match=f"document 'a': {message}"):
-        documents.read(config(folder), settings(file))
+        documents.read(settings(file), 100)
 
 
 def load(folder, *files, ranks=ONE_PROCESS, **changes):
@@ -115,11 +116,31 @@ def test_a_document_of_codes_keeps_them_with_scales_and_mean(folder, model, file
     assert_holds(found, store, heads)
 
 
+def test_a_front_end_knows_which_documents_begin_a_chat_and_what_no_question_begins_with(model, tmp_path):
+    _, cache = compressed(model)
+    state = {"before": "a text ", "system": None, "options": {}}
+    for name, notes in (("a", {"document": state}), ("b", {"document": state | {"options": None}}), ("c", {})):
+        cache.save(tmp_path / name, notes=notes)
+    given = {"room": 8, "documents": [f"{name}={tmp_path / name}" for name in "abc"]}
+    engine = SimpleNamespace(additional_config={"kvpass": given}, model_config=SimpleNamespace(max_model_len=100))
+    first = int(cache.ids[0, 0])
+    for added, begins in (({"<a>": first, "<b>": 49}, {1, first}), ({"<b>": 49}, {1})):
+        tokenizer = SimpleNamespace(bos_token_id=1, get_added_vocab=lambda added=added: added, chat_template="x")
+        found = Admission.of(engine, tokenizer)
+        assert list(found.documents) == ["a", "b", "c"] and list(found.chats) == ["a"]
+        assert found.begins == begins and found.documents["b"] == cache.ids[0].tolist()
+        assert found.chat_about("a").before == "a text "
+        for name in "bc":
+            with pytest.raises(ValueError, match=rf"kvpass_document='{name}': .* \['a', 'b', 'c'\], \['a'\] were read"):
+                found.chat_about(name)
+    assert Admission.of(engine).begins == frozenset()  # an engine without a tokenizer
+
+
 def test_padding_is_no_part_of_a_document(folder, model, file):
     fast, _ = compressed(model)
     ids = torch.tensor([[0] * 5 + [*range(5, 50)]])
     fast.compress(ids, attention_mask=(ids > 0).long()).save(file)
-    assert documents.read(config(folder), settings(file))["a"].ids == [*range(5, 50)]
+    assert documents.read(settings(file), 100)["a"].ids == [*range(5, 50)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plug-in behind vLLM's HTTP server, started by ``examples/serve.sh``; loopback only. Run by ``make test-vllm``."""
+"""The plug-in behind vLLM's HTTP server, started by ``kvpass serve``; loopback only. Run by ``make test-vllm``."""
 
 import asyncio
 import json
@@ -16,22 +16,34 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tiny import DOCUMENTS, answers, compress_documents, prompt
+from tiny import DOCUMENTS, answer, answers, compress_documents, prompt
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM: make test-vllm", allow_module_level=True)
 
 import httpx
+import openai
 import psutil
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvpass
 
 ROOM = 32
-SETTINGS = {"policy": "lava", "budget": 64, "room": ROOM}
+POLICY, BUDGET = "lava", 64
 ABOUT = [(40, 1, "small"), (41, 9, "small"), (42, 20, "fitted")]
 """Questions about documents."""
 REQUESTS, CLIENTS, RUNNING = 500, 24, 12
 TEXT = 6 * "the code of bara dador is 482 913 . the old farmer carried the lamp near the river . "
-MESSAGES = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "yes"}]
+CHATS = {
+    "chat": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "yes"}],
+    "asked of told": [{"role": "user", "content": "question the code of bara dador is"}],
+    "turns about told": [
+        {"role": "user", "content": "question the lamb"},
+        {"role": "assistant", "content": "near the river"},
+        {"role": "user", "content": "question the farmer"},
+    ],
+}
+"""Messages, by the name of the prompt; those about "told" without the document's text."""
 
 
 class Server:
@@ -100,32 +112,51 @@ def asked(folder, tmp_path_factory):
     random = Random(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = {str(seed): prompt(seed, random.randrange(2, 1200)) for seed in range(29)} | {"short": prompt(29, 1)}
-    prompts["chat"] = tokenizer.apply_chat_template(MESSAGES)["input_ids"]
-    found = answers(folder, [*prompts.values()], ROOM + 1, SETTINGS["policy"], SETTINGS["budget"])
+    prompts["chat"] = tokenizer.apply_chat_template(CHATS["chat"])["input_ids"]
+    found = answers(folder, [*prompts.values()], ROOM + 1, POLICY, BUDGET)
     expected = dict(zip(prompts, found, strict=True))
-    named, found, _ = compress_documents(folder, tmp_path_factory.mktemp("documents"), ABOUT, ROOM + 1)
+    place = tmp_path_factory.mktemp("documents")
+    named, found, _ = compress_documents(folder, place, ABOUT, ROOM + 1)
     for seed, length, document in ABOUT:
         name = f"{length} about {document}"
         prompts[name], expected[name] = prompt(seed, length), found[str(length)][: ROOM + 1 - length]
-    return prompts, expected, named
+    fast = kvpass.compile(
+        AutoModelForCausalLM.from_pretrained(folder).eval(), policy="keydiff", budget=30, backend="eager"
+    )
+    told = kvpass.Document.of_text(TEXT, fast, tokenizer)
+    told.save(place / "told.kv")
+    for name in ("asked of told", "turns about told"):
+        prompts[name] = tokenizer.apply_chat_template(whole(CHATS[name]))["input_ids"]
+        assert prompts[name][: told.cache.columns] == told.cache.ids[0].tolist()
+        rest = prompts[name][told.cache.columns :]
+        expected[name] = answer(fast, rest, ROOM + 1 - len(rest), past_key_values=told.cache)
+    return prompts, expected, [*named, f"told={place / 'told.kv'}"]
+
+
+def whole(messages):
+    """A chat about "told", with the document's text."""
+    first, *others = messages
+    return [first | {"content": f"{TEXT}\n\n{first['content']}"}, *others]
 
 
 @pytest.fixture(scope="module", params=[WHOLE, CHUNKS], ids=["whole prompts", "chunks"])
 def server(folder, asked, tmp_path_factory, request):
     (prompts, expected, named), place = asked, tmp_path_factory.mktemp("server")
     port, log = free_port(), place / "log"
-    options = {
+    flags = {
         "--host": "127.0.0.1",
         "--port": port,
         "--served-model-name": "tiny",
-        "--dtype": "float32",
         "--max-num-seqs": RUNNING,
         "--kv-cache-memory-bytes": 32 * 2**20,  # so few blocks that all are soon in memory
-        "--additional-config": json.dumps({"kvpass": SETTINGS | {"documents": named}}),
     }
-    script = Path(__file__).parents[3] / "examples" / "serve.sh"
-    command = [str(script), str(folder), *(str(part) for option in options.items() for part in option), *request.param]
+    run = "import sys; from kvpass.cli.main import app; app(sys.argv[1:])"
+    command = [sys.executable, "-c", run, "serve", folder, "--policy", POLICY, "--budget", BUDGET, "--room", ROOM]
+    command += [part for document in named for part in ("--document", document)]
+    command += ["--", *(part for flag in flags.items() for part in flag), *request.param]
+    command = [str(part) for part in command]
     documents = {f"{length} about {document}": document for _, length, document in ABOUT}
+    documents |= {name: "told" for name in CHATS if name != "chat"}
     served = Server(command, f"http://127.0.0.1:{port}", log, prompts, expected, documents)
     try:
         served.start()
@@ -137,14 +168,14 @@ def server(folder, asked, tmp_path_factory, request):
 def body(server, name, **options):
     """A request for a completion; greedy and as long as there is room, if nothing else is said."""
     common = {"model": "tiny", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    given = {"messages": MESSAGES} if name == "chat" else {"prompt": server.prompts[name], "max_tokens": 2 * ROOM}
+    given = {"messages": CHATS[name]} if name in CHATS else {"prompt": server.prompts[name], "max_tokens": 2 * ROOM}
     if name in server.documents:
         given["vllm_xargs"] = {"kvpass_document": server.documents[name]}
     return common | given | options
 
 
 def path_of(name):
-    return "/v1/chat/completions" if name == "chat" else "/v1/completions"
+    return "/v1/chat/completions" if name in CHATS else "/v1/completions"
 
 
 def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
@@ -161,9 +192,17 @@ def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
         ({"use_beam_search": True, "n": 2}, "kvpass does not support beam search"),
         (
             {"vllm_xargs": {"kvpass_document": "manual"}},
-            "kvpass_document='manual': the documents of this server are ['small', 'fitted']",
+            "kvpass_document='manual': the documents of this server are ['small', 'fitted', 'told']",
         ),
         ({"vllm_xargs": {"kvpass_document": "small"}}, "tokens about document 'small': kvpass keeps room for 32"),
+        ({"kvpass_document": "small"}, "tokens about document 'small': kvpass keeps room for 32"),
+        ({"kvpass_documents": "small"}, "kvpass_documents: kvpass does not know this argument"),
+        ({"vllm_xargs": {"kvpass": 1}, "stream": True}, "kvpass: kvpass does not know this argument"),
+        ({"kvpass_document": "small", "prompt": "the lamb"}, "document 'small' begins with the token of a new prompt"),
+        (
+            {"kvpass_document": "told", "prompt": "<bos> farmer the lamb", "add_special_tokens": False},
+            "document 'told' begins with the token of a new prompt or chat",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_a_bad_request_that_says_why(server, options, message):
@@ -177,6 +216,61 @@ def test_a_question_about_a_document_is_answered_behind_it(server, _, length, do
     [choice], usage = answer["choices"], answer["usage"]
     assert choice["token_ids"] == server.expected[name] and choice["finish_reason"] == "length"
     assert usage["prompt_tokens"] == DOCUMENTS[document][0] + length
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def ask_in_chat(client, messages, document="told", **options):
+    body = {"kvpass_document": document, "ignore_eos": True, "return_token_ids": True}
+    return client.chat.completions.create(
+        model="tiny", messages=messages, **{"temperature": 0, "extra_body": body} | options
+    )
+
+
+@pytest.mark.parametrize("written", [lambda messages: messages, whole], ids=["questions", "with the text"])
+@pytest.mark.parametrize("name", ["asked of told", "turns about told"])
+def test_a_chat_about_a_document_is_answered_as_the_whole_chat(server, client, name, written):
+    answer = ask_in_chat(client, written(CHATS[name]), n=2, temperature=1, top_p=1e-6)
+    assert answer.prompt_token_ids == server.prompts[name]
+    assert [choice.token_ids for choice in answer.choices] == 2 * [server.expected[name]]
+    assert answer.usage.prompt_tokens == len(server.prompts[name])
+    parts = ask_in_chat(client, written(CHATS[name]), stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.choices[0].message.content
+
+
+FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"messages": [{"role": "system", "content": "the fox"}, *CHATS["asked of told"]]},
+            "document 'told' was read with the system text None: leave that of the chat out",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": "none"},
+            "the chat template writes another text than document 'told'",
+        ),
+        *(
+            (
+                {"document": name},
+                f"kvpass_document='{name}': of the documents of this server, ['small', 'fitted', 'told'], ['told']",
+            )
+            for name in ("small", "tolled")
+        ),
+        ({"messages": CHATS["chat"][1:]}, "must begin with a question of the user"),
+        ({"messages": whole([{"role": "user", "content": ""}])}, "must begin with a question of the user"),
+    ],
+)
+def test_a_chat_that_does_not_begin_as_the_document_is_a_bad_request(server, client, change, message, stream):
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+        ask_in_chat(client, **{"messages": CHATS["asked of told"], "stream": stream} | change)
 
 
 class Soak:

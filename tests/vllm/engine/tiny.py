@@ -37,7 +37,10 @@ SHORT_QUESTIONS = [(10, 1, "small"), (1, 60), (11, 7, "small"), (12, 20, "small"
 RESULT = "result "
 """Begins the line that a scenario prints."""
 
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}question"
+CHAT_TEMPLATE = """{% set names = {'system': 'castle', 'user': 'farmer', 'assistant': 'baker'} %}
+<bos>{% if tools %} fox{% endif %}
+{% for message in messages %} {{ names[message['role']] }} {{ message['content'] }} .{% endfor %} baker"""
+"""Of words that the tokenizer knows."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
