@@ -264,7 +264,7 @@ class Chat:
         Raises:
             ValueError: the message is empty, or the chat and its answer are longer than the model takes.
         """
-        messages = [*self.messages, {"role": "user", "content": message.strip()}]
+        self.notice, messages = "", [*self.messages, {"role": "user", "content": message.strip()}]
         if not message.strip():
             raise ValueError("the message is empty")
         ids = self._ids(messages)
@@ -313,7 +313,7 @@ class Chat:
     def _notice(self, before: PromptRecord | None) -> None:
         """Say what was dropped of the chat, if it was compressed since a record was made."""
         assert self.cache is not None
-        record, self.notice = self.cache.record, ""
+        record = self.cache.record
         if record is None or record is before:
             return
         tokens = record.columns - int(record.start[0])

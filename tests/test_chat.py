@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 import kvpass
+from command_line import invoke
 from kvpass import Chat, Document
 
 TEMPLATES = Path(__file__).parent / "support" / "chat_templates"
@@ -254,6 +255,17 @@ def test_a_chat_stays_within_its_budget(model, qwen3):
     assert chat.cache.columns > 300
     chat.send("And?", max_new_tokens=NEW)
     assert "each head keeps 40" in chat.notice
+    with pytest.raises(ValueError, match="message is empty"):
+        chat.send(" ")
+    assert chat.notice == ""
+
+
+def test_the_command_says_once_what_a_turn_dropped(model, qwen3, monkeypatch):
+    monkeypatch.setattr("kvpass.loading.load_model", lambda *_, **__: (model, qwen3))
+    options = ("--policy", "snapkv:window=8", "--budget", "40", "--max-new-tokens", NEW, "--backend", "eager")
+    result = invoke("chat", *options, stdin=f"{TEXT.replace(chr(10), ' ')}\n\n \n/quit\n".encode())
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("each head keeps 40 on average, as snapkv") == 1
 
 
 def test_a_chat_says_nothing_of_what_it_drops_where_it_drops_nothing(fast, qwen3):

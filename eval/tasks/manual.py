@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -126,16 +124,22 @@ class Manual:
 
     def samples(self, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, seed: int) -> list[Sample]:
         samples: list[Sample] = []
-        for number in range(count):
-            build = partial(_samples, name=str(number), seed=f"manual/{seed}/{number}")
-
-            def longest(size: int, build: Callable[[int], list[Sample]] = build) -> Sample:
-                return max(build(size), key=lambda sample: len(tokenizer(sample.question)["input_ids"]))
-
-            samples += build(largest(longest, tokenizer, tokens, smallest=1, chat=self.chat, name=self.name))
-            if len(samples) >= count:
-                break
+        number = 0
+        while len(samples) < count:
+            samples += self._of_manual(number, tokenizer, tokens, seed)
+            number += 1
         return samples[:count]
+
+    def _of_manual(self, number: int, tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -> list[Sample]:
+        """All samples of the longest manual of which the prompt with the longest question fits."""
+
+        def build(size: int) -> list[Sample]:
+            return _samples(size, name=str(number), seed=f"manual/{seed}/{number}")
+
+        def with_longest_question(size: int) -> Sample:
+            return max(build(size), key=lambda sample: len(tokenizer(sample.question)["input_ids"]))
+
+        return build(largest(with_longest_question, tokenizer, tokens, smallest=1, chat=self.chat, name=self.name))
 
     def metric(self, prediction: str, sample: Sample) -> float:
         """1 if the answer stands in the prediction, as words of its own, case aside."""

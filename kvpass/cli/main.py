@@ -252,7 +252,7 @@ def chat(options: ChatOptions) -> None:
         except ValueError as error:
             typer.echo(f"error: {error}", err=True)
         typer.echo()
-        if talk.notice:
+        if message and talk.notice:
             typer.echo(talk.notice, err=True)
 
 
@@ -278,8 +278,9 @@ def serve(options: ServeOptions) -> None:
     with _bad_values():
         check_version(installed())
         policy = options.policy or (None if options.documents else "lava")
-        chosen = _chosen(policy, "256")[1] | {"budget": 256} if policy else {}
-        command, lines = prepare(options, chosen | ({"budget": options.budget} if options.budget else {}))
+        chosen = _chosen(policy, "256")[1] if policy else {}
+        budget = {"budget": options.budget or 256} if policy or options.budget else {}
+        command, lines = prepare(options, chosen | budget)
     print(*lines, sep="\n", flush=True)
     os.execv(command[0], command)
 
