@@ -73,6 +73,17 @@ class Template:
         texts = [self.text([*earlier, last | {"content": last["content"] + mark}]) for mark in _MARKS]
         return _common(*texts)
 
+    def with_document(self, text: str, system: str | None, before: str) -> str | None:
+        """Put a document into the text of a chat that has "d" in its place (:func:`opening`).
+
+        Args:
+            text: of the chat. before: that of the chat with the document, up to the first question.
+        Returns:
+            the text; None if the chat begins otherwise. What is rendered may have the date of today.
+        """
+        head = self.before(opening(system, "d", ""))
+        return before + text[len(head) :] if text.startswith(head) else None
+
     def end(self) -> list[int]:
         """Return the special token that the template puts behind an answer, if it puts one: it ends an answer too."""
         if self.options is None:
@@ -208,14 +219,14 @@ class Document:
     def text(self, messages: Sequence[Message]) -> str:
         """Return the text of a chat about the document, up to an answer to the last of these messages."""
         first, *others = messages
-        short = opening(self._system, "d", first["content"])
-        before, text = self.template.before(opening(self._system, "d", "")), self.template.text([*short, *others])
-        if not text.startswith(before):
+        short = self.template.text([*opening(self._system, "d", first["content"]), *others])
+        text = self.template.with_document(short, self._system, self._before)
+        if text is None:
             raise ValueError(
                 "the chat template changes what comes before the first question, as those do that move the system text "
                 "to the last message: read the document without a system text"
             )
-        return self._before + text[len(before) :]
+        return text
 
 
 class Chat:

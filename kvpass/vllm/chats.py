@@ -36,11 +36,6 @@ class DocumentChat(NamedTuple):
                 return cls(name, ids, Template(tokenizer, options), before, system)
         return None
 
-    @property
-    def _head(self) -> str:
-        """Text before the first question, with "d" in place of the document; it may have the date of today."""
-        return self.template.before(opening(self.system, "d", ""))
-
     def short(self, messages: Sequence[Any]) -> list[Message]:
         """Return the messages of a chat, with "d" in place of the document.
 
@@ -57,7 +52,8 @@ class DocumentChat(NamedTuple):
                 f"document {self.name!r} was read with the system text {self.system!r}: leave that of the chat out, or "
                 "read the document with it: 'kvpass compress --system TEXT'"
             )
-        question = _text(first).removeprefix(self.before[len(self._head) - len("d\n\n") :])
+        head = self.template.before(opening(self.system, "d", ""))
+        question = _text(first).removeprefix(self.before[len(head) - len("d\n\n") :])
         if first["role"] != "user" or not question.strip():
             raise ValueError(f"a chat about document {self.name!r} must begin with a question of the user")
         return [*opening(self.system, "d", question), *others]
@@ -70,19 +66,19 @@ class DocumentChat(NamedTuple):
         Raises:
             ValueError: text or tokens do not begin as those of the document.
         """
-        if text is None or not text.startswith(head := self._head):
+        whole = None if text is None else self.template.with_document(text, self.system, self.before)
+        if whole is None:
             raise ValueError(
                 f"before the first question the chat template writes another text than document {self.name!r} begins "
                 "with: leave tools and chat_template_kwargs out, or read the document anew, which was read with the "
                 f"options {self.template.options}"
             )
-        text = self.before + text[len(head) :]
-        ids, known = self.template.ids(text), len(self.ids)
+        ids, known = self.template.ids(whole), len(self.ids)
         if ids[:known] != [*self.ids] or len(ids) == known:
             raise ValueError(
                 f"the question changes the tokens of the end of document {self.name!r}: begin it with another character"
             )
-        return {"prompt": text, "prompt_token_ids": ids[known:]}
+        return {"prompt": whole, "prompt_token_ids": ids[known:]}
 
 
 def _text(message: Mapping[str, Any]) -> str:
