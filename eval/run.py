@@ -130,9 +130,11 @@ class Evaluation:
             prompts = [prompt.scoped(first.scope, self.options.num_uncompressed_tokens) for _, prompt in samples]
             rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
             limits = [sample.max_new_tokens for sample, _ in samples]
-            for number, answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
-                condition = conditions[number]
-                yield [self._record(condition, indices[index], tokens, kept) for index, tokens, kept in answers]
+            for answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
+                yield [
+                    self._record(conditions[number], indices[index], tokens, kept)
+                    for number, index, tokens, kept in answers
+                ]
 
     def _waiting(self) -> dict[tuple[Condition, ...], list[int]]:
         """Conditions of one task and scope, and the samples for which all of these wait.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,9 @@ from kvpass.policies import Policy, PolicyName
 from kvpass.transformers_compat import CACHE
 
 Item = TypeVar("Item")
+
+MOST_ROWS = 16
+"""Rows that conditions of the same prompts have together, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +77,16 @@ class Totals:
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are answered together, by index, under a condition, by number.
+    """Prompts that are answered together, by index, each under a condition, by number.
 
     The rows of the cache have read the heads, and are more than prompts where copies fill them. Prompts without a head
     or a rest are read whole: without a cache.
     """
 
     indices: list[int]
+    conditions: list[int]
     cache: CompressedCache | None = None
     kept: list[Kept] = field(default_factory=list)  # one a prompt, none without a cache
-    condition: int = 0
 
 
 Conditions = Sequence[tuple[Policy | PolicyName, BudgetLike]]
@@ -112,12 +115,13 @@ class Runner:
         for number, condition in enumerate(conditions):
             for _, indices in rounds([whole], kinds, self.batch):
                 self.model.set_policy(*(condition if prompts[indices[0]].head else ("full", None)))
-                yield Batch(indices, condition=number)
+                yield Batch(indices, [number] * len(indices))
             self.model.set_policy(*condition)
 
     def compressed(self, prompts: Sequence[Prompt], kinds: Sequence[Any], conditions: Conditions) -> Iterator[Batch]:
         """Read each head once, longest first, then continue with prompts whose rests are equally long.
 
+        Conditions that only append while decoding are rows of one batch: a step reads the weights once for all of them.
         A prompt without a head or a rest is passed over. Let go of a batch's cache before asking for the next batch.
         """
         sharing: dict[tuple[int, ...], list[int]] = {}
@@ -129,25 +133,49 @@ class Runner:
         for heads in chunks(sorted(sharing, key=len, reverse=True), size):
             ids, mask = (x.to(self.model.device) for x in pad(filled(heads, size), "left", self._padding))
             turns = list(rounds([sharing[head] for head in heads], kinds, size))
-            for number, cache in enumerate(each_cache(self.model, conditions, ids, mask)):
-                kept = self.kept(cache)[: len(heads)]
-                self.totals.add(kept, cache)
+            for numbers, cache, kept in self._caches(conditions, ids, mask):
+                self.totals.add([row for of_condition in kept for row in of_condition[: len(heads)]], cache)
                 for turn, (rows, indices) in enumerate(turns, 1):
-                    picked = pick_rows(cache, filled(rows, size), last=turn == len(turns))
-                    yield Batch(indices, picked, [kept[row] for row in rows], number)
+                    joined = [place * size + row for place in range(len(numbers)) for row in rows]
+                    picked = pick_rows(cache, filled(joined, cache.batch_size), last=turn == len(turns))
+                    of_rows = [of_condition[row] for of_condition in kept for row in rows]
+                    yield Batch(indices * len(numbers), [number for number in numbers for _ in rows], picked, of_rows)
                     del picked
                 del cache
 
+    def _caches(
+        self, conditions: Conditions, ids: Tensor, mask: Tensor
+    ) -> Iterator[tuple[list[int], CompressedCache, list[list[Kept]]]]:
+        """Read prompts once; yield caches of their rows under some conditions, by number, and what each of them kept.
+
+        The model has the first of these conditions. Let go of a cache before asking for the next.
+        """
+        read = [
+            (number, cache, self.kept(cache))
+            for number, cache in enumerate(each_cache(self.model, conditions, ids, mask))
+        ]
+        read.sort(key=lambda one: -one[1].nbytes)  # rows have room for the longest of their batch
+        appending = [one for one in read if not _evicts(one[1])]
+        batches = [[one] for one in read if _evicts(one[1])] + list(chunks(appending, max(1, MOST_ROWS // len(ids))))
+        del read, appending
+        while batches:
+            numbers, caches, kept = map(list, zip(*batches.pop(0), strict=True))
+            self.model.set_policy(*conditions[numbers[0]])
+            cache = caches[0] if len(caches) == 1 else as_rows(caches)
+            del caches
+            yield numbers, cache, kept
+            del cache
+
     def greedy(
         self, prompts: Sequence[Prompt], limits: Sequence[int], stops: Collection[int], conditions: Conditions
-    ) -> Iterator[tuple[int, list[tuple[int, list[int], Kept]]]]:
+    ) -> Iterator[list[tuple[int, int, list[int], Kept]]]:
         """Greedy answers to all prompts, under each condition.
 
         Args:
             limits: most tokens of each answer. stops: token ids that end an answer.
         Yields:
-            number of a condition, and index of a prompt, tokens of its answer (the one that ends it included) and what
-            was kept, some prompts at a time.
+            number of a condition, index of a prompt, tokens of its answer (the one that ends it included) and what was
+            kept, some at a time.
         """
         settings: dict[str, Any] = {
             "do_sample": False,
@@ -157,9 +185,10 @@ class Runner:
         for batch in self.batches(prompts, [0] * len(prompts), conditions):
             some = [prompts[index] for index in batch.indices]
             answers = self.generate(some, batch.cache, max_new_tokens=max(limits), **settings)
-            number, rows = batch.condition, zip(batch.indices, answers, batch.kept or self.kept(), strict=True)
+            kept = batch.kept or self.kept()
+            rows = list(zip(batch.conditions, batch.indices, answers, kept, strict=True))
             del batch  # its cache, before the next one is filled
-            yield number, [(index, ended(tokens[: limits[index]], stops), kept) for index, tokens, kept in rows]
+            yield [(number, index, ended(tokens[: limits[index]], stops), kept) for number, index, tokens, kept in rows]
 
     def generate(
         self,
@@ -241,6 +270,22 @@ def each_cache(model: Any, conditions: Conditions, *prompt: Tensor) -> Iterator[
     for condition in conditions:
         model.set_policy(*condition)
         yield caches.pop(0)
+
+
+def _evicts(cache: CompressedCache) -> bool:
+    return any(layers.evicts for layers in cache.state.full_layers)
+
+
+def as_rows(caches: Sequence[CompressedCache]) -> CompressedCache:
+    """One cache of the rows of caches of the same prompts, whose policies only append while decoding.
+
+    It is continued under the policy and budget of the first one, which decide nothing any more.
+    """
+    first, states = caches[0], [cache.state for cache in caches]
+    rows, mask = torch.arange(first.batch_size * len(caches)), first.attention_mask.repeat(len(caches), 1)
+    whole = replace(first.state, ids=None if first.ids is None else first.ids.repeat(len(caches), 1))
+    first.state = whole.joined(states, rows, mask, mask[:, :0])
+    return first
 
 
 def ended(tokens: list[int], stops: Collection[int]) -> list[int]:

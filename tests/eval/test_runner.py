@@ -54,13 +54,18 @@ def runner(loaded, policy, budget=None, *, batch=3):
     return Runner(model=fast, tokenizer=tokenizer, batch=batch)
 
 
+def one_policy(text):
+    (spec,) = parse_policies(text)
+    return spec
+
+
 def all_answers(loaded, given, requests, scope, left=1):
     """Answers in the order of the requests; ``left``: tokens that scope "prompt" does not compress."""
     model, tokenizer = loaded
     prompts = [request.prompt.scoped(scope, left) for request in requests]
     limits = [request.max_new_tokens for request in requests]
     asked = given.greedy(prompts, limits, stop_tokens(model, tokenizer), [(given.model.policy, given.model.budget)])
-    found = [one for _, answers in asked for one in answers]
+    found = [one for answers in asked for _, *one in answers]
     assert sorted(index for index, *_ in found) == list(range(len(requests)))
     return [
         Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), kept)
@@ -105,6 +110,39 @@ def test_a_row_of_a_compressed_batch_answers_what_it_does_alone(loaded, requests
         assert kept.kept_fraction == pytest.approx(kept.kept_entries / kept.compressed_tokens)
         assert kept.cache_bytes >= kept.kept_bytes
         assert kept.attention_mass == pytest.approx(other.kept.attention_mass, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scope", "batch", "entries"),
+    [("context", 2, "model"), pytest.param("prompt", 1, "rot4", marks=pytest.mark.exhaustive)],
+)
+def test_conditions_that_are_rows_of_one_batch_answer_what_each_does_alone(
+    loaded, requests, monkeypatch, scope, batch, entries
+):
+    model, tokenizer = loaded
+    specs = ["full", "lava:window=8", "h2o:window=8", "random:window=8"]
+    conditions = [(spec.resolve(), None if spec.name == "full" else 0.3) for spec in map(one_policy, specs)]
+    fast = kvpass.compile(model, policy="full", backend="eager", entries=entries)
+    given = Runner(model=fast, tokenizer=tokenizer, batch=batch)
+    prompts = [request.prompt.scoped(scope, 3) for request in requests[:3]]
+    limits = [request.max_new_tokens for request in requests[:3]]
+
+    def answers(conditions):
+        found = [
+            one for some in given.greedy(prompts, limits, stop_tokens(model, tokenizer), conditions) for one in some
+        ]
+        return {(number, index): (tokens, kept.kept_bytes, kept.cache_bytes) for number, index, tokens, kept in found}
+
+    alone = {
+        (number, index): answer
+        for number, one in enumerate(conditions)
+        for (_, index), answer in answers([one]).items()
+    }
+    monkeypatch.setattr("kvpass.eval.runner.MOST_ROWS", 2 * batch)
+    fed = watch(given, monkeypatch)
+    assert answers(conditions) == alone
+    continued = {rows for rows, tokens in fed if tokens <= 10}
+    assert continued == {batch, 2 * batch}  # h2o evicts; of three that append two are together
 
 
 def test_the_attention_mass_of_a_row_is_that_of_the_report_on_its_prompt_alone(loaded, requests):
