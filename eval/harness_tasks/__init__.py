@@ -3,6 +3,8 @@
 Context and question are divided by the separator, so that both scopes can be run: only with ``--model kvpass``, for
 which ``policy=full`` is the baseline. Other models would read the separator as text. Chat templates are the harness's
 matter (``--apply_chat_template``); LongBench wants none for trec, triviaqa, samsum, lsht, lcc and repobench-p.
+
+A task of a file of your own includes ``_base.yaml`` and names the file: ``dataset_kwargs: {kvpass_task: my.jsonl}``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from kvpass.eval.tasks import Sample, find_tasks, registry
+from kvpass.eval.tasks.jsonl import ENDINGS
 from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"
@@ -25,7 +28,7 @@ _FIELDS = ("id", "context", "question", "answer_prefix", "answers", "classes")
 """Of a sample, which a document has too."""
 _ALL = 10**6
 _GENERATED = 100
-_tasks = functools.cache(registry)
+_tasks = functools.cache(registry)  # and files, by their paths
 
 
 def documents(
@@ -49,7 +52,8 @@ def documents(
     """
     folder = data_dir or os.environ.get(DATA_DIR)
     (task,) = find_tasks([kvpass_task], None if folder is None else Path(folder))
-    generated = not kvpass_task.startswith("longbench_")
+    _tasks()[kvpass_task] = task
+    generated = not (kvpass_task.startswith("longbench_") or kvpass_task.endswith(ENDINGS))
     if prompt_count is None:
         prompt_count = _GENERATED if generated else _ALL
     check_int("prompt_count", prompt_count, 1)
