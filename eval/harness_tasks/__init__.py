@@ -3,8 +3,6 @@
 Context and question are divided by the separator, so that both scopes can be run: only with ``--model kvpass``, for
 which ``policy=full`` is the baseline. Other models would read the separator as text. Chat templates are the harness's
 matter (``--apply_chat_template``); LongBench wants none for trec, triviaqa, samsum, lsht, lcc and repobench-p.
-
-A task of a file of your own includes ``_base.yaml`` and names the file: ``dataset_kwargs: {kvpass_task: my.jsonl}``.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def documents(
     prompt_seed: int = 0,
     **metadata: Any,
 ) -> dict[str, Dataset]:
-    """The test split of a task of ``kvpass.eval.tasks``. All arguments but the first come from ``--metadata``.
+    """The test split of a task, by name or file. All arguments but the first come from ``--metadata``.
 
     The harness's ``--cache_requests`` knows neither ``prompt_*`` nor the files: give it ``refresh`` when they change.
 
