@@ -20,7 +20,7 @@ OfFile = Annotated[
         help="The model that compressed it; if not given, what the file names: 'builtin', fetched, or a folder.",
     ),
 ]
-Policies = Annotated[str, Option(help="With their options, such as 'full,lava,cake:tau1=1.6,tau2=0.4'.")]
+Policies = Annotated[str, Option(help="Such as 'full,lava:window=8'; a grid: 'lava:window={8,32}'.")]
 Budget = Annotated[str, Option(help="Entries per KV head per layer (256), share of the text (0.25) or bytes ('4MiB').")]
 Budgets = Annotated[str, Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")]
 Scopes = Annotated[str, Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")]
@@ -40,7 +40,7 @@ class EvalOptions:
     """All combinations of policies, budgets, scopes and entries are run; a policy that needs no budget runs once."""
 
     model: Model
-    tasks: Annotated[str, Option(help="Tasks, or groups (ruler, longbench), separated by commas.")] = "multi_needle"
+    tasks: Annotated[str, Option(help="Tasks, groups (ruler, longbench), .jsonl files; by commas.")] = "multi_needle"
     policies: Policies = "full,lava,snapkv"
     budgets: Budgets = "0.125,0.25"
     scopes: Scopes = "prompt,context"

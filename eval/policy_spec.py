@@ -1,16 +1,21 @@
-"""A policy as one types it: ``snapkv`` or ``cake:tau1=1.6,tau2=0.4``."""
+"""A policy as one types it: ``snapkv`` or ``cake:tau1=1.6,tau2=0.4``; several with ``{8,32}``."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from kvpass.config import ENTRY_FORMATS, EntryFormat, one_of
 from kvpass.eval.options import names
 from kvpass.policies import POLICIES, Policy, resolve
+
+_COMMA = re.compile(r",(?![^{]*\})")
+"""Outside of braces."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,14 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
     """Read policies and options such as ``snapkv,cake:tau1=1.6,tau2=0.4,full``.
 
     A part with ``=`` and no colon is an option of the policy before it. ``my.module:KeyDiff`` imports a policy.
+    ``snapkv:window={8,32},kernel_size={1,7}`` are four policies: all combinations.
 
     Raises:
-        ValueError: no policy, an unknown one, an unknown option, or an option before any policy.
+        ValueError: no policy, an unknown one, an unknown option, an option before any policy, or a brace that is not
+            closed, is empty, or is not a whole value.
     """
-    specs: list[tuple[str, list[tuple[str, Any]]]] = []
-    for part in names(text):
+    specs: list[tuple[str, list[list[tuple[str, Any]]]]] = []
+    for part in filter(None, map(str.strip, _COMMA.split(text))):
         name, _, option = part.rpartition(":") if "=" in part else (part, "", "")
         if name.partition(":")[0] in POLICIES and ":" in name:
             raise ValueError(f"policies={text!r}: {name.partition(':')[2]!r} must be an option such as window=8")
@@ -69,10 +76,14 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
             raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
         if option:
             key, _, value = option.partition("=")
-            specs[-1][1].append((key.strip(), typed(value.strip())))
+            braces = re.fullmatch(r"\s*\{([^{}]*)\}\s*", value)
+            values = names(braces[1]) if braces else (value.strip(),)
+            if not values or (braces is None and {*"{}"} & {*option}):
+                raise ValueError(f"policies={text!r}: {part!r}: several values of an option are written {{8,32}}")
+            specs[-1][1].append([(key.strip(), typed(one)) for one in values])
     if not specs:
         raise ValueError(f"policies={text!r}: name at least one policy")
-    return tuple(PolicySpec(name, tuple(options)) for name, options in specs)
+    return tuple(PolicySpec(name, options) for name, choices in specs for options in itertools.product(*choices))
 
 
 def spec_of_contents(policy: Policy) -> str:

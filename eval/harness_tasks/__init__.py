@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from kvpass.eval.tasks import Sample, find_tasks, registry
+from kvpass.eval.tasks.jsonl import ENDINGS
 from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"
@@ -25,7 +26,7 @@ _FIELDS = ("id", "context", "question", "answer_prefix", "answers", "classes")
 """Of a sample, which a document has too."""
 _ALL = 10**6
 _GENERATED = 100
-_tasks = functools.cache(registry)
+_tasks = functools.cache(registry)  # and files, by their paths
 
 
 def documents(
@@ -36,7 +37,7 @@ def documents(
     prompt_seed: int = 0,
     **metadata: Any,
 ) -> dict[str, Dataset]:
-    """The test split of a task of ``kvpass.eval.tasks``. All arguments but the first come from ``--metadata``.
+    """The test split of a task, by name or file. All arguments but the first come from ``--metadata``.
 
     The harness's ``--cache_requests`` knows neither ``prompt_*`` nor the files: give it ``refresh`` when they change.
 
@@ -49,7 +50,8 @@ def documents(
     """
     folder = data_dir or os.environ.get(DATA_DIR)
     (task,) = find_tasks([kvpass_task], None if folder is None else Path(folder))
-    generated = not kvpass_task.startswith("longbench_")
+    _tasks()[kvpass_task] = task
+    generated = not (kvpass_task.startswith("longbench_") or kvpass_task.endswith(ENDINGS))
     if prompt_count is None:
         prompt_count = _GENERATED if generated else _ALL
     check_int("prompt_count", prompt_count, 1)

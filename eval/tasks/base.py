@@ -7,6 +7,7 @@ scope ``context`` only the part before the question: the ids are the same in bot
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from kvpass.eval.prompt import Prompt, tokenize
 
 _CUT = "\x1fkvpass\x1f"
 """Marks the end of the context while a chat template is applied."""
+_LETTER = r"[^\W\u0e00-\u0eff\u2e80-\uffff]"
+"""Of a script that puts spaces between words, unlike Chinese, Japanese and Thai."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ def library(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ImportError(f"this evaluation needs the package {name!r}: pip install 'kvpass[eval]'") from error
+
+
+def contains(prediction: str, answer: str) -> bool:
+    """Return whether the answer stands in the prediction as words of its own, case and kind of blanks aside."""
+    words = r"\s+".join(map(re.escape, answer.split()))
+    return re.search(f"(?<!{_LETTER}){words}(?!{_LETTER})", prediction, re.IGNORECASE) is not None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, limit: int | None = None) -> Prompt:

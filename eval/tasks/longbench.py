@@ -9,10 +9,7 @@ of long texts is computed, where the package ``rouge`` exceeds Python's recursio
 from __future__ import annotations
 
 import functools
-import gzip
-import itertools
 import sys
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.tasks.base import Sample, library
+from kvpass.eval.tasks.rows import checked, read_rows
 
 HUB = "Xnhyacinth/LongBench"
 """A copy of THUDM/LongBench without a loading script; its field ``question`` is the official ``input``."""
@@ -82,15 +80,8 @@ class LongBench:
         if config["generation_kwargs"]["until"]:
             prediction = prediction.lstrip("\n").split("\n")[0]
         # not "get_..._with_score" itself, which strips the prediction: ROUGE counts what is stripped
-        score = getattr(
-            harness_metrics(), config["process_results"].replace("_with_", "_").removeprefix("metrics.get_")
-        )
-        limit = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(limit, _RECURSION))
-        try:
-            return max(float(score(prediction, answer, all_classes=sample.classes)) for answer in sample.answers)
-        finally:
-            sys.setrecursionlimit(limit)
+        name = config["process_results"].replace("_with_", "_").removeprefix("metrics.get_")
+        return harness_score(name, prediction, sample)
 
 
 class _Row(msgspec.Struct):
@@ -103,13 +94,8 @@ class _Row(msgspec.Struct):
     all_classes: list[str] | None
 
     @classmethod
-    def of(cls, place: str, row: Mapping[str, Any] | str) -> _Row:
-        """Read a row, or the line of one; an error names the place."""
-        try:
-            fields = msgspec.json.decode(row, type=dict[str, Any]) if isinstance(row, str) else row
-            return msgspec.convert({"input": fields.get("question"), **fields}, cls)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{place}: is no row of LongBench: {error}") from None
+    def of(cls, fields: Mapping[str, Any]) -> _Row:
+        return msgspec.convert({"input": fields.get("question"), **fields}, cls)
 
 
 def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
@@ -119,20 +105,19 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
         ImportError: the package ``datasets`` is not installed.
         ValueError: the hub cannot be reached, or has no such data set; or a row is none of LongBench's.
     """
-    for ending, opener in ((".jsonl", open), (".jsonl.gz", gzip.open)):
+    for ending in (".jsonl", ".jsonl.gz"):
         path = None if data_dir is None else data_dir / "longbench" / f"{dataset}{ending}"
         if path is not None and path.is_file():
-            try:
-                with opener(path, "rt", encoding="utf-8-sig") as file:
-                    lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-                    return [_Row.of(f"{path}, line {number}", line) for number, line in itertools.islice(lines, count)]
-            except (EOFError, OSError, UnicodeDecodeError, zlib.error) as error:
-                raise ValueError(f"{path}: cannot be read: {error}") from None
+            return [row for _, row in read_rows(path, _Row.of, "LongBench", count)]
     try:
         rows = library("datasets").load_dataset(HUB, dataset, split="test")
     except OSError as error:
         raise ValueError(f"data set {dataset!r}: not in data_dir, and not on the hub: {error}") from error
-    return [_Row.of(f"data set {dataset!r}, row {index}", rows[index]) for index in range(min(count, len(rows)))]
+    first = []
+    for index in range(min(count, len(rows))):
+        with checked(f"data set {dataset!r}, row {index}", "LongBench"):
+            first.append(_Row.of(rows[index]))
+    return first
 
 
 @functools.cache
@@ -162,3 +147,13 @@ def harness_metrics() -> ModuleType:
         return library("lm_eval.tasks.longbench.metrics")
     finally:
         del sys.modules["fuzzywuzzy"]
+
+
+def harness_score(name: str, prediction: str, sample: Sample) -> float:
+    """The score by a function of :func:`harness_metrics`; of several references, the best counts."""
+    score, limit = getattr(harness_metrics(), name), sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _RECURSION))
+    try:
+        return max(float(score(prediction, answer, all_classes=sample.classes)) for answer in sample.answers)
+    finally:
+        sys.setrecursionlimit(limit)

@@ -7,12 +7,11 @@ same kinds. Everything is drawn from seeds.
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from kvpass.eval.tasks.base import Sample, largest
+from kvpass.eval.tasks.base import Sample, contains, largest
 
 _FACTS = {
     "designer": ("The {thing} was designed by {value}.", "Who designed the {thing}?"),
@@ -144,7 +143,7 @@ class Manual:
     def metric(self, prediction: str, sample: Sample) -> float:
         """1 if the answer stands in the prediction, as words of its own, case aside."""
         (answer,) = sample.answers
-        return float(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", prediction, re.IGNORECASE) is not None)
+        return float(contains(prediction, answer))
 
 
 def _samples(sentences: int, *, name: str, seed: str) -> list[Sample]:

@@ -123,8 +123,36 @@ def test_policies_are_read_with_their_options():
 
 
 @pytest.mark.parametrize(
+    ("grid", "all_of_it"),
+    [
+        ("snapkv:window={8,32}", "snapkv:window=8,snapkv:window=32"),
+        (
+            "full,snapkv:window={8,32},pool=avg,kernel_size={ 1, 7 },tova",
+            "full,snapkv:window=8,pool=avg,kernel_size=1,snapkv:window=8,pool=avg,kernel_size=7,"
+            "snapkv:window=32,pool=avg,kernel_size=1,snapkv:window=32,pool=avg,kernel_size=7,tova",
+        ),
+        ("h2o:evict_during_decode={True,False}", "h2o:evict_during_decode=True,h2o:evict_during_decode=False"),
+        (
+            "my_policies:Latest:window={8},sign={1,2}",
+            "my_policies:Latest:window=8,sign=1,my_policies:Latest:window=8,sign=2",
+        ),
+    ],
+)
+def test_braces_are_all_combinations_of_the_options(module, grid, all_of_it):
+    assert parse_policies(grid) == parse_policies(all_of_it)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("full,snapkv:window={8,32", r"policies='full,snapkv:window=\{8,32': 'snapkv:window=\{8': several values"),
+        ("snapkv:window={},pool=avg", r"policies='snapkv:window=\{\},pool=avg': 'snapkv:window=\{\}': several"),
+        ("snapkv:window={,}", r"'snapkv:window=\{,\}': several values of an option are written \{8,32\}"),
+        ("snapkv:window=8}", r"'snapkv:window=8\}': several"),
+        ("snapkv:window={8,{16}}", r"'snapkv:window=\{8': several"),
+        ("snapkv:window=1{6,7}", r"'snapkv:window=1\{6,7\}': several"),
+        ("snapkv:{window=8,window=9}", r"'snapkv:\{window=8,window=9\}': several"),
+        ("snapkv:kernel_size={1,2}", "kernel_size=2: must be odd"),
         ("", "name at least one policy"),
         ("window=8,snapkv", "option 'window=8' has no policy"),
         ("snapkv:window", "'window' must be an option such as"),

@@ -2,11 +2,17 @@
 
 import dataclasses
 import json
+import shutil
+from collections import defaultdict
+from dataclasses import fields
 
 import pytest
+import torch
 
 import kvpass
 from command_line import invoke
+from kvpass import POLICIES, builtin
+from kvpass.calibration.fit import Calibration
 from kvpass.compiler.prompt import PromptReader
 from kvpass.eval import run
 from kvpass.eval.options import EvalOptions
@@ -147,6 +153,56 @@ def test_a_file_that_a_policy_names_is_known_by_what_is_in_it(tmp_path):
         keys[content] = conditions_of(tmp_path, policies=f"kvzap:weights={file},window=8")
         assert keys[content] == conditions_of(tmp_path, policies=f"kvzap:weights={folder},window=8")
     assert keys[b"one"].isdisjoint(keys[b"two"])
+
+
+WITH_FILE = {
+    "kvzap": "kvzap:weights={},window=8",
+    "expected_attention": "expected_attention:statistics={},window=8",
+    "triattention": "triattention:statistics={},window=8",
+    "duo_attention": "duo_attention:head_map={},window=8",
+    "two policies": "snapkv:window=8,decode_policy=triattention,decode_statistics={}",
+}
+
+
+def test_every_policy_with_a_file_is_known_by_its_contents(tmp_path):
+    """A calibration made anew, under the same path, is answered anew; elsewhere it is the same."""
+    texts = {name for name, kind in POLICIES.items() if any("path of a file" in said(kind, f) for f in fields(kind))}
+    assert {*WITH_FILE} - {"two policies"} == texts | {"duo_attention"}, "whose contents are the option"
+    numbers = {name: torch.ones(1, 1) for name in ("bias", "r2", "head_shares", "head_maxima")}
+    file, copy = tmp_path / "maps", tmp_path / "copy"
+    keys = defaultdict(list)
+    for number in (1.0, 2.0):
+        numbers["head_maxima"] = torch.full((1, 1), number)
+        weight = torch.full((1, 1, 32), number)
+        Calibration(weight=weight, **numbers, queries={}, model="m", texts="t", fitted=3).save(file)
+        shutil.copy(file, copy)
+        for name, policy in WITH_FILE.items():
+            first, second = (conditions_of(tmp_path, policies=policy.format(path)) for path in (file, copy))
+            assert first == second, name
+            keys[name].append(first)
+    for name, (once, anew) in keys.items():
+        assert once and once.isdisjoint(anew), name
+
+
+def said(kind, field) -> str:
+    """What an option's check says to a number."""
+    try:
+        field.metadata["check"](field.name, 1.5)
+    except (KeyError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_weights_with_other_values_are_answered_anew(tmp_path):
+    model, tokenizer = builtin.load()
+    keys = []
+    for scale in (1.0, 1.0, 1.01):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight.mul_(scale)
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        keys.append(conditions_of(tmp_path, model=str(tmp_path / "model")))
+    assert keys[0] == keys[1] and keys[0].isdisjoint(keys[2])
 
 
 def test_a_dtype_that_is_none_is_refused_before_the_run_begins(tmp_path):
