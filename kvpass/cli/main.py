@@ -23,6 +23,7 @@ from kvpass.eval.options import (
     BenchOptions,
     CalibrateOptions,
     ChatOptions,
+    ChooseOptions,
     CompressOptions,
     DemoOptions,
     EvalOptions,
@@ -158,6 +159,24 @@ def eval_(options: EvalOptions) -> None:
     if checked.writes:
         Console().print(results_tables(rows))
         Console().print(f"written: {options.output}", highlight=False)
+
+
+@_command
+def choose(options: ChooseOptions) -> None:
+    """Choose policy, budget and entries for a model and texts: what is nearest to its full cache, without labels."""
+    from kvpass.eval.choose import Choosing
+
+    with _interruptible("the same command begins anew"), _bad_values():
+        checked = Choosing(options)
+        _make_folder("output", options.output.parent)
+        checked.run()
+        Console().print(checked.table())
+        chosen, fits = checked.choice()
+        if not fits:
+            raise ValueError(f"nothing fits in {options.memory}: the smallest cache, *, has {chosen.size:.0f} bytes")
+        checked.save(options.output)
+    typer.echo(chosen.call)
+    Console().print(f"written: {options.output}", highlight=False)
 
 
 @_command
