@@ -17,7 +17,7 @@ import kvpass
 from kvpass.cache.fingerprint import weights_digest
 from kvpass.chat import read_text
 from kvpass.config import Budget, BudgetLike, EntryFormat
-from kvpass.eval.environment import command_line, save_json, versions
+from kvpass.eval.environment import command_line, save_json
 from kvpass.eval.options import ChooseOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed
 from kvpass.eval.prompt import Prompt, tokenize
@@ -35,29 +35,24 @@ POLICIES = {
 }
 """What is tried in each scope if no policy is named."""
 
-_COLUMNS = ("", "policy", "budget", "entries", "KiB", "agreement %", "95 % interval", "KL", "interval of KL")
+_COLUMNS = ("", "policy", "budget", "entries", "KiB", "agreement", "95 % interval", "KL", "interval of KL")
 
 
 @dataclass(eq=False)
 class Condition:
-    """A policy, budget and format of entries, and what was measured under it: a number for each prompt.
+    """A policy, budget and format of entries, and what was measured under it.
 
     Attributes:
-        nbytes: of the cache, when the compressed part has been read. agreement: share of the answer's tokens whose
-            argmax is the full cache's. kl: mean KL(full || compressed), in nats per token.
+        nbytes: of the largest cache, when the compressed part of a prompt has been read. agreement: of each prompt, the
+            share of the answer's tokens whose argmax is the full cache's. kl: mean KL(full || compressed), in nats.
     """
 
     spec: PolicySpec
     budget: BudgetLike = None
     entry_format: EntryFormat = "model"
-    nbytes: list[float] = field(default_factory=list)
+    nbytes: float = 0.0
     agreement: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
-
-    @property
-    def size(self) -> float:
-        """Bytes of the largest cache."""
-        return max(self.nbytes)
 
     @property
     def call(self) -> str:
@@ -87,6 +82,9 @@ class Choosing:
             for budget in (map(typed, budgets) if spec.resolve().needs_budget else [None])
         ]
         self.conditions = list({each.call: each for each in (Condition(PolicySpec("full")), *tried)}.values())
+        self.full, *others = self.conditions
+        if not others:
+            raise ValueError("nothing to choose from: name policies and budgets, or entries, besides the full cache")
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.prompts = list(self._texts() if options.texts else self._tasks())
         if len(self.prompts) < 2:
@@ -105,7 +103,8 @@ class Choosing:
             if len(ids) < size:
                 raise ValueError(f"text {str(path)!r}: has {len(ids)} tokens, {size} are needed; give a smaller length")
             pieces += [(*special, *ids[end - size : end]) for end in range(size, len(ids) + 1, size)]
-        for piece in pieces[:: max(1, len(pieces) // options.samples)][: options.samples]:
+        count = min(options.samples, len(pieces))
+        for piece in (pieces[number * len(pieces) // count] for number in range(count)):
             yield Prompt(piece[:-answer], min(answer, options.length // 2)), answer, piece[-answer:]
 
     def _tasks(self) -> Iterator[tuple[Prompt, int, Sequence[int]]]:
@@ -131,11 +130,11 @@ class Choosing:
                 for condition, nbytes, logits in self._logits(prompt, answer):
                     expected = logits if expected is None else expected
                     agreement, kl = compare(expected, logits)
-                    condition.nbytes.append(nbytes)
+                    condition.nbytes = max(condition.nbytes, nbytes)
                     condition.agreement.append(agreement)
                     condition.kl.append(kl)
                     progress.update(bar, advance=1, description=condition.call, score=agreement)
-        self.conditions.sort(key=lambda condition: (condition.size, -mean(condition.agreement)))
+        self.conditions.sort(key=lambda condition: (condition.nbytes, -mean(condition.agreement)))
 
     def _logits(self, prompt: Prompt, answer: Sequence[int]) -> Iterator[tuple[Condition, float, Tensor]]:
         """Yield conditions, the full cache first, with bytes of the cache and logits of the answer ``[A, V]``."""
@@ -149,23 +148,22 @@ class Choosing:
                     yield some[batch.condition], batch.kept[0].cache_bytes, output.logits[0]
 
     def choice(self) -> tuple[Condition, bool]:
-        """Return the condition that agrees best and fits in memory, and True; or the smallest, and False.
-
-        Without a bound on memory: the smallest condition that agrees enough, which the full cache does.
-        """
-        if self.memory is None:
-            return next(x for x in self.conditions if interval(x.agreement)[0] >= self.options.agreement), True
-        fits = [condition for condition in self.conditions if condition.size <= self.memory.value]
-        return max(fits or self.conditions[:1], key=lambda condition: mean(condition.agreement)), bool(fits)
+        """Return the smallest condition that agrees enough, or the best that fits; or the nearest, and False."""
+        tried = [condition for condition in self.conditions if condition is not self.full]
+        if self.memory is not None:
+            fits = [condition for condition in tried if condition.nbytes <= self.memory.value]
+            return max(fits or tried[:1], key=lambda condition: mean(condition.agreement)), bool(fits)
+        low = {condition: interval(condition.agreement)[0] for condition in tried}
+        agree = [condition for condition in tried if low[condition] >= self.options.agreement]
+        return agree[0] if agree else max(tried, key=low.__getitem__), bool(agree)
 
     def table(self) -> Tables:
         """A line for each condition, the smallest cache first; ``*`` marks what :meth:`choice` returns."""
         options, chosen, rows = self.options, self.choice()[0], []
         for condition in self.conditions:
-            agreement = [100 * share for share in condition.agreement]
             cells = ["*" if condition is chosen else "", str(condition.spec), str(condition.budget or "all")]
-            cells += [condition.entry_format, f"{condition.size / 1024:.0f}"]
-            cells += [f"{mean(agreement):.1f}", "{:.1f}-{:.1f}".format(*interval(agreement))]
+            cells += [condition.entry_format, f"{condition.nbytes / 1024:.0f}"]
+            cells += [f"{mean(condition.agreement):.1%}", "{:.1%}-{:.1%}".format(*interval(condition.agreement))]
             cells += [f"{mean(condition.kl):.3f}", "{:.3f}-{:.3f}".format(*interval(condition.kl))]
             rows.append(cells)
         title = f"{options.model}, scope {options.scope}: {len(self.prompts)} prompts of {options.length} tokens"
@@ -180,7 +178,6 @@ class Choosing:
             "entries": chosen.entry_format,
             "weights": weights_digest(self.model, {}, rounded=True),
             "command": command_line(),
-            "versions": versions(),
             "measured": [asdict(condition) for condition in self.conditions],
         }
         save_json(path, result)

@@ -171,9 +171,10 @@ def choose(options: ChooseOptions) -> None:
         _make_folder("output", options.output.parent)
         checked.run()
         Console().print(checked.table())
-        chosen, fits = checked.choice()
-        if not fits:
-            raise ValueError(f"nothing fits in {options.memory}: the smallest cache, *, has {chosen.size:.0f} bytes")
+        chosen, is_met = checked.choice()
+        if not is_met:
+            goal = f"agreement={options.agreement:g}" if options.memory is None else f"memory={options.memory!r}"
+            raise ValueError(f"{goal}: met by none, and nothing is written; nearest, *, is {chosen.call}")
         checked.save(options.output)
     typer.echo(chosen.call)
     Console().print(f"written: {options.output}", highlight=False)

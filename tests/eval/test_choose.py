@@ -70,8 +70,20 @@ def test_agreement_and_divergence_are_those_of_the_plain_model_and_of_a_loop_ove
         assert whole.kl == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
+def test_prompts_are_spread_evenly_over_all_texts(text, tmp_path):
+    """Each text has four pieces of 66 tokens, one of them the special token; six of the eight are taken."""
+    other = tmp_path / "other.txt"
+    other.write_text(" ".join(reversed(text.read_text().split())))
+    tokenizer, pieces = builtin.load()[1], []
+    for path in (text, other):
+        first, *rest = tokenizer(path.read_text())["input_ids"]
+        pieces += [(first, *rest[begin : begin + 65]) for begin in range(0, 260, 65)]
+    made = Choosing(options(text, texts=[text, other], length=60, max_new_tokens=6, samples=6)).prompts
+    assert [(*prompt.ids, *answer) for prompt, _, answer in made] == [pieces[n] for n in (0, 1, 2, 4, 5, 6)]
+
+
 def test_conditions_are_in_order_of_bytes_and_the_smallest_that_agrees_is_chosen(measured):
-    sizes = [each.size for each in measured.conditions]
+    sizes = [each.nbytes for each in measured.conditions]
     assert sizes == sorted(sizes) and len(sizes) == 2 * (2 * 2) + 1
     assert {each.entry_format for each in measured.conditions[:4]} == {"rot4"}
     table = measured.table().markdown()
@@ -84,13 +96,18 @@ def test_conditions_are_in_order_of_bytes_and_the_smallest_that_agrees_is_chosen
 
 def test_the_best_that_fits_in_memory_is_chosen_or_the_smallest_named(measured, monkeypatch):
     small = [each for each in measured.conditions if each.budget == 0.2]
-    largest = max(each.size for each in small if each.entry_format == "model")
+    largest = max(each.nbytes for each in small if each.entry_format == "model")
     monkeypatch.setattr(measured, "memory", Budget.parse(f"{largest:.0f}B"))
     chosen, fits = measured.choice()
-    assert fits and chosen.size <= largest
-    assert sum(chosen.agreement) == max(sum(x.agreement) for x in measured.conditions if x.size <= largest)
+    assert fits and chosen.nbytes <= largest
+    assert sum(chosen.agreement) == max(sum(x.agreement) for x in measured.conditions if x.nbytes <= largest)
     monkeypatch.setattr(measured, "memory", Budget.parse("9B"))
     assert measured.choice() == (measured.conditions[0], False)
+
+
+def test_the_full_cache_itself_is_never_the_choice(measured, monkeypatch):
+    monkeypatch.setattr(measured, "memory", Budget.parse("1GiB"))
+    assert measured.choice()[0] is not measured.full
 
 
 # --- the file of a choice --------------------------------------------------------------------------------------------
@@ -131,7 +148,7 @@ def test_the_command_makes_answers_of_tasks_and_prints_what_compile_takes(tmp_pa
     words += f" --length 150 --entries model --backend eager --output {path}"
     result = invoke(*words.split(), columns=200)
     assert result.exit_code == 0, result.output
-    assert re.search(r"full +all +model +\d+ +100.0 +100.0-100.0 +0.000 +0.000-0.000", result.output)
+    assert re.search(r"full +all +model +\d+ +100.0% +100.0%-100.0% +0.000 +0.000-0.000", result.output)
     (line,) = re.findall(r"^kvpass\.compile\(model, (.*)\)$", result.output, re.MULTILINE)
     assert line == "policy='lava', window=8, kernel_size=5, budget=0.5"
     model, _ = builtin.load()
@@ -142,12 +159,15 @@ def test_the_command_makes_answers_of_tasks_and_prints_what_compile_takes(tmp_pa
     assert full["agreement"] == [1.0, 1.0] and max(full["kl"]) < 1e-6 and full["nbytes"] > lava["nbytes"]
 
 
-def test_if_nothing_fits_in_memory_the_table_is_printed_and_no_file_is_written(text, tmp_path):
+@pytest.mark.parametrize("goal", ["memory='9B'", "agreement=1"])
+def test_if_no_condition_meets_the_goal_the_nearest_is_named_and_no_file_is_written(text, tmp_path, goal):
     words = f"choose builtin --texts {text} --length {LENGTH} --max-new-tokens {ANSWER} --backend eager --entries model"
-    words += f" --policies snapkv:window=8 --budgets 0.5 --memory 9B --output {tmp_path / 'choice.json'}"
+    words += f" --policies snapkv:window=8 --budgets 0.2 --output {tmp_path / 'choice.json'}"
+    words += " --" + goal.replace("'", "")
     result = invoke(*words.split(), columns=200)
     assert result.exit_code == 2 and "snapkv:window=8" in result.stdout
-    assert re.search(r"error: nothing fits in 9B: the smallest cache, \*, has \d{5,} bytes", result.stderr)
+    nearest = "kvpass.compile(model, policy='snapkv', window=8, budget=0.2)"
+    assert result.stderr.endswith(f"error: {goal}: met by none, and nothing is written; nearest, *, is {nearest}\n")
     assert not (tmp_path / "choice.json").exists()
 
 
@@ -161,6 +181,7 @@ def test_if_nothing_fits_in_memory_the_table_is_printed_and_no_file_is_written(t
         ({"agreement": 0.0}, r"agreement=0\.0: must be in \(0, 1\]"),
         ({"agreement": 1.5}, r"agreement=1\.5: must be in \(0, 1\]"),
         ({"memory": "512"}, "a text is bytes and needs a unit"),
+        ({"policies": "full"}, "nothing to choose from"),
         ({"policies": "snapkw"}, "did you mean 'snapkv'"),
         ({"entries": "rot5"}, "entries='rot5': must be one of"),
     ],
