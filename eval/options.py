@@ -194,6 +194,29 @@ class CalibrateOptions:
     device: Device = "cpu"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChooseOptions:
+    """Prompts are made of texts or of tasks."""
+
+    model: Model
+    texts: Annotated[list[Path] | None, Option(exists=True, dir_okay=False, help="Text file; one or more.")] = None
+    tasks: Annotated[str, Option(help="In place of texts: tasks of 'kvpass eval', separated by commas.")] = ""
+    agreement: Annotated[float, Option(help="Take the smallest cache that agrees with the full one so often.")] = 0.98
+    memory: Annotated[str | None, Option(help="Take the best cache of at most so many bytes, such as '64MiB'.")] = None
+    scope: Annotated[Literal["prompt", "context"], Option(help="Compress with the question, or before it.")] = "prompt"
+    policies: Policies = ""
+    budgets: Budgets = "0.125,0.25,0.5"
+    entries: Entries = "model,rot4"
+    length: Annotated[int, Option(min=2, help="Tokens of a prompt; of tasks at most.")] = 2048
+    max_new_tokens: NewTokens = 64
+    samples: Annotated[int, Option(min=2, help="Prompts of all texts, or of each task.")] = 20
+    output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="File of the choice.")] = Path("choice.json")
+    data_dir: Annotated[Path | None, Option(exists=True, file_okay=False, help="Folder with longbench/.")] = None
+    backend: Backend = "inductor"
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+
+
 def names(text: str) -> tuple[str, ...]:
     """Split a text at commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvpass.version import __version__
 
 if TYPE_CHECKING:
-    from kvpass.api import compile, load_cache
+    from kvpass.api import chosen, compile, load_cache
     from kvpass.cache.cache import CompressedCache
     from kvpass.cache.plan import Plan, plan
     from kvpass.calibration.fit import Calibration, calibrate
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvpass.report import Report
 
 _HOMES = {
-    "kvpass.api": ("compile", "load_cache"),
+    "kvpass.api": ("chosen", "compile", "load_cache"),
     "kvpass.cache.cache": ("CompressedCache",),
     "kvpass.cache.plan": ("Plan", "plan"),
     "kvpass.calibration.fit": ("Calibration", "calibrate"),
@@ -45,7 +45,8 @@ _HOMES = {
 __all__ = [
     "POLICIES", "Budget", "CacheFileError", "CacheMismatchError", "Calibration", "Chat", "CompressedCache", "Document",
     "OutputLoss", "Plan", "Policy", "Report", "UnsupportedAttentionError", "__version__", "attention",
-    "attention_output_loss", "calibrate", "compile", "generate", "load_cache", "plan", "register_policy", "session",
+    "attention_output_loss", "calibrate", "chosen", "compile", "generate", "load_cache", "plan", "register_policy",
+    "session",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # a checker that saw it would accept any name

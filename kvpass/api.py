@@ -1,4 +1,4 @@
-"""``kvpass.compile`` and ``kvpass.load_cache``."""
+"""``kvpass.compile``, ``kvpass.chosen`` and ``kvpass.load_cache``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kvpass.adapt.changed_class import changed_class
@@ -16,7 +18,7 @@ from kvpass.adapt.tensor_parallel import ranks_of
 from kvpass.adapt.wrappers import bind_to_copy, check_weights
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
-from kvpass.cache.fingerprint import ModelFingerprint
+from kvpass.cache.fingerprint import ModelFingerprint, weights_digest
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
@@ -27,7 +29,7 @@ from kvpass.frontends.attention import attend_in_captures
 from kvpass.frontends.check_model import check_model
 from kvpass.frontends.runtime import Runtime
 from kvpass.frontends.transformers import CompressedModel
-from kvpass.policies import Policy, PolicyName
+from kvpass.policies import Policy, PolicyName, from_spec
 from kvpass.policies.conditions import Recompress, read_conditions
 from kvpass.ranks import digest, run_on_all_ranks
 
@@ -133,6 +135,34 @@ def compile(
         return compiled
 
     return run_on_all_ranks(ranks, "kvpass.compile", make, lambda made: made._kvpass.describe())
+
+
+class _Choice(msgspec.Struct):
+    """What a file of ``kvpass choose`` says, besides what was measured."""
+
+    policy: str
+    budget: int | float | str | None
+    entries: str
+    weights: str
+
+
+def chosen(path: str | Path, model: PreTrainedModel) -> dict[str, Any]:
+    """Return policy, budget and entries that ``kvpass choose`` wrote to ``path``, as arguments of :func:`compile`.
+
+    ``kvpass.compile(model, **kvpass.chosen("choice.json", model))``. A policy of your own must be registered. Where
+    several processes share the weights of the model, all must call it.
+
+    Raises:
+        ValueError: it was chosen for other weights, has an unknown policy, or is no such file. OSError: cannot be read.
+    """
+    try:
+        choice = msgspec.json.decode(Path(path).read_bytes(), type=_Choice)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{str(path)!r} is no file of 'kvpass choose': {error}") from None
+    divided = {name: weight for name, weight in model.named_parameters() if isinstance(weight, DTensor)}
+    if choice.weights != weights_digest(model, divided, rounded=True):
+        raise ValueError(f"{str(path)!r} was chosen for a model with other weights: run 'kvpass choose' for this one")
+    return {"policy": from_spec(choice.policy), "budget": choice.budget, "entries": choice.entries}
 
 
 def load_cache(

@@ -50,6 +50,7 @@ RIGHT = """\
     kvpass.compile(model, budget=0.5, window=8, alpha=0.1)
     kvpass.compile(model, policy="cake", budget=128, tau1=1.6, tau2=0.4, recompress="every_turn")
     kvpass.compile(model, policy="full", backend="eager", cuda_graphs=False)
+    kvpass.compile(model, **kvpass.chosen("choice.json", model))
     kvpass.compile(model, policy=policies.Lava(kernel_size=31, pool="avg"), budget=64)
     kvpass.compile(model, policy=kvpass.POLICIES[name](window=4), budget=64)
     uses(fast, ids, name)

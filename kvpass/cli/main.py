@@ -23,6 +23,7 @@ from kvpass.eval.options import (
     BenchOptions,
     CalibrateOptions,
     ChatOptions,
+    ChooseOptions,
     CompressOptions,
     DemoOptions,
     EvalOptions,
@@ -158,6 +159,25 @@ def eval_(options: EvalOptions) -> None:
     if checked.writes:
         Console().print(results_tables(rows))
         Console().print(f"written: {options.output}", highlight=False)
+
+
+@_command
+def choose(options: ChooseOptions) -> None:
+    """Choose policy, budget and entries for a model and texts: what is nearest to its full cache, without labels."""
+    from kvpass.eval.choose import Choosing
+
+    with _interruptible("the same command begins anew"), _bad_values():
+        checked = Choosing(options)
+        _make_folder("output", options.output.parent)
+        checked.run()
+        Console().print(checked.table())
+        chosen, is_met = checked.choice()
+        if not is_met:
+            goal = f"agreement={options.agreement:g}" if options.memory is None else f"memory={options.memory!r}"
+            raise ValueError(f"{goal}: met by none, and nothing is written; nearest, *, is {chosen.call}")
+        checked.save(options.output)
+    typer.echo(chosen.call)
+    Console().print(f"written: {options.output}", highlight=False)
 
 
 @_command

@@ -42,13 +42,13 @@ def test_help_is_given_for_every_command(command):
 
 
 ARGUMENTS = {"eval": "builtin", "demo": "builtin", "bench": "", "compress": "-", "ask": f"{__file__} who?"}
-ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__, "look": __file__}
+ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__, "look": __file__, "choose": "builtin"}
 VALUES = f"""
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
 --json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a --question who?
---document {__file__}
+--document {__file__} --agreement 0.9 --memory 4MiB
 """.split()
 
 
@@ -58,7 +58,8 @@ def test_every_option_that_the_help_names_is_taken(command, monkeypatch):
         raise typer.Exit(7)
 
     monkeypatch.setattr(main, "_bad_values", reached)  # in it a command does what it was asked for
-    values = dict(zip(VALUES[::2], VALUES[1::2], strict=True)) | ({"--dtype": "fp32"} if command == "bench" else {})
+    others = {"bench": {"--dtype": "fp32"}, "choose": {"--texts": __file__}}
+    values = dict(zip(VALUES[::2], VALUES[1::2], strict=True)) | others.get(command, {})
     options = re.findall(r"(?<![\w-])(--[a-z-]+|-[a-z])\b", invoke(command, "--help", columns=300).output)
     words = [word for name in options if name != "--help" for word in (name, values.get(name)) if word is not None]
     result = invoke(command, *ARGUMENTS[command].split(), *words)
