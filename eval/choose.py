@@ -120,32 +120,34 @@ class Choosing:
         """Read each prompt once for each format of entries, measure every condition, and sort them by bytes."""
         stops = stop_tokens(self.model, self.tokenizer)
         with progress_bar(progress_console()) as progress:
-            bar = progress.add_task("", total=len(self.prompts) * len(self.conditions))
+            bar = progress.add_task("answers measured", total=len(self.prompts) * len(self.conditions))
             for prompt, limit, answer in self.prompts:
                 prompt = prompt.scoped(self.options.scope, 1)
                 if not answer:
                     greedy = self.runners["model"].greedy([prompt], [limit], stops, [("full", None)])
-                    ((_, [(_, answer, _)]),) = greedy
-                expected: Tensor | None = None
-                for condition, nbytes, logits in self._logits(prompt, answer):
-                    expected = logits if expected is None else expected
+                    (((_, _, answer, _),),) = greedy
+                measured = {condition: (nbytes, logits) for condition, nbytes, logits in self._logits(prompt, answer)}
+                expected = measured[self.full][1]
+                for condition, (nbytes, logits) in measured.items():
                     agreement, kl = compare(expected, logits)
                     condition.nbytes = max(condition.nbytes, nbytes)
                     condition.agreement.append(agreement)
                     condition.kl.append(kl)
-                    progress.update(bar, advance=1, description=condition.call, score=agreement)
+                progress.update(bar, advance=len(measured))
         self.conditions.sort(key=lambda condition: (condition.nbytes, -mean(condition.agreement)))
 
     def _logits(self, prompt: Prompt, answer: Sequence[int]) -> Iterator[tuple[Condition, float, Tensor]]:
-        """Yield conditions, the full cache first, with bytes of the cache and logits of the answer ``[A, V]``."""
+        """Yield conditions, with bytes of the cache and logits of the answer ``[A, V]``."""
         ids = torch.tensor([[*prompt.rest, *answer[:-1]]], device=self.model.device)
         for entry_format, runner in self.runners.items():
             of_format = [condition for condition in self.conditions if condition.entry_format == entry_format]
             for some in chunks(of_format, MOST_TOGETHER):
                 rules = [(condition.spec.resolve(), condition.budget) for condition in some]
                 for batch in runner.compressed([prompt], [0], rules):
-                    output = runner.model(ids, past_key_values=batch.cache, logits_to_keep=len(answer))
-                    yield some[batch.condition], batch.kept[0].cache_bytes, output.logits[0]
+                    rows = ids.expand(len(batch.conditions), -1)
+                    logits = runner.model(rows, past_key_values=batch.cache, logits_to_keep=len(answer)).logits
+                    for number, kept, of_row in zip(batch.conditions, batch.kept, logits, strict=True):
+                        yield some[number], kept.cache_bytes, of_row
 
     def choice(self) -> tuple[Condition, bool]:
         """Return the smallest condition that agrees enough, or the best that fits; or the nearest, and False."""
