@@ -65,5 +65,5 @@ def _bootstrap(values: Sequence[float], lowest: float) -> Estimate:
     widened = math.sqrt(count / (count - 1)) * stats.t.ppf(0.975, count - 1)
     level = float(1 - 2 * stats.norm.sf(widened))
     settings: dict[str, Any] = {"n_resamples": RESAMPLES, "batch": 1_000, "method": "percentile", "rng": SEED}
-    low, high = stats.bootstrap((values,), np.mean, confidence_level=level, **settings).confidence_interval
+    low, high = stats.bootstrap((sorted(values),), np.mean, confidence_level=level, **settings).confidence_interval
     return Estimate(mean, min(mean, float(low)), max(mean, float(high)))

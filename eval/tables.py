@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Tables:
 
     tables: Sequence[tuple[str, Sequence[str], Cells]]  # title, names of columns and cells of each
     notes: Sequence[str] = ()  # paragraphs
-    left: int = 1  # columns aligned to the left; in a narrow terminal they wrap behind commas
+    left: int = 1  # columns aligned to the left; in a narrow terminal they wrap behind commas and colons
     spare: Sequence[str] = ()  # columns that a narrow terminal has no room for, the first ones first
     heading: Sequence[str] = ()  # lines above
 
@@ -81,12 +82,13 @@ class Tables:
 
 
 def _wrapped(column: Sequence[str], narrower: int) -> Sequence[str]:
-    """Names in lines that end with a comma, by so many characters narrower as they allow."""
+    """Names in lines that end with a comma or colon, by so many characters narrower as they allow."""
     if not narrower:
         return column
     width = max(1, max(map(len, column), default=0) - narrower)
     wrap = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    return [wrap(name.replace(",", ", ")) if "," in name else name for name in column]
+    ends = re.compile(r"(?<=[,:])")
+    return [re.sub(r"([,:]) ", r"\1", wrap(ends.sub(" ", name))) if ends.search(name) else name for name in column]
 
 
 def markdown_table(header: Sequence[str], rows: Cells, *, left: int = 1) -> str:
