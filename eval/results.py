@@ -69,16 +69,17 @@ class Results:
             table = _pivot(cells, rows, columns, value).fillna("")
             left, table = table.index.nlevels, table.reset_index()
             tables.append((value, [*table.columns], table.to_numpy().tolist()))
-        return Tables(tables, left=left, heading=self.heading)
+        return Tables(tables, left=left, spare=tables[0][1][: left - 1 : -1], heading=self.heading)
 
 
 def read_runs(folder: Path, records: Iterable[Record]) -> dict[str, Any]:
     """The runs of a folder's manifest; ``ValueError`` if it cannot be read or lacks one that made a record."""
     path = folder / "manifest.json"
     try:
-        runs: dict[str, Any] = msgspec.json.decode(path.read_bytes()).get("runs", {}) if path.is_file() else {}
+        manifest = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path}: is no manifest of kvpass eval ({error})") from None
+    runs: dict[str, Any] = manifest.get("runs", {})
     if missing := {record.run for record in records} - {*runs}:
         raise ValueError(f"{path}: lacks run {min(missing)!r}, which made records of the folder; give another output")
     return runs
@@ -151,16 +152,12 @@ def _rows(records: Iterable[Record], baselines: Sequence[str]) -> Iterator[dict[
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean of each number or estimate, None where one is None; of names the first."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {name: _mean(values) for name, values in columns.items()}
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    if None in values:
-        return None
-    if isinstance(values[0], str):
-        return values[0]
-    return mean_of(values) if isinstance(values[0], Estimate) else fmean(values)
+    means: dict[str, Any] = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        mean = mean_of if isinstance(first, Estimate) else fmean
+        means[name] = None if None in values else first if isinstance(first, str) else mean(values)
+    return means
 
 
 def _cells(row: Mapping[str, Any], baselines: Sequence[str]) -> dict[str, str]:

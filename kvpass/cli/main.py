@@ -197,13 +197,12 @@ def show(options: ShowOptions) -> None:
 
     with _bad_values():
         records = read_records(options.folder)
-        if options.policy:
-            chosen = policies_of(options.policy, [record.label for record in records])
-            records = [record for record in records if record.label in chosen]
-        if options.task:
-            records = [record for record in records if record.question.task in names(options.task)]
+        labels = [record.label for record in records]
+        chosen = policies_of(options.policy, labels) if options.policy else labels
+        tasks = names(options.task)
         for record in records:
-            if record.score < 1 or not options.wrong:
+            is_asked = record.label in chosen and (not tasks or record.question.task in tasks)
+            if is_asked and (record.score < 1 or not options.wrong):
                 typer.echo(shown(record))
 
 

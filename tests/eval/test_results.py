@@ -291,6 +291,8 @@ def test_policies_against_tasks_are_a_table_of_scores_and_one_of_differences(tmp
                 form = "{:.2f} ({:.1f}-{:.1f})" if name == "score" else "{:+.2f} ({:+.1f} to {:+.1f})"
                 assert cell == (form.format(*numbers) if estimate else "-")
     lines = [*csv.DictReader(io.StringIO(table(folder, "--rows", "budget,task", "--columns", "policy", "--csv")))]
+    out = table(folder, "--columns", "task", columns=60)
+    assert "no room for: mean of 2 tasks" in out and "mine:Own:a=1," in out and "…" not in out
     by_key = {(line["budget"], line["task"]): line for line in lines}
     assert len(by_key) == len(lines) == 9
     assert float(by_key["0.25", "t"]["score high lava"]) == rows["t", "prompt", "lava", "0.25"]["score"].high

@@ -222,6 +222,16 @@ def test_a_file_that_a_policy_names_is_known_by_what_is_in_it(tmp_path):
     assert keys[b"one"].isdisjoint(keys[b"two"])
 
 
+def test_without_pandas_or_scipy_a_run_does_not_begin(tmp_path, monkeypatch):
+    for name in ("pandas", "scipy"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            result = invoke("eval", "builtin", "--output", tmp_path / "out")
+        assert result.exit_code == 2
+        assert f"needs the package '{name}': pip install 'kvpass[eval]'" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dtype_that_is_none_is_refused_before_the_run_begins(tmp_path):
     with pytest.raises(ValueError, match="dtype='int8'"):
         Evaluation(options(tmp_path / "out", dtype="int8"))
