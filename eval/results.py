@@ -139,8 +139,8 @@ def _rows(records: Iterable[Record], baselines: Sequence[str]) -> Iterator[dict[
             row = {"task": task, "scope": scope, "policy": policy, "budget": budget, "tasks": 1, "samples": len(own)}
             row["score"] = mean_score([record.score for record in own.values()])
             for name in baselines:
-                other = answered.get((scope, name, budget)) or answered.get((scope, name, "all")) or {}
-                base = other.get(task, {}) if name != policy else {}
+                other = answered.get((scope, name, budget)) or answered.get((scope, name, "all"))
+                base = other.get(task, {}) if other is not None and name != policy else {}
                 pairs = [own[sample].score - base[sample].score for sample in own if sample in base]
                 row[f"against {name}"] = mean_difference(pairs) if pairs else None
             rows.append(row | _means([asdict(record.kept) for record in own.values()]))

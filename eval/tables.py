@@ -60,7 +60,7 @@ class Tables:
     ) -> Table:
         shown = [index for index, name in enumerate(header) if name not in left_out]
         said = ", ".join(" ".join(name.split()) for name in left_out)
-        columns = [[row[index] for row in rows] for index in shown]
+        columns: list[Sequence[str]] = [[row[index] for row in rows] for index in shown]
         columns[: self.left] = [_wrapped(column, narrower) for column in columns[: self.left]]
         style: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
         return rich_table(
