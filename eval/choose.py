@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
@@ -23,6 +22,7 @@ from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, t
 from kvpass.eval.prompt import Prompt, tokenize
 from kvpass.eval.run import MOST_TOGETHER, stop_tokens
 from kvpass.eval.runner import Runner, chunks
+from kvpass.eval.statistics import bootstrap
 from kvpass.eval.tables import Tables
 from kvpass.eval.tasks import encode, find_tasks
 from kvpass.eval.tasks.base import library
@@ -155,7 +155,7 @@ class Choosing:
         if self.memory is not None:
             fits = [condition for condition in tried if condition.nbytes <= self.memory.value]
             return max(fits or tried[:1], key=lambda condition: mean(condition.agreement)), bool(fits)
-        low = {condition: interval(condition.agreement)[0] for condition in tried}
+        low = {condition: bootstrap(condition.agreement, 0.0).low for condition in tried}
         agree = [condition for condition in tried if low[condition] >= self.options.agreement]
         return agree[0] if agree else max(tried, key=low.__getitem__), bool(agree)
 
@@ -165,8 +165,9 @@ class Choosing:
         for condition in self.conditions:
             cells = ["*" if condition is chosen else "", str(condition.spec), str(condition.budget or "all")]
             cells += [condition.entry_format, f"{condition.nbytes / 1024:.0f}"]
-            cells += [f"{mean(condition.agreement):.1%}", "{:.1%}-{:.1%}".format(*interval(condition.agreement))]
-            cells += [f"{mean(condition.kl):.3f}", "{:.3f}-{:.3f}".format(*interval(condition.kl))]
+            agreement, kl = bootstrap(condition.agreement, 0.0), bootstrap(condition.kl, 0.0)
+            cells += [f"{agreement.mean:.1%}", f"{agreement.low:.1%}-{agreement.high:.1%}"]
+            cells += [f"{kl.mean:.3f}", f"{kl.low:.3f}-{kl.high:.3f}"]
             rows.append(cells)
         title = f"{options.model}, scope {options.scope}: {len(self.prompts)} prompts of {options.length} tokens"
         return Tables([(title, _COLUMNS, rows)], left=4, spare=_COLUMNS[-1:])
@@ -190,9 +191,3 @@ def compare(full: Tensor, logits: Tensor) -> tuple[float, float]:
     same = (full.argmax(-1) == logits.argmax(-1)).float().mean()
     expected, found = full.float().log_softmax(-1), logits.float().log_softmax(-1)
     return float(same), float(kl_div(found, expected, reduction="batchmean", log_target=True))
-
-
-def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the mean."""
-    found = library("scipy.stats").bootstrap((scores,), np.mean, n_resamples=10_000, method="percentile", rng=0)
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)

@@ -25,6 +25,7 @@ Budget = Annotated[str, Option(help="Entries per KV head per layer (256), share 
 Budgets = Annotated[str, Option(help="Separated by commas: entries (64), share of the prompt (0.1) or bytes ('4MiB').")]
 Scopes = Annotated[str, Option("--scope", help="'prompt' (question-aware), 'context' (question-agnostic), or both.")]
 Folder = Annotated[Path, Option(file_okay=False, help="Folder for samples and tables; a rerun goes on there.")]
+Evaluated = Annotated[Path, Argument(exists=True, file_okay=False, help="Folder that 'kvpass eval' wrote.")]
 Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are made up.")]
 Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
 Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
@@ -58,6 +59,35 @@ class EvalOptions:
     backend: Backend = "inductor"
     dtype: Dtype = "auto"
     device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptions:
+    """Without rows and columns, a line for each task, policy, budget and scope."""
+
+    folder: Evaluated
+    rows: Annotated[str, Option(help="Of task, scope, policy, budget; policy if not given.")] = ""
+    columns: Annotated[str, Option(help="One of task, scope, policy, budget.")] = ""
+    against: Annotated[str | None, Option(help="A policy to compare with, beside 'full'.")] = None
+    csv: Annotated[bool, Option("--csv", help="As comma-separated numbers.")] = False
+    latex: Annotated[bool, Option("--latex", help="As LaTeX, with the package booktabs.")] = False
+    markdown: Annotated[bool, Option("--markdown", help="As Markdown.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    folder: Evaluated
+    output: Annotated[Path, Option("--output", "-o", dir_okay=False, help=".svg, .pdf or .png.")] = Path("results.svg")
+    policies: Annotated[str, Option(help="As typed for 'kvpass eval'; all if not given.")] = ""
+    task: Annotated[str, Option(help="The mean of all tasks if not given.")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    folder: Evaluated
+    wrong: Annotated[bool, Option("--wrong", help="Only those with a score below 1.")] = False
+    policy: Annotated[str, Option(help="As typed for 'kvpass eval', one or several.")] = ""
+    task: Annotated[str, Option(help="Tasks, separated by commas.")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

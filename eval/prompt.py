@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -34,6 +34,7 @@ class Prompt:
 
     ids: tuple[int, ...]
     num_uncompressed_tokens: int
+    cut_tokens: int = field(default=0, compare=False)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,7 +60,7 @@ class Prompt:
         first = limit // 2 if truncation == "middle" else 0
         last = len(self) - (limit - first)
         head = min(len(self.head), first) + max(len(self.head) - last, 0)
-        return Prompt(self.ids[:first] + self.ids[last:], limit - head)
+        return Prompt(self.ids[:first] + self.ids[last:], limit - head, cut_tokens=last - first)
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, special: bool) -> Prompt:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,13 +18,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvpass
 from kvpass.config import Budget, BudgetLike, EntryFormat
-from kvpass.eval.environment import digest, machine, model_digest, policy_digest, save_json, source_digest, versions
+from kvpass.eval.environment import (
+    command_line,
+    digest,
+    machine,
+    model_digest,
+    policy_digest,
+    save_json,
+    source_digest,
+    versions,
+)
 from kvpass.eval.options import EvalOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
 from kvpass.eval.prompt import Prompt, parse_scopes
-from kvpass.eval.records import Question, Record, RecordFile, Row, results_tables, summarize
+from kvpass.eval.records import Question, Record, RecordFile, identity, newest
+from kvpass.eval.results import Results, csv_of, markdown_of, read_runs, results_of
 from kvpass.eval.runner import Kept, Runner, chunks
 from kvpass.eval.tasks import Sample, Task, encode, find_tasks
+from kvpass.eval.tasks.base import library
 from kvpass.loading import launched, load_model
 from kvpass.policies import Policy, resolve_budget
 from kvpass.progress import progress_bar, progress_console
@@ -31,6 +43,10 @@ from kvpass.replace_file import write_shared
 
 MOST_TOGETHER = 32
 """Conditions that share a prefill at most: their caches are held at once."""
+_CONTEXT_END = 200
+"""Characters of a context that a record repeats."""
+_FOLDERS = re.compile(r'(?<=["=:,])(?:~|\.{0,2})/(?:[^/,=:"]*/)*')
+"""Folders of paths in JSON that begin at the root, at home or with a dot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +74,8 @@ class Evaluation:
         self.budgets: tuple[BudgetLike, ...] = tuple(map(typed, names(options.budgets)))
         self.scopes = parse_scopes(options.scopes)
         self._check_options()
+        for name in ("pandas", "scipy"):  # missed now, not after the last answer
+            library(name)
         tasks = find_tasks(names(options.tasks), options.data_dir)
         self.model, self.tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         self.fingerprint = model_digest(self.model)
@@ -66,6 +84,9 @@ class Evaluation:
         self._runners: dict[EntryFormat, Runner] = {}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
         self.file = RecordFile(options.output / "samples.jsonl", writes=self.writes)
+        self.runs, described = read_runs(options.output, self.file.records.values()), self._described()
+        self.run_name = digest(json.dumps(described, sort_keys=True))
+        self.runs[self.run_name] = described
         self.conditions = [
             self._condition(task, spec, budget, scope, entry_format)
             for entry_format in dict.fromkeys(self.formats)
@@ -90,12 +111,12 @@ class Evaluation:
         """Whether this process writes: of those that share the model, the first one."""
         return launched()[0] == 0
 
-    def run(self) -> list[Row]:
-        """Answer what is not yet answered; write samples, tables and manifest; return one row for each condition."""
+    def run(self) -> list[Results]:
+        """Answer what is not yet answered; write and return the tables of all records of the folder."""
         begin = time.perf_counter()
         if self.writes:
             self.options.output.mkdir(parents=True, exist_ok=True)
-            self._write_manifest([], None)
+            self._write_manifest(None)
         waiting, total = self._waiting(), sum(len(condition.questions) for condition in self.conditions)
         answered = total - sum(len(conditions) * len(indices) for conditions, indices in waiting.items())
         with progress_bar(progress_console() if self.writes else Console(quiet=True)) as progress:
@@ -104,19 +125,25 @@ class Evaluation:
                 for record in records:
                     self.file.add(record)
                 progress.update(bar, advance=len(records), score=records[-1].score)
-        rows = summarize(self._records())
+        self._score_anew()
+        results = results_of(self.file.records.values(), self.runs)
         if self.writes:
-            write_shared(self.options.output / "results.md", results_tables(rows).markdown().encode())
-            self._write_manifest(rows, time.perf_counter() - begin)
-        return rows
+            write_shared(self.options.output / "results.md", markdown_of(results).encode())
+            write_shared(self.options.output / "results.csv", csv_of(results).encode())
+            self._write_manifest(time.perf_counter() - begin)
+        return results
 
-    def _records(self) -> Iterator[Record]:
-        """All records of this run's conditions, scored anew."""
+    def _score_anew(self) -> None:
+        """Score this run's records, and add again those that this changes or that are not the newest."""
+        counted = newest(self.file.records.values())
         for condition in self.conditions:
             for question, (sample, _) in zip(condition.questions, self.samples[condition.task.name], strict=True):
-                record = self.file.records[question.key]
-                score = condition.task.metric(record.prediction, sample)
-                yield msgspec.structs.replace(record, label=condition.label, score=score)
+                old, score = self.file.records[question.key], condition.task.metric
+                record = msgspec.structs.replace(
+                    old, label=condition.label, answers=list(sample.answers), score=score(old.prediction, sample)
+                )
+                if counted.get(identity(record)) != record:
+                    self.file.add(record)
 
     def _answers(
         self, waiting: Mapping[tuple[Condition, ...], list[int]], describe: Callable[[str], None]
@@ -161,12 +188,17 @@ class Evaluation:
         return self._runners[entry_format]
 
     def _record(self, condition: Condition, index: int, tokens: list[int], kept: Kept) -> Record:
-        (sample, _), question = self.samples[condition.task.name][index], condition.questions[index]
+        (sample, prompt), question = self.samples[condition.task.name][index], condition.questions[index]
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         return Record(
             key=question.key,
             label=condition.label,
+            run=self.run_name,
             question=question,
+            question_text=sample.question + sample.answer_prefix,
+            context_end=sample.context[-_CONTEXT_END:],
+            prompt_tokens=len(prompt) + prompt.cut_tokens,
+            cut_tokens=prompt.cut_tokens,
             answers=list(sample.answers),
             prediction=text,
             score=condition.task.metric(text, sample),
@@ -198,7 +230,9 @@ class Evaluation:
                 policy=named,
                 budget="all" if budget is None else str(budget),
                 scope=scope,
-                num_uncompressed_tokens=self.options.num_uncompressed_tokens if scope == "prompt" else 0,
+                num_uncompressed_tokens=self.options.num_uncompressed_tokens,
+                length=self.options.length,
+                chat=self.options.chat,
                 model=self.fingerprint,
                 code=code,
                 backend=self.options.backend,
@@ -224,28 +258,26 @@ class Evaluation:
             except ValueError as error:
                 raise ValueError(f"policy {policy.name!r}, scope {scope!r}: {error}") from None
 
-    def _write_manifest(self, rows: Sequence[Row], seconds: float | None) -> None:
-        """Write what the run was made of, without the paths of a machine; ``seconds`` is None while it goes on."""
-        folder = self.options.data_dir
-        settings = asdict(self.options) | {"data_dir": folder and folder.name}
+    def _described(self) -> dict[str, Any]:
+        """What the run is made of, without the folders of a machine."""
+        settings = asdict(self.options)
         del settings["output"]
-        manifest = {
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "finished": seconds is not None,
-            "seconds": seconds,
-            "versions": versions(),
-            "machine": machine(self.model.device),
-            "model": {
-                "name": self.options.model,
-                "class": type(self.model).__name__,
-                "fingerprint": self.fingerprint,
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-                "parameters": self.model.num_parameters(),
-            },
-            "settings": settings,
-            "results": [asdict(row) for row in rows],
+        model = {
+            "name": self.options.model,
+            "class": type(self.model).__name__,
+            "fingerprint": self.fingerprint,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "parameters": self.model.num_parameters(),
         }
-        save_json(self.options.output / "manifest.json", manifest)
+        described = {"command": command_line(), "settings": settings, "model": model, "versions": versions()}
+        described["machine"] = machine(self.model.device)
+        return dict(json.loads(_FOLDERS.sub("", json.dumps(described, default=str))))
+
+    def _write_manifest(self, seconds: float | None) -> None:
+        """Write the folder's runs; ``seconds`` of this one are None while it goes on."""
+        written = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": seconds}
+        self.runs[self.run_name] |= {**written, "finished": seconds is not None}
+        save_json(self.options.output / "manifest.json", {"runs": self.runs})
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -28,7 +28,10 @@ from kvpass.eval.options import (
     DemoOptions,
     EvalOptions,
     LookOptions,
+    PlotOptions,
     ServeOptions,
+    ShowOptions,
+    TableOptions,
 )
 from kvpass.progress import working
 from kvpass.replace_file import replacing
@@ -148,16 +151,15 @@ def bench(options: BenchOptions) -> None:
 @_command
 def eval_(options: EvalOptions) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
-    from kvpass.eval.records import results_tables
     from kvpass.eval.run import Evaluation
 
     with _interruptible(f"the same command goes on; the samples finished so far are in {str(options.output)!r}"):
         with _bad_values():
             checked = Evaluation(options)
             _make_folder("output", options.output)
-        rows = checked.run()
+        results = checked.run()
     if checked.writes:
-        Console().print(results_tables(rows))
+        Console().print(*(one.tables() for one in results))
         Console().print(f"written: {options.output}", highlight=False)
 
 
@@ -178,6 +180,50 @@ def choose(options: ChooseOptions) -> None:
         checked.save(options.output)
     typer.echo(chosen.call)
     Console().print(f"written: {options.output}", highlight=False)
+
+
+@_command
+def table(options: TableOptions) -> None:
+    """Print the tables of a folder that 'kvpass eval' wrote, with paired differences; or other ones of its records."""
+    from kvpass.eval.results import csv_of, latex_of, markdown_of, read_results
+
+    with _bad_values():
+        chosen = [write for write in (csv_of, latex_of, markdown_of) if getattr(options, write.__name__[:-3])]
+        if len(chosen) > 1:
+            raise ValueError("name one of --csv, --latex and --markdown")
+        results = read_results(options.folder, options.against)
+        if chosen:
+            typer.echo(chosen[0](results, options.rows, options.columns), nl=False)
+        else:
+            Console().print(*(one.tables(options.rows, options.columns) for one in results))
+
+
+@_command
+def plot(options: PlotOptions) -> None:
+    """Draw the scores of a folder that 'kvpass eval' wrote against what was kept, a panel for each policy."""
+    from kvpass.eval.results import plot, read_results
+
+    with _bad_values():
+        _make_folder("output", options.output.parent)
+        plot(read_results(options.folder), options.output, policies=options.policies, task=options.task)
+    Console().print(f"written: {options.output}", highlight=False)
+
+
+@_command
+def show(options: ShowOptions) -> None:
+    """Print the samples of a folder that 'kvpass eval' wrote: question, end of the context, answer, expected, kept."""
+    from kvpass.eval.options import names
+    from kvpass.eval.results import policies_of, read_records, shown
+
+    with _bad_values():
+        records = read_records(options.folder)
+        labels = [record.label for record in records]
+        chosen = policies_of(options.policy, labels) if options.policy else labels
+        tasks = names(options.task)
+        for record in records:
+            is_asked = record.label in chosen and (not tasks or record.question.task in tasks)
+            if is_asked and (record.score < 1 or not options.wrong):
+                typer.echo(shown(record))
 
 
 @_command

@@ -42,13 +42,14 @@ def test_help_is_given_for_every_command(command):
 
 
 ARGUMENTS = {"eval": "builtin", "demo": "builtin", "bench": "", "compress": "-", "ask": f"{__file__} who?"}
+ARGUMENTS |= {"table": ".", "plot": ".", "show": "."}
 ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__, "look": __file__, "choose": "builtin"}
 VALUES = f"""
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
 --json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a --question who?
---document {__file__} --agreement 0.9 --memory 4MiB
+--document {__file__} --agreement 0.9 --memory 4MiB --rows policy --columns task --against full --task t
 """.split()
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvpass.eval.records import wilson_interval
+from kvpass.eval.statistics import wilson_interval
 from kvpass.eval.tasks import Sample, longbench, registry
 from kvpass.eval.tasks.base import library
 from kvpass.eval.tasks.needle import code_match

@@ -1,8 +1,9 @@
 """``kvpass eval``: what it refuses, resuming, keys, tables, command line."""
 
-import dataclasses
+import csv
 import json
 import shutil
+import sys
 from collections import defaultdict
 from dataclasses import fields
 
@@ -17,8 +18,11 @@ from kvpass.compiler.prompt import PromptReader
 from kvpass.eval import run
 from kvpass.eval.options import EvalOptions
 from kvpass.eval.records import RecordFile
+from kvpass.eval.results import read_records
 from kvpass.eval.run import Evaluation
 from kvpass.eval.runner import Runner
+from kvpass.eval.tasks import encode
+from kvpass.eval.tasks.needle import Needle
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -63,7 +67,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_a_finished_one_runs_not
             Evaluation(options(tmp_path / "twice")).run()
     file = tmp_path / "twice" / "samples.jsonl"
     assert len(file.read_bytes().splitlines()) == 8
-    assert not json.loads((tmp_path / "twice" / "manifest.json").read_text())["finished"]
+    (run,) = json.loads((tmp_path / "twice" / "manifest.json").read_text())["runs"].values()
+    assert not run["finished"]
     with file.open("ab") as torn:
         torn.write(b'{"key": "half a li')
     with monkeypatch.context() as patch:
@@ -93,34 +98,100 @@ def test_a_sweep_reads_each_prompt_once_and_answers_as_one_condition_alone(tmp_p
     for folder, already in (("all", []), ("missing", done)):
         read.clear()
         (tmp_path / folder).mkdir()
+        shutil.copy(tmp_path / "alone" / "manifest.json", tmp_path / folder)
         (tmp_path / folder / "samples.jsonl").write_bytes(b"".join(already))
         assert Evaluation(options(tmp_path / folder, **changes)).run() == alone
         assert sorted((tmp_path / folder / "samples.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
         assert len(read) == single / 5 and set(read) == {3 if already else 5}
 
 
-def test_records_tables_and_manifest_say_the_same(tmp_path):
-    rows = Evaluation(options(tmp_path, policies="full", scopes="prompt,context")).run()
+def test_records_tables_and_manifest_say_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/bin/kvpass", "eval", f"--output={tmp_path}", "--policies", "full"])
+    (results,) = Evaluation(options(tmp_path, policies="full", scopes="prompt,context")).run()
+    rows = results.rows
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(records) == 12
     assert len({record["key"] for record in records}) == 12
     assert all(record["score"] == (record["prediction"] == f"{record['answers'][0]} .") for record in records)
-    assert [(row.scope, row.samples) for row in rows] == [("prompt", 6), ("context", 6)]
+    assert [(row["scope"], row["samples"]) for row in rows] == [("context", 6), ("prompt", 6)]
     for row in rows:
-        own = [record for record in records if record["question"]["scope"] == row.scope]
-        assert row.score == sum(record["score"] for record in own) / 6
-        assert row.low < row.score <= row.high <= 1
-    markdown = (tmp_path / "results.md").read_text().splitlines()
+        own = [record for record in records if record["question"]["scope"] == row["scope"]]
+        assert row["score"].mean == sum(record["score"] for record in own) / 6
+        assert row["score"].low < row["score"].mean <= row["score"].high <= 1
+    markdown = [line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("|")]
     assert len(markdown) == 2 + len(rows)
     assert all(line.count("|") == markdown[0].count("|") for line in markdown)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["finished"]
-    assert manifest["versions"]["kvpass"] == kvpass.__version__
-    assert manifest["settings"]["seed"] == 0
-    assert manifest["settings"]["policies"] == "full"
-    assert manifest["results"] == [dataclasses.asdict(row) for row in rows]
-    assert all(row.kept.kept_fraction == 1.0 and row.kept.budget_bytes == row.kept.kept_bytes for row in rows)
-    assert str(tmp_path) not in (tmp_path / "manifest.json").read_text()
+    table = [*csv.DictReader((tmp_path / "results.csv").open())]
+    assert [(line["scope"], float(line["score"])) for line in table] == [
+        (row["scope"], row["score"].mean) for row in rows
+    ]
+    assert all(row["kept_fraction"] == 1.0 and row["budget_bytes"] == row["kept_bytes"] for row in rows)
+    (run,) = json.loads((tmp_path / "manifest.json").read_text())["runs"].values()
+    assert run["finished"]
+    assert run["versions"]["kvpass"] == kvpass.__version__
+    assert run["settings"]["seed"] == 0
+    assert run["settings"]["policies"] == "full"
+    assert run["command"] == ["kvpass", "eval", f"--output={tmp_path.name}", "--policies", "full"]
+    assert not any(str(tmp_path) in (tmp_path / name).read_text() for name in ("manifest.json", "results.md"))
+
+
+def test_a_second_run_adds_to_the_tables_of_the_folder(tmp_path, monkeypatch):
+    (first,) = Evaluation(options(tmp_path, policies="full", samples=2)).run()
+    (both,) = Evaluation(options(tmp_path, policies="snapkv:window=8", budgets="0.5", samples=2)).run()
+    assert [row["policy"] for row in both.rows] == ["full", "snapkv:window=8"] and both.rows[0] == first.rows[0]
+    assert both.rows[1]["against full"].mean == both.rows[1]["score"].mean - both.rows[0]["score"].mean
+    longer = Evaluation(options(tmp_path, policies="full", samples=2, length=151)).run()
+    assert [one.setting["length"] for one in longer] == [150, 151]
+    assert [len(one.rows) for one in longer] == [2, 1]
+    assert (tmp_path / "results.md").read_text().count("- model builtin, ") == 2
+    assert len(json.loads((tmp_path / "manifest.json").read_text())["runs"]) == 3
+    result = invoke("table", tmp_path, columns=200)
+    assert result.output.split("written:")[0].count("snapkv:window=8") == 1
+
+
+def test_a_metric_or_an_answer_that_changed_changes_the_stored_score(tmp_path, monkeypatch):
+    asked = options(tmp_path, policies="full", samples=2)
+    Evaluation(asked).run()
+    lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
+    monkeypatch.setattr(Needle, "metric", lambda self, prediction, sample: 0.25)
+    with monkeypatch.context() as patch:
+        patch.setattr(kvpass, "compile", None)  # nothing is answered again
+        (results,) = Evaluation(asked).run()
+        assert results.rows[0]["score"].mean == 0.25
+        records = RecordFile(tmp_path / "samples.jsonl").records.values()
+        assert [record.score for record in records] == [0.25, 0.25]
+        assert len((tmp_path / "samples.jsonl").read_bytes().splitlines()) == len(lines) + 2
+        Evaluation(asked).run()
+        assert len((tmp_path / "samples.jsonl").read_bytes().splitlines()) == len(lines) + 2
+
+
+def test_of_what_an_older_version_of_the_code_answered_the_one_asked_for_last_counts(tmp_path, monkeypatch):
+    asked = options(tmp_path, policies="full", samples=2)
+    monkeypatch.setattr(run, "source_digest", lambda: "old")
+    Evaluation(asked).run()
+    monkeypatch.setattr(run, "source_digest", lambda: "new")
+    Evaluation(asked).run()
+
+    def counted():
+        return {record.question.code for record in read_records(tmp_path)}
+
+    assert counted() == {"new"}
+    monkeypatch.setattr(run, "source_digest", lambda: "old")
+    Evaluation(asked).run()
+    assert counted() == {"old"}
+
+
+def test_a_sample_says_its_question_and_what_was_cut(tmp_path, monkeypatch):
+    asked = options(tmp_path, policies="full", samples=1, length=150)
+    monkeypatch.setattr(run, "encode", lambda *args, limit, **settings: encode(*args, limit=100, **settings))
+    Evaluation(asked).run()
+    (record,) = read_records(tmp_path)
+    whole = Needle("multi_needle").samples(builtin.load()[1], 150, 1, 0)[0]
+    assert (record.prompt_tokens - record.cut_tokens, record.cut_tokens) == (100, record.prompt_tokens - 100)
+    assert 0 < record.cut_tokens <= 50
+    assert record.question_text == whole.question + whole.answer_prefix
+    assert whole.context.endswith(record.context_end) and len(record.context_end) == 200
+    assert "1 of 1 prompts cut, by" in (tmp_path / "results.md").read_text()
 
 
 def conditions_of(folder, **changes):
@@ -203,6 +274,16 @@ def test_weights_with_other_values_are_answered_anew(tmp_path):
         tokenizer.save_pretrained(tmp_path / "model")
         keys.append(conditions_of(tmp_path, model=str(tmp_path / "model")))
     assert keys[0] == keys[1] and keys[0].isdisjoint(keys[2])
+
+
+def test_without_pandas_or_scipy_a_run_does_not_begin(tmp_path, monkeypatch):
+    for name in ("pandas", "scipy"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            result = invoke("eval", "builtin", "--output", tmp_path / "out")
+        assert result.exit_code == 2
+        assert f"needs the package '{name}': pip install 'kvpass[eval]'" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_dtype_that_is_none_is_refused_before_the_run_begins(tmp_path):
