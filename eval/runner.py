@@ -24,7 +24,7 @@ from kvpass.transformers_compat import CACHE
 
 Item = TypeVar("Item")
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 """Rows that conditions of the same prompts have together, at most."""
 
 
