@@ -138,9 +138,13 @@ class Evaluation:
         counted = newest(self.file.records.values())
         for condition in self.conditions:
             for question, (sample, _) in zip(condition.questions, self.samples[condition.task.name], strict=True):
-                old, score = self.file.records[question.key], condition.task.metric
+                old = self.file.records[question.key]
                 record = msgspec.structs.replace(
-                    old, label=condition.label, answers=list(sample.answers), score=score(old.prediction, sample)
+                    old,
+                    label=condition.label,
+                    answers=list(sample.answers),
+                    score=condition.task.metric(old.prediction, sample),
+                    labels=dict(sample.labels),
                 )
                 if counted.get(identity(record)) != record:
                     self.file.add(record)

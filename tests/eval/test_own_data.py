@@ -152,19 +152,22 @@ def test_a_file_is_evaluated_beside_another_task_and_a_row_that_changes_is_answe
     usual |= {"tasks": f"{write('facts.jsonl', *FACTS)},multi_needle", "length": 150, "samples": 4, "output": tmp_path}
 
     def run():
-        rows = Evaluation(EvalOptions(**usual)).run()
-        return rows, [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+        (results,) = Evaluation(EvalOptions(**usual)).run()
+        return results.rows, [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
 
     rows, records = run()
-    assert [(row.task, row.samples) for row in rows] == [("facts", 2), ("multi_needle", 4)]
+    assert [(row["task"], row["samples"]) for row in rows[:2]] == [("facts", 2), ("multi_needle", 4)]
     assert len(records) == 6 and {record["generated_tokens"] for record in records[:2]} <= {1, 2, 3}
     said = {record["question"]["sample"]: record["prediction"] for record in records[:2]}
-    scored = [row | {"answers": said[row["id"]], "metric": "exact"} for row in FACTS]
+    scored = [row | {"answers": said[row["id"]], "metric": "exact", "category": "said"} for row in FACTS]
     write("facts.jsonl", *scored)
     rows, again = run()
-    assert rows[0].score == 1.0 and again == records, "answers and metrics are of no prompt"
+    assert rows[0]["score"].mean == 1.0 and again[:6] == records, "answers and metrics are of no prompt"
+    changed = {"answers": [said["b"]], "score": 1.0, "labels": {"category": "said"}}
+    (first,) = (record for record in records if record["question"]["sample"] == "b")
+    assert first | changed in again[6:] and len(again) == 8
     write("facts.jsonl", scored[0], scored[1] | {"context": 20 * "a crow was very tall . "})
-    assert [record["question"]["sample"] for record in run()[1][6:]] == ["b"]
+    assert [record["question"]["sample"] for record in run()[1][8:]] == ["b"]
 
 
 def test_lm_eval_scores_a_file_by_three_lines_of_yaml_as_kvpass_does(write, tmp_path, monkeypatch):
