@@ -144,8 +144,7 @@ class Document:
     ) -> Document:
         """Compress a text, as the begin of a chat if the tokenizer has a chat template.
 
-        The text begins the user's first message, behind it come a blank line and the question, which are read together:
-        a policy may drop what was compressed.
+        The text begins the user's first message, behind it come a blank line and the question.
 
         Args:
             model: from ``kvpass.compile``. tokenizer: of the model. system: text of a system message before it.
@@ -158,7 +157,7 @@ class Document:
             raise ValueError("the document is empty")
         template = Template(tokenizer, options if chat else None)
         before = template.before(opening(system, text, ""))
-        ids = _common(*map(template.ids, (before + "a", before.removesuffix("\n\n") + " a")))
+        ids = _common(*(template.ids(before + mark) for mark in _MARKS))
         _check_length(model, len(ids) + 1, "the document")
         with reading(len(ids)):
             cache = model.compress(torch.tensor([ids], device=model.device))

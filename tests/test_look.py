@@ -73,7 +73,7 @@ def test_the_page_has_the_text_the_shares_and_the_figures_of_the_report(tokenize
     document = read(tokenizer, family, budget=24, **options)
     page = document.html()
     data, report = data_of(page), document.model.report(document.cache)
-    assert "".join(data["pieces"]) == tokenizer.decode(document.cache.ids[0]) == TEXT
+    assert "".join(data["pieces"]) == tokenizer.decode(document.cache.ids[0]) == TEXT + "\n\n"
     assert {"🦊", "潮"} <= {*data["pieces"]}
     assert page.count("</script>") == 1 and "<img" not in page
     shares = [*b64decode(data["shares"])]
