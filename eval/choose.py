@@ -159,9 +159,9 @@ class Choosing:
         agree = [condition for condition in tried if low[condition] >= self.options.agreement]
         return agree[0] if agree else max(tried, key=low.__getitem__), bool(agree)
 
-    def table(self) -> Tables:
-        """A line for each condition, the smallest cache first; ``*`` marks what :meth:`choice` returns."""
-        options, chosen, rows = self.options, self.choice()[0], []
+    def table(self, chosen: Condition) -> Tables:
+        """A line for each condition, the smallest cache first; ``*`` marks the chosen one."""
+        options, rows = self.options, []
         for condition in self.conditions:
             cells = ["*" if condition is chosen else "", str(condition.spec), str(condition.budget or "all")]
             cells += [condition.entry_format, f"{condition.nbytes / 1024:.0f}"]
@@ -172,9 +172,8 @@ class Choosing:
         title = f"{options.model}, scope {options.scope}: {len(self.prompts)} prompts of {options.length} tokens"
         return Tables([(title, _COLUMNS, rows)], left=4, spare=_COLUMNS[-1:])
 
-    def save(self, path: Path) -> None:
-        """Write the choice, for :func:`kvpass.chosen`, and all numbers."""
-        chosen = self.choice()[0]
+    def save(self, path: Path, chosen: Condition) -> None:
+        """Write the chosen condition, for :func:`kvpass.chosen`, and all numbers."""
         result = {
             "policy": chosen.spec.resolve().spec,
             "budget": chosen.budget,

@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from kvpass.eval.tasks import Sample, find_tasks, registry
-from kvpass.eval.tasks.jsonl import ENDINGS
+from kvpass.eval.tasks.rows import ENDINGS
 from kvpass.policies.options import check_int
 
 DATA_DIR = "KVPASS_DATA_DIR"

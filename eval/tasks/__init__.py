@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvpass.eval.tasks import jsonl, longbench, manual, needle, ruler
 from kvpass.eval.tasks.base import Sample, encode
+from kvpass.eval.tasks.rows import ENDINGS
 
 __all__ = ["GROUPS", "Sample", "Task", "encode", "find_tasks", "registry"]
 
@@ -43,7 +44,7 @@ def find_tasks(names: Sequence[str], data_dir: Path | None = None) -> list[Task]
     known = [*groups, *tasks]
     chosen: dict[str, Task] = {}
     for name in names:
-        if name.endswith(jsonl.ENDINGS):
+        if name.endswith(ENDINGS):
             task = jsonl.JsonLines.read(Path(name))
             if task.name in known or chosen.get(task.name, task) != task:
                 raise ValueError(f"tasks={name!r}: another task is called {task.name!r} too; rename the file")

@@ -15,7 +15,6 @@ from kvpass.eval.tasks.base import Sample, contains
 from kvpass.eval.tasks.longbench import harness_metrics, harness_score
 from kvpass.eval.tasks.rows import read_rows
 
-ENDINGS = (".jsonl", ".jsonl.gz")
 _HARNESS = {"f1": "qa_f1_score", "rouge": "rouge_score"}
 """Metrics that are LongBench's, by their names there."""
 

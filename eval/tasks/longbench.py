@@ -20,7 +20,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from kvpass.eval.tasks.base import Sample, library
-from kvpass.eval.tasks.rows import checked, read_rows
+from kvpass.eval.tasks.rows import ENDINGS, checked, read_rows
 
 HUB = "Xnhyacinth/LongBench"
 """A copy of THUDM/LongBench without a loading script; its field ``question`` is the official ``input``."""
@@ -105,7 +105,7 @@ def _rows(data_dir: Path | None, dataset: str, count: int) -> list[_Row]:
         ImportError: the package ``datasets`` is not installed.
         ValueError: the hub cannot be reached, or has no such data set; or a row is none of LongBench's.
     """
-    for ending in (".jsonl", ".jsonl.gz"):
+    for ending in ENDINGS:
         path = None if data_dir is None else data_dir / "longbench" / f"{dataset}{ending}"
         if path is not None and path.is_file():
             return [row for _, row in read_rows(path, _Row.of, "LongBench", count)]

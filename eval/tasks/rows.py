@@ -14,6 +14,9 @@ import msgspec
 
 Row = TypeVar("Row")
 
+ENDINGS = (".jsonl", ".jsonl.gz")
+"""Of the names of such files."""
+
 
 @contextlib.contextmanager
 def checked(place: str, of: str) -> Iterator[None]:

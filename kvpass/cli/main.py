@@ -172,12 +172,12 @@ def choose(options: ChooseOptions) -> None:
         checked = Choosing(options)
         _make_folder("output", options.output.parent)
         checked.run()
-        Console().print(checked.table())
         chosen, is_met = checked.choice()
+        Console().print(checked.table(chosen))
         if not is_met:
             goal = f"agreement={options.agreement:g}" if options.memory is None else f"memory={options.memory!r}"
             raise ValueError(f"{goal}: met by none, and nothing is written; nearest, *, is {chosen.call}")
-        checked.save(options.output)
+        checked.save(options.output, chosen)
     typer.echo(chosen.call)
     Console().print(f"written: {options.output}", highlight=False)
 
@@ -188,7 +188,8 @@ def table(options: TableOptions) -> None:
     from kvpass.eval.results import csv_of, latex_of, markdown_of, read_results
 
     with _bad_values():
-        chosen = [write for write in (csv_of, latex_of, markdown_of) if getattr(options, write.__name__[:-3])]
+        writers = {"csv": csv_of, "latex": latex_of, "markdown": markdown_of}
+        chosen = [write for name, write in writers.items() if getattr(options, name)]
         if len(chosen) > 1:
             raise ValueError("name one of --csv, --latex and --markdown")
         results = read_results(options.folder, options.against)

@@ -86,7 +86,7 @@ def test_conditions_are_in_order_of_bytes_and_the_smallest_that_agrees_is_chosen
     sizes = [each.nbytes for each in measured.conditions]
     assert sizes == sorted(sizes) and len(sizes) == 2 * (2 * 2) + 1
     assert {each.entry_format for each in measured.conditions[:4]} == {"rot4"}
-    table = measured.table().markdown()
+    table = measured.table(measured.choice()[0]).markdown()
     kib = [float(line.split("|")[5]) for line in table.splitlines() if re.search(r"rot4|model \|", line)]
     assert kib == sorted(kib) and len(kib) == len(sizes)
     chosen, fits = measured.choice()
@@ -114,11 +114,10 @@ def test_the_full_cache_itself_is_never_the_choice(measured, monkeypatch):
 # --- the file of a choice --------------------------------------------------------------------------------------------
 
 
-def test_compile_takes_the_file_for_these_weights_in_any_dtype_and_no_others(measured, tmp_path, monkeypatch):
+def test_compile_takes_the_file_for_these_weights_in_any_dtype_and_no_others(measured, tmp_path):
     snapkv = next(each for each in measured.conditions if each.budget == 0.2 and each.entry_format == "rot4")
-    monkeypatch.setattr(measured, "choice", lambda: (snapkv, True))
     path = tmp_path / "choice.json"
-    measured.save(path)
+    measured.save(path, snapkv)
     for dtype in (torch.float32, torch.bfloat16):
         model = builtin.load()[0].to(dtype)
         fast = kvpass.compile(model, backend="eager", **kvpass.chosen(path, model))

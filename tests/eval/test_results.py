@@ -39,21 +39,23 @@ def write_folder(folder, records):
     return folder
 
 
+CONDITIONS = [
+    ("full", "all"),
+    ("lava", "0.25"),
+    ("lava", "0.5"),
+    ("mine:Own:a=1,b=2", "0.25"),
+    ("streaming", "all"),
+]
+
+
 def made(seed=0, tasks=("t", "u"), samples=9, missing=0.0):
     """Records of policies and budgets with scores between 0 and 1, shuffled; some are missing."""
     draw = random.Random(seed)
-    conditions = [
-        ("full", "all"),
-        ("lava", "0.25"),
-        ("lava", "0.5"),
-        ("mine:Own:a=1,b=2", "0.25"),
-        ("streaming", "all"),
-    ]
     records = [
         record(label=label, budget=budget, task=task, sample=str(sample), scope=scope, score=round(draw.random(), 2))
         for task in tasks
         for scope in ("prompt", "context")
-        for label, budget in conditions
+        for label, budget in CONDITIONS
         for sample in range(samples)
         if draw.random() >= missing
     ]
@@ -92,15 +94,8 @@ def test_the_order_of_records_is_of_no_account():
     records = made()
     assert rows_of(records) == rows_of(records[::-1])
     order = [condition(row) for row in rows_of(records)]
-    conditions = [
-        ("full", "all"),
-        ("lava", "0.25"),
-        ("lava", "0.5"),
-        ("mine:Own:a=1,b=2", "0.25"),
-        ("streaming", "all"),
-    ]
     tasks = ("t", "u", "mean of 2 tasks")
-    assert {*order[:5]} == {("t", "context", *one) for one in conditions} and order[0][2] == "full"
+    assert {*order[:5]} == {("t", "context", *one) for one in CONDITIONS} and order[0][2] == "full"
     assert [one[0] for one in order] == [task for task in tasks for _ in range(10)]
 
 
