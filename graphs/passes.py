@@ -29,13 +29,21 @@ find a faulty one; results may then be wrong. docs/add-a-pass.md says how to wri
 yours                       :data:`PROGRAM_PASSES`
 ==========================  =====================================================================================
 
+:func:`part_passes`, on each part of a layer, before it is compiled:
+
+==========================  =====================================================================================
+``widen_linear``            16-bit products on a CPU that has no instructions for them -> products in fp32
+==========================  =====================================================================================
+
 :func:`step_passes`, on a copy for each phase that continues a cache:
 
 ==========================  =====================================================================================
 ``offset_positions``        marked positions start at the number of tokens in the cache
 ``one_token``               of a decode step: values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
+``int8_linear``             decode on the CPU: products with int8 weights of torchao -> torch's operator for them
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
+``widen_linear``            as above
 ==========================  =====================================================================================
 """
 
@@ -61,6 +69,7 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.inline_layers import DistinctLayers
+from kvpass.graphs.int8_linear import int8_linear_pass
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -68,6 +77,7 @@ from kvpass.graphs.verify.no_raw_attention import check_no_raw_attention_pass
 from kvpass.graphs.verify.offset_positions import offset_positions_pass
 from kvpass.graphs.verify.own_state import check_own_state_pass
 from kvpass.graphs.verify.self_check import self_check_pass
+from kvpass.graphs.widen_linear import widen_linear_pass
 from kvpass.torch_compat import trace_structured
 
 log = logging.getLogger(__name__)
@@ -93,7 +103,9 @@ CANONICAL_PASSES = (*FINDING_PASSES, self_check_pass, fold_alibi_pass)
 PROGRAM_PASSES: list[GraphPass] = []
 """Your passes over the programs of prompts; append them before the first prompt."""
 
-_STEP_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass)
+_PRODUCT_PASSES = (int8_linear_pass, decompose_linear_pass, widen_linear_pass)
+
+_STEP_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, *_PRODUCT_PASSES)
 
 
 def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLayers | None) -> list[GraphPass]:
@@ -117,6 +129,11 @@ def program_passes() -> list[GraphPass]:
     return [*PROGRAM_PASSES]
 
 
+def part_passes() -> list[GraphPass]:
+    """Return the passes over a part of a layer of a prompt."""
+    return [widen_linear_pass]
+
+
 def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, decomposes: bool) -> list[GraphPass]:
     """Return the passes over a copy of a capture for calls that continue a cache.
 
@@ -126,7 +143,7 @@ def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, 
     """
     positions: GraphPass = partial(offset_positions_pass, seen=seen)
     passes = [positions, rewrite] if one_token is None else [positions, one_token, rewrite]
-    return [*passes, decompose_linear_pass] if decomposes else passes
+    return [*passes, *(_PRODUCT_PASSES if decomposes else [widen_linear_pass])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvpass import builtin
 from kvpass.fetch import PACKAGES, fetched
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 
 
 def launched() -> tuple[int, int]:
@@ -33,7 +34,8 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
 
     Args:
         name: ``builtin``, a name of ``kvpass fetch``, or a folder or hub name.
-        dtype: one of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own.
+        dtype: one of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own; ``int8``
+            quantises the linear layers of a model in bf16, with torchao.
         device: a name that ``torch.device`` reads.
 
     Raises:
@@ -48,6 +50,8 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no CUDA device")
     shared: dict[str, Any] = {}
+    if dtype == "int8" and launched()[1] > 1:
+        raise ValueError("dtype='int8': torchrun divides models in 16 or 32 bits only")
     if (processes := launched()[1]) > 1:
         from transformers.distributed import DistributedConfig
 
@@ -57,17 +61,31 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         transformers.utils.logging.disable_progress_bar()
         dtype = "float32" if dtype == "auto" else dtype
     with located(name) as place:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **shared)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype="bfloat16" if dtype == "int8" else dtype, **shared)
         tokenizer = AutoTokenizer.from_pretrained(place)
     model.eval()
     if not shared:
         model.to(target)  # type: ignore[arg-type]
+        if dtype == "int8":
+            _quantise(model)
         return model, tokenizer
     if model.device.type != target.type:
         raise ValueError(
             f"device={device!r}: transformers divides a model among the {model.device.type} devices of this machine"
         )
     return model, tokenizer
+
+
+def _quantise(model: PreTrainedModel) -> None:
+    """Replace the weights of linear layers by int8 numbers and a scale for each row."""
+    logging.disable(logging.WARNING)  # of torchao's import, about code for other devices
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        raise ValueError(f"dtype='int8' needs torchao, pip install 'kvpass[int8]': {error}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+    quantize_(model, Int8WeightOnlyConfig())
 
 
 @contextmanager
