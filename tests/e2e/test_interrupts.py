@@ -10,7 +10,6 @@ import kvpass
 from compiled_models import UNLIMITED, compiled_anew, failing, greedy, reloaded, two_layers
 from kvpass.cache import prefill, state
 from kvpass.cache.layers import FullAttentionLayers
-from kvpass.cache.state import KVState
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.ops import reference, sliding, slots
 from tiny_models import random_ids, tiny_model
@@ -98,23 +97,6 @@ def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(fami
         assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
     pick()
     assert cache.batch_size == rows
-
-
-def test_an_interrupt_before_a_turn_is_observed_leaves_nothing_behind():
-    _, fast = two_layers(recompress="every_turn")
-    cache = fast(random_ids(1, 50)).past_key_values
-    token = random_ids(1, 1, seed=1)
-    expected = fast(token, past_key_values=cache.clone()).logits
-    original = KVState.begin_recompression
-
-    def interrupted(*args):
-        original(*args)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(KVState, "begin_recompression", interrupted)
-        fast(random_ids(1, 12), past_key_values=cache)
-    assert torch.equal(fast(token, past_key_values=cache).logits, expected)
 
 
 def test_an_argument_that_is_refused_changes_nothing(tmp_path):

@@ -53,9 +53,9 @@ def greedy(model: Any, ids: Tensor | None = None, new: int = 6, **options: Any) 
     return model.generate(ids, **{"max_new_tokens": new, "do_sample": False, **options})
 
 
-def spoken(model: Any, ids: Tensor, new: int) -> Tensor:
+def spoken(model: Any, ids: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
     """Ids ``[B, T + new]`` of a prompt and of the best tokens after it, by a loop over ``forward``."""
-    out, said = model(ids), [ids]
+    out, said = model(ids, attention_mask=mask), [ids]
     for _ in range(new):
         said.append(out.logits[:, -1:].argmax(-1))
         out = model(said[-1], past_key_values=out.past_key_values)
