@@ -171,9 +171,8 @@ def test_a_long_decode_of_cake_as_released_keeps_what_its_lists_keep(monkeypatch
             assert torch.equal(found[step][i], expected[step][:, : tokens + steps]), f"layer {layer}, step {step}"
 
 
-@pytest.mark.parametrize(
-    ("policy", "window"), quick_rows([("h2o", 6), ("kvzip_plus", 0), ("criticalkv", 6)], [("h2o", 6)])
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("policy", "window"), [("h2o", 6), ("kvzip_plus", 0), ("criticalkv", 6)])
 def test_a_float64_model_keeps_what_it_keeps_in_float32(policy, window):
     caches, single = [], compiled(policy=policy, window=window)
     double = compiled_anew(tiny_model("llama", layers=2).double(), policy=policy, budget=BUDGET, window=window)

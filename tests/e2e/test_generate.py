@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 
 import pytest
 import torch
@@ -126,7 +125,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own():
         fast(token, past_key_values=cache)
 
 
-@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["gemma3"]))
+@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["llama"]))
 def test_autocast_is_that_of_the_uncompressed_model(family):
     original = tiny_model(family, layers=2)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
@@ -251,19 +250,8 @@ def test_generate_gives_several_answers_from_one_document(model, fast, options, 
             answers.append(subject.generate(ids, max_new_tokens=NEW, **given, **options)[:, -NEW:])
         assert torch.equal(*answers)
         assert (cache.batch_size, cache.columns, cache.reusable) == (context, 40, True)
-
-
-def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
-    document, questions = random_ids(1, 40), random_ids(3, 5, seed=8)
-    for reusable in (True, False):
-        cache = fast.compress(document, reusable=reusable)
-        out = fast(questions, past_key_values=cache)
-        expected = model(torch.cat([document.expand(3, -1), questions], 1)).logits[:, -5:]
-        assert_close("logits", out.logits, expected, atol=1e-4)
-        assert out.past_key_values.batch_size == 3 and (cache.batch_size, cache.columns) == (1, 40)
-    two = fast.compress(document.expand(2, -1))
     with pytest.raises(kvpass.CacheMismatchError, match="the ids have 3 rows, the cache 2"):
-        fast.generate(questions, past_key_values=two, max_new_tokens=1)
+        fast.generate(random_ids(3, 5), past_key_values=fast.compress(document.expand(2, -1)), max_new_tokens=1)
 
 
 @pytest.mark.parametrize("entries", quick(["model", "rot4", "fp8"], ["model"]))
@@ -274,7 +262,7 @@ def test_rows_of_one_document_hold_its_entries_once(entries, tmp_path):
     else:
         fast = compiled_anew(tiny_model("llama", layers=1, head_dim=32), budget=0.9, entries=entries)
     document, other, asked = random_ids(1, 900), random_ids(3, 60, seed=3), random_ids(4, 5, seed=8)
-    held = fast.compress(document)
+    held = fast.compress(document, reusable=False)
 
     def alone(new, cache):
         """Of one row; in a batch of two, of which there is a capture."""
@@ -322,20 +310,6 @@ def test_logits_to_keep_and_use_cache_and_a_tuple_where_one_is_asked_for(model, 
     assert len(fast(ids, return_dict=False, use_cache=False)) == 1
     with pytest.raises(TypeError, match="positional"):
         fast(ids, None, None, None, None, ids)  # labels, in transformers
-
-
-@pytest.mark.exhaustive
-def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tmp_path):
-    model = tiny_model("mixtral", layers=1)
-    fast = kvpass.compile(model, budget=1000, window=8, backend="eager")
-    ids = random_ids(1, 30)
-    expected = model(ids).logits
-    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
-    for keep in (0, 1, 5):
-        assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
-    captured = [path.read_text() for path in tmp_path.glob("capture.*.specialize_attributes.before.txt")]
-    symbols = [len(set(re.findall(r"Sym\((\w+)\)", text))) for text in captured]
-    assert len(symbols) == 3 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
 
 
 def test_the_text_generation_pipeline_works_unmodified():

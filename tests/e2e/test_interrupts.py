@@ -9,6 +9,7 @@ import torch
 import kvpass
 from compiled_models import UNLIMITED, compiled_anew, failing, greedy, reloaded, two_layers
 from kvpass.cache import prefill, state
+from kvpass.cache.cache import CompressedCache
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.ops import reference, sliding, slots
@@ -78,25 +79,24 @@ def test_a_failed_step_on_an_appending_cache_did_not_happen(tokens, recompress, 
     assert torch.equal(fast(new, past_key_values=cache).logits, expected)
 
 
-@pytest.mark.parametrize("change", ["reorder", "repeat", "select"])
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
-def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(family, policy, change):
+def test_memory_that_runs_out_while_rows_are_picked_leaves_the_cache_usable(family, policy):
     _, fast = two_layers(family, policy=policy)
-    cache = fast(random_ids(2, 50)).past_key_values
-    pick, rows = {
-        "reorder": (lambda: cache.reorder_cache(torch.tensor([1, 0])), 2),
-        "repeat": (lambda: cache.batch_repeat_interleave(2), 4),
-        "select": (lambda: cache.batch_select_indices(torch.tensor([1])), 1),
-    }[change]
     token = random_ids(2, 1, seed=1)
-    expected = fast(token, past_key_values=cache.clone()).logits
-    for call in (2, 6):
-        with failing(torch.Tensor, "index_select", call, torch.OutOfMemoryError):
-            pick()
-        assert cache.batch_size == 2
-        assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
-    pick()
-    assert cache.batch_size == rows
+    for pick, argument, rows in (
+        (CompressedCache.reorder_cache, torch.tensor([1, 0]), 2),
+        (CompressedCache.batch_repeat_interleave, 2, 4),
+        (CompressedCache.batch_select_indices, torch.tensor([1]), 1),
+    ):
+        cache = fast(random_ids(2, 50)).past_key_values
+        expected = fast(token, past_key_values=cache.clone()).logits
+        for call in (2, 6):
+            with failing(torch.Tensor, "index_select", call, torch.OutOfMemoryError):
+                pick(cache, argument)
+            assert cache.batch_size == 2
+            assert torch.equal(fast(token, past_key_values=cache.clone()).logits, expected)
+        pick(cache, argument)
+        assert cache.batch_size == rows
 
 
 def test_an_argument_that_is_refused_changes_nothing(tmp_path):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import kvpass
-from compiled_models import UNLIMITED, compiled_anew, greedy, reloaded, two_layers
+from compiled_models import UNLIMITED, greedy, reloaded, two_layers
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import random_ids, tiny_model
+from tiny_models import random_ids
 
 NEW = 6
 LENGTHS = 7, 3, 7, 5
@@ -41,10 +41,7 @@ def questions(seed):
 @pytest.mark.parametrize("side", quick(["left", "right"], ["left"]))
 @pytest.mark.parametrize(("family", "options"), CASES, ids=lambda x: x if isinstance(x, str) else list(x.values())[-1])
 def test_padded_questions_get_the_answers_of_each_question_alone(family, options, side):
-    if "entries" in options:
-        fast = compiled_anew(model := tiny_model(family, layers=2), **options)
-    else:
-        model, fast = two_layers(family, layers=LAYERS.get(family, 2), **options)
+    model, fast = two_layers(family, layers=LAYERS.get(family, 2), **options)
     document, asked = random_ids(1, 40), questions(5)
     cache = fast.compress(document)
     ids, mask = padded(asked, side)

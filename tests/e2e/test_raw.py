@@ -87,7 +87,7 @@ def test_contract_2_each_row_keeps_the_budget_and_what_it_keeps_alone(repeat, co
 
 
 def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
-    ids, new = random_ids(1, 60), random_ids(1, 3, seed=1)
+    ids, new = random_ids(2, 60), random_ids(2, 3, seed=1)
     model, through_interface = two_layers(layers=1)
     out = through_interface(ids)
     cache, expected = out.past_key_values, [out.logits]

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
-from compiled_models import greedy, padded
+from compiled_models import greedy, in_pieces, padded
 from kvpass.adapt import copied
 from kvpass.cache.cache_file import read_cache_file
 from numeric_checks import assert_close
@@ -28,16 +28,6 @@ EXACT = {
     "phimoe without window": ("phimoe", {**TWO_EXPERTS, "sliding_window": None}),
 }
 FEW = {"gpt_neo": 2}  # a local layer and a global one
-
-
-def in_pieces(fast, ids, sizes):
-    """Logits of a text that is given in pieces of so many tokens, and its cache."""
-    logits, cache = [], None
-    for piece in ids.split(sizes, 1):
-        out = fast(piece.contiguous(), past_key_values=cache)
-        cache = out.past_key_values
-        logits.append(out.logits)
-    return torch.cat(logits, 1), cache
 
 
 def tiny(model_type, options):
@@ -128,7 +118,7 @@ def test_tables_of_positions_are_measured_by_positions_which_are_not_counted_fro
     ids, mask = (torch.nn.functional.pad(x, (44, 0)) for x in padded(20, 12))
     assert torch.equal(greedy(fast, ids, attention_mask=mask), greedy(model, ids, attention_mask=mask))
     with pytest.raises(ValueError, match="its table of positions ends there and one would be at 69"):
-        fast(ids[:, :20], position_ids=torch.arange(50, 70)[None], logits_to_keep=1)
+        fast(ids[:, :20], position_ids=torch.arange(50, 70).expand(2, -1), logits_to_keep=1)
     with pytest.raises(ValueError, match="counts positions from its padding token"):
         kvpass.compile(tiny("roberta", {"is_decoder": True}), policy="full", backend="eager")
 

@@ -62,6 +62,18 @@ def spoken(model: Any, ids: Tensor, new: int, mask: Tensor | None = None) -> Ten
     return torch.cat(said, 1)
 
 
+def in_pieces(model: Any, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Logits ``[B, T, vocabulary]`` of a text that is given in pieces of so many tokens, and its cache."""
+    logits, cache, seen = [], None, 0
+    for piece in ids.split(sizes, 1):
+        seen += piece.shape[1]
+        shown = None if mask is None else mask[:, :seen]
+        out = model(piece.contiguous(), attention_mask=shown, past_key_values=cache)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1), cache
+
+
 @contextmanager
 def failing(
     target: Any, name: str, call: int = 1, error: type[BaseException] = KeyboardInterrupt
