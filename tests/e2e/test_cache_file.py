@@ -185,7 +185,7 @@ def test_what_cannot_be_saved_says_why(fast, tmp_path):
 def test_a_cache_moves_to_another_device_as_a_whole(case):
     family, policy, options = CASES[case]
     _, fast = two_layers(family, policy=policy, **options)
-    cache = fast.compress(random_ids(1, 40))
+    cache = fast.compress(random_ids(2, 40))
     before = cache.nbytes
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
@@ -194,8 +194,8 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     tensors |= {name: value for part in moved.state.parts for name, value in part.tensors.items()}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):
-        fast(random_ids(1, 1), past_key_values=moved)
-    fast(random_ids(1, 1), past_key_values=cache)
+        fast(random_ids(2, 1), past_key_values=moved)
+    fast(random_ids(2, 1), past_key_values=cache)
 
 
 def test_the_digest_of_the_weights_sees_small_changes_everywhere():

@@ -22,14 +22,15 @@ from tiny_models import compiled_once, left_pad, random_ids
 STEPS = 14
 BUDGET, WINDOW = 14, 5
 MOST_CACHES, MOST_COLUMNS = 4, 110
-ROWS = [1, 3]
-"""Batch sizes: every one is captured for itself."""
 PROMPTS = [1, 2, 3, 6, 14, 17, 30]
 """Prompt lengths: within the window, within the budget, above it."""
 
 
-def machine(family, policy, recompress="never", layers=2):
-    """The state machine for one model, which is shared with other tests."""
+def machine(family, policy, recompress="never", layers=2, sizes=(1, 3)):
+    """The state machine for one model, which is shared with other tests, and batches of these sizes.
+
+    One row and several are captured apart, in a model with a window for many seconds.
+    """
     options = {"backend": "eager", "recompress": recompress, "policy": policy, "budget": BUDGET, "window": WINDOW}
     options |= {"evict_during_decode": False} if policy == "streaming_llm" else {}
 
@@ -64,7 +65,7 @@ def machine(family, policy, recompress="never", layers=2):
             assert_close("logits", out.logits, transcript.logits()[:, -tokens:], atol=2e-4)
             return out.past_key_values
 
-        @rule(data=st.data(), rows=st.sampled_from(ROWS))
+        @rule(data=st.data(), rows=st.sampled_from(sizes))
         def prefill(self, data, rows):
             type(self).steps += 1
             lengths = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=rows, max_size=rows), label="lengths")
@@ -125,10 +126,10 @@ def machine(family, policy, recompress="never", layers=2):
             if how == "repeat":
                 if rows > 1:
                     return
-                index = torch.zeros(ROWS[-1], dtype=torch.int64)
-                cache.batch_repeat_interleave(ROWS[-1])
+                index = torch.zeros(sizes[-1], dtype=torch.int64)
+                cache.batch_repeat_interleave(sizes[-1])
             else:
-                count = rows if how == "reorder" else data.draw(st.sampled_from(ROWS), label="count")
+                count = rows if how == "reorder" else data.draw(st.sampled_from(sizes), label="count")
                 chosen = st.lists(st.integers(0, rows - 1), min_size=count, max_size=count)
                 index = torch.tensor(data.draw(chosen, label="rows"))
                 (cache.reorder_cache if how == "reorder" else cache.batch_select_indices)(index)
@@ -173,12 +174,12 @@ MACHINES = {
     "lava": machine("llama", "lava"),
     "lava, every turn": machine("llama", "lava", "every_turn"),
     "one layer, when full": machine("llama", "streaming_llm", "when_full", layers=1),
-    "ring": machine("gemma3", "ada_snapkv", "when_full"),
+    "ring": machine("gemma3", "ada_snapkv", "when_full", sizes=(2, 3)),
     "evicts": machine("llama", "h2o"),
 }
 
 
-@pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [6, pytest.param(30, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", quick([*MACHINES], MACHINES.keys() - {"one layer, when full"}))
 def test_random_cache_operations_give_the_logits_of_the_masked_model(name, examples):
     case = MACHINES[name].TestCase
