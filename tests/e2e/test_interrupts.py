@@ -26,6 +26,26 @@ def test_an_interrupt_or_no_memory_while_compiling_leaves_the_model_usable():
     assert fast.report().prompt_lengths.tolist() == [50]
 
 
+@pytest.mark.parametrize(
+    ("recompress", "earlier", "where", "error"),
+    [
+        ("never", 1, (reference, "attend_cache"), KeyboardInterrupt),
+        ("every_turn", 1, (reference, "attend_cache"), KeyboardInterrupt),
+        ("never", 64, (torch.Tensor, "new_empty"), torch.OutOfMemoryError),  # the tail is full and grows
+    ],
+)
+def test_a_failed_call_of_several_tokens_on_an_appending_cache_did_not_happen(recompress, earlier, where, error):
+    _, fast = two_layers(recompress=recompress)
+    cache = fast(random_ids(1, 50)).past_key_values
+    fast(random_ids(1, earlier, seed=2), past_key_values=cache)
+    new = random_ids(1, 12, seed=1)
+    expected = fast(new, past_key_values=cache.clone()).logits
+    with failing(*where, 2, error):
+        fast(new, past_key_values=cache)
+    assert cache.columns == 50 + earlier
+    assert torch.equal(fast(new, past_key_values=cache).logits, expected)
+
+
 def test_an_argument_that_is_refused_changes_nothing(tmp_path):
     _, fast = two_layers()
     cache, new = fast(random_ids(2, 50)).past_key_values, random_ids(2, 3, seed=1)
