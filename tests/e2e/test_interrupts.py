@@ -65,7 +65,7 @@ def test_an_argument_that_is_refused_changes_nothing(tmp_path):
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "lava"), ("llama", "h2o")])
 def test_a_half_overwritten_cache_is_refused_until_it_is_reset(tmp_path, family, policy):
     _, fast = two_layers(family, policy=policy)
-    ids, token = random_ids(1, 50), random_ids(1, 1, seed=1)
+    ids, token = random_ids(2, 50), random_ids(2, 1, seed=1)
     cache, other = fast(ids).past_key_values, fast(ids).past_key_values
     expected = fast(token, past_key_values=fast(ids).past_key_values).logits
     target = (sliding, "keep_newest") if family == "gemma3" else (slots, "keep_mask")

@@ -64,7 +64,9 @@ def spoken(model: Any, ids: Tensor, new: int, mask: Tensor | None = None) -> Ten
 
 def in_pieces(model: Any, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> tuple[Tensor, Any]:
     """Logits ``[B, T, vocabulary]`` of a text that is given in pieces of so many tokens, and its cache."""
-    logits, cache, seen = [], None, 0
+    logits: list[Tensor] = []
+    cache: Any = None
+    seen = 0
     for piece in ids.split(sizes, 1):
         seen += piece.shape[1]
         shown = None if mask is None else mask[:, :seen]
