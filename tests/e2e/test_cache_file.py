@@ -111,7 +111,7 @@ DTYPES = [(torch.bfloat16, "lava"), (torch.float32, "h2o"), (torch.float16, "sna
 @pytest.mark.parametrize(("dtype", "policy"), quick_rows(DTYPES, DTYPES[:2]))
 def test_a_file_is_as_long_as_the_cache_and_less_than_one_percent(tmp_path, dtype, policy):
     _, fast = two_layers(policy=policy, budget=1024, changes={} if dtype == torch.float32 else {"dtype": dtype})
-    loaded = reloaded(fast.compress(random_ids(1, 1400)), fast, tmp_path)
+    loaded = reloaded(fast(random_ids(2, 1100)).past_key_values, fast, tmp_path)
     size = (tmp_path / "cache.kv").stat().st_size
     assert loaded.nbytes < size < 1.01 * loaded.nbytes
     assert all(store.buffers.pool_k.dtype == dtype for store in loaded.state.full_layers)
@@ -185,7 +185,7 @@ def test_what_cannot_be_saved_says_why(fast, tmp_path):
 def test_a_cache_moves_to_another_device_as_a_whole(case):
     family, policy, options = CASES[case]
     _, fast = two_layers(family, policy=policy, **options)
-    cache = fast.compress(random_ids(1, 40))
+    cache = fast.compress(random_ids(2, 40))
     before = cache.nbytes
     assert cache.to("cpu") is cache
     moved = cache.to("meta")
@@ -194,8 +194,8 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     tensors |= {name: value for part in moved.state.parts for name, value in part.tensors.items()}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):
-        fast(random_ids(1, 1), past_key_values=moved)
-    fast(random_ids(1, 1), past_key_values=cache)
+        fast(random_ids(2, 1), past_key_values=moved)
+    fast(random_ids(2, 1), past_key_values=cache)
 
 
 def test_the_digest_of_the_weights_sees_small_changes_everywhere():

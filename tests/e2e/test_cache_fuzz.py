@@ -17,36 +17,31 @@ import kvpass
 from masked_oracle import MaskedOracle, Transcript, kept_columns
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import compiled_once, left_pad, random_ids, tiny_model
+from tiny_models import compiled_once, left_pad, random_ids
 
 STEPS = 14
 BUDGET, WINDOW = 14, 5
 MOST_CACHES, MOST_COLUMNS = 4, 110
-ROWS = [1, 3]
-"""Batch sizes: every one is captured for itself."""
 PROMPTS = [1, 2, 3, 6, 14, 17, 30]
 """Prompt lengths: within the window, within the budget, above it."""
 
 
-def machine(family, policy, recompress="never", layers=2, **changes):
-    """The state machine for one model; a model without ``changes`` is shared with other tests."""
+def machine(family, policy, recompress="never", layers=2, sizes=(1, 3)):
+    """The state machine for one model, which is shared with other tests, and batches of these sizes.
+
+    One row and several are captured apart, in a model with a window for many seconds.
+    """
     options = {"backend": "eager", "recompress": recompress, "policy": policy, "budget": BUDGET, "window": WINDOW}
     options |= {"evict_during_decode": False} if policy == "streaming_llm" else {}
 
     class Lives(RuleBasedStateMachine):
         steps = 0
-        model = fast = oracle = None
+        oracle = None
 
         @initialize()
-        def compile_once(self):
-            cls = type(self)
-            if not changes:
-                cls.model, cls.fast = compiled_once(family, layers=layers, **options)
-            elif cls.fast is None:
-                cls.model = tiny_model(family, layers=layers, **changes)
-                cls.fast = kvpass.compile(cls.model, **options)
-            if cls.oracle is None:
-                cls.oracle = MaskedOracle(cls.model)
+        def begin(self):
+            self.model, self.fast = compiled_once(family, layers=layers, **options)
+            type(self).oracle = self.oracle or MaskedOracle(self.model)
             self.caches: list[tuple[kvpass.CompressedCache, Transcript]] = []
             self.folder = tempfile.TemporaryDirectory()
 
@@ -70,7 +65,7 @@ def machine(family, policy, recompress="never", layers=2, **changes):
             assert_close("logits", out.logits, transcript.logits()[:, -tokens:], atol=2e-4)
             return out.past_key_values
 
-        @rule(data=st.data(), rows=st.sampled_from(ROWS))
+        @rule(data=st.data(), rows=st.sampled_from(sizes))
         def prefill(self, data, rows):
             type(self).steps += 1
             lengths = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=rows, max_size=rows), label="lengths")
@@ -131,10 +126,10 @@ def machine(family, policy, recompress="never", layers=2, **changes):
             if how == "repeat":
                 if rows > 1:
                     return
-                index = torch.zeros(ROWS[-1], dtype=torch.int64)
-                cache.batch_repeat_interleave(ROWS[-1])
+                index = torch.zeros(sizes[-1], dtype=torch.int64)
+                cache.batch_repeat_interleave(sizes[-1])
             else:
-                count = rows if how == "reorder" else data.draw(st.sampled_from(ROWS), label="count")
+                count = rows if how == "reorder" else data.draw(st.sampled_from(sizes), label="count")
                 chosen = st.lists(st.integers(0, rows - 1), min_size=count, max_size=count)
                 index = torch.tensor(data.draw(chosen, label="rows"))
                 (cache.reorder_cache if how == "reorder" else cache.batch_select_indices)(index)
@@ -179,9 +174,7 @@ MACHINES = {
     "lava": machine("llama", "lava"),
     "lava, every turn": machine("llama", "lava", "every_turn"),
     "one layer, when full": machine("llama", "streaming_llm", "when_full", layers=1),
-    "ring": machine(
-        "gemma3", "ada_snapkv", "when_full", sliding_window=7, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "ring": machine("gemma3", "ada_snapkv", "when_full", sizes=(2, 3)),
     "evicts": machine("llama", "h2o"),
 }
 

@@ -27,10 +27,10 @@ def test_contracts_1_and_4_over_the_ends_of_chunks(backend):
 
 def test_turns_and_a_loaded_cache_continue_in_the_chunk(tmp_path):
     model, fast = two_layers("llama4", budget=UNLIMITED)
-    text = random_ids(1, 61)
-    cache = fast.compress(text, reusable=False)
+    text = random_ids(2, 61)
+    cache = fast(text).past_key_values
     for tokens in (7, 30, 1, 55):  # within a chunk, over one end, one token, over two ends
-        new, loaded = random_ids(1, tokens, seed=tokens), reloaded(cache, fast, tmp_path)
+        new, loaded = random_ids(2, tokens, seed=tokens), reloaded(cache, fast, tmp_path)
         logits = fast(new, past_key_values=loaded).logits
         assert torch.equal(logits, fast(new, past_key_values=cache).logits)
         text = torch.cat([text, new], 1)

@@ -10,7 +10,8 @@ from torch._inductor.utils import sympy_product
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import kvpass
-from compiled_models import greedy, spoken
+from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, spoken
+from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from tiny_models import random_ids, step_logits, tiny_model
 
@@ -23,7 +24,7 @@ def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_every_kind_of_budg
         for tokens in (33, 47, 64, 65, 100, 128, 300, 1000) if budget == 20 else (65, 1000):
             out = fast(random_ids(1, tokens), logits_to_keep=1)
             token = out.logits[:, -1:].argmax(-1)
-            for _ in range(25):
+            for _ in range(5):
                 out = fast(token, past_key_values=out.past_key_values)
                 token = out.logits[:, -1:].argmax(-1)
         for tokens in (2, 9, 30):
@@ -69,17 +70,20 @@ def test_contract_8_indices_of_32_bits_as_on_a_gpu_bound_no_prompt(monkeypatch, 
     assert not guards
 
 
-def test_passes_are_dumped_before_and_after_with_op_counts_and_in_the_structured_trace(tmp_path, monkeypatch):
-    """What tlparse reads: artifacts named kvpass.* in the trace log."""
+def test_contract_7_passes_are_reported_dumped_and_traced(tmp_path, monkeypatch):
+    """With op counts; in the trace log as artifacts named kvpass.*, which tlparse reads."""
     monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
     traced = tmp_path / "trace"
     handler = LazyTraceHandler(str(traced))
     handler.setFormatter(TorchLogsFormatter(trace=True))
     trace_log.addHandler(handler)
     try:
-        fast = kvpass.compile(tiny_model("llama", layers=1), budget=20, window=8, backend="eager")
-        out = fast(random_ids(1, 50))
-        fast(random_ids(1, 1), past_key_values=out.past_key_values)
+        fast = compiled_anew()
+        with pytest.raises(ValueError, match="no prompt"):
+            fast.report()
+        cache = fast(random_ids(1, 50)).past_key_values
+        nbytes = cache.nbytes
+        fast(random_ids(1, 1), past_key_values=cache)
     finally:
         trace_log.removeHandler(handler)
         handler.close()
@@ -95,19 +99,60 @@ def test_passes_are_dumped_before_and_after_with_op_counts_and_in_the_structured
     assert "torch.ops.kvpass.attend_cache.default(" in after and "kvpass_store0_pool_k" in after
     ops = (tmp_path / "decode.01.02.rewrite_cached.ops.txt").read_text()
     assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in ops and "kvpass.site.default: 1 -> 0 (-1)" in ops
+    report = fast.report().to_dict()
+    assert [(record["phase"], record["sites"]) for record in report["compiled"]] == [("prefill", 1), ("decode", 1)]
+    assert report["nbytes"] == nbytes
+    prefill, decode = (record["passes"][-1] for record in report["compiled"])
+    assert (prefill["name"], prefill["sites"]) == ("split_layers", 1)
+    assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in decode["op_diff"]
 
 
-def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt_is_compiled_in_parts():
+@pytest.fixture(scope="module")
+def several_rows():
+    """A model and its copy in compiled code, of which two rows or more and all logits are captured."""
     model = tiny_model("llama", layers=1)
-    fast = kvpass.compile(model, budget=10**6, window=8)
-    counts, parts = [], [("prefill", 3), ("decode", 1), ("extend", 2)]
+    return model, kvpass.compile(model, budget=UNLIMITED, window=8)
+
+
+def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt_is_compiled_in_parts(several_rows):
+    (model, fast), counts = several_rows, []
+    fast.set_policy("lava", UNLIMITED, window=8)
     for rows in (2, 3, 7):
         ids, new = random_ids(rows, 41), random_ids(rows, 6, seed=1)
         assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
         assert torch.equal(spoken(fast, ids, 12), greedy(model, ids, 12))
-        counts.append([(record.phase, record.parts) for record in fast.report().compiled])
-    assert counts == [parts] * 3
+        counts.append(sorted((record.phase, record.parts) for record in fast.report().compiled))
+    assert counts == [[("decode", 1), ("extend", 2), ("prefill", 3)]] * 3
     assert "compiled decode of 2 or more rows (inductor)" in str(fast.report())
+
+
+def test_contracts_4_and_6_padded_rows_are_as_alone_and_decoding_equals_masking(several_rows):
+    model, fast = several_rows
+    fast.set_policy("lava", 14, window=8)
+    assert_decodes_like_the_masked_model(model, fast, [61, 37], [*[1] * 9, 50, *[1] * 9, 10])
+    lengths = 61, 37, 9, 3, 61
+    ids, mask = padded(*lengths)
+    answers, kept = spoken(fast, ids, 12, mask), kept_columns(fast(ids, mask).past_key_values, 61)
+    for row, prompt in enumerate(prompts_of(*lengths)):
+        n, twice = len(prompt), prompt.repeat(2, 1)
+        alone = kept_columns(fast(twice).past_key_values, n)[0]
+        assert torch.equal(kept[row, ..., 61 - n :], alone), f"row {row} keeps other entries"
+        assert not kept[row, ..., : 61 - n].any(), f"row {row} keeps padding"
+        assert torch.equal(answers[row, 61:], spoken(fast, twice, 12)[0, n:]), f"row {row} differs"
+
+
+def test_a_cache_that_evicts_keeps_its_size_but_for_the_ids_for_any_output_length(several_rows):
+    _, fast = several_rows
+    fast.set_policy("h2o", 16, window=6)
+    cache, token = fast(random_ids(2, 50)).past_key_values, random_ids(2, 1)
+    sizes, entries, compiled = set(), set(), set()
+    for _ in range(80):
+        token = fast(token, past_key_values=cache).logits.argmax(-1)
+        sizes.add(cache.nbytes - cache.ids.nbytes)
+        entries.add(int(cache.lengths.sum()))
+        compiled.add(len(fast.report().compiled))
+    assert len(sizes) == len(compiled) == 1 and entries == {16 * 2 * 2}
+    assert cache.get_seq_length() == 130
 
 
 def test_steps_that_only_append_are_rewritten_once_for_all_policies_and_a_later_model_has_nothing_captured_again():

@@ -35,24 +35,16 @@ TRIED = [("llama", "lava", True), ("gemma3", "h2o", False), ("llama", "lava", Fa
 
 
 @pytest.mark.parametrize(("family", "policy", "warm"), quick_rows(TRIED, TRIED[:1]))
-def test_threads_on_one_compiled_model_do_not_mix_caches(family, policy, warm):
+def test_threads_on_one_compiled_model_do_not_mix_caches_and_compile_a_phase_once(family, policy, warm):
     model, alone = two_layers(family, layers=1 if family == "llama" else 2, policy=policy)
-    expected = [greedy(alone, ids) for ids in PROMPTS]
-    fast = compiled_anew(model, policy=policy)
+    fast, asked = compiled_anew(model, policy=policy), {"input_ids": random_ids(1, 9, seed=9), "logits_to_keep": 1}
     if warm:
-        greedy(fast, PROMPTS[0])
+        caches = [fast.compress(ids, reusable=False) for ids in PROMPTS]
+        answers = at_once(lambda i: fast(past_key_values=caches[i], **asked).logits)
+        assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
+        for i, ids in enumerate(PROMPTS):
+            assert torch.equal(answers[i], alone(past_key_values=alone.compress(ids), **asked).logits), f"thread {i}"
     results = at_once(lambda i: [greedy(fast, PROMPTS[i]) for _ in range(3)])
     for i, found in enumerate(results):
-        assert len(found) == 3 and all(torch.equal(one, expected[i]) for one in found), f"thread {i}"
-
-
-def test_threads_that_need_a_phase_at_once_compile_it_once():
-    model, alone = two_layers(layers=1)
-    fast = compiled_anew(model)
-    question = random_ids(1, 9, seed=9)
-    caches = [fast(ids).past_key_values for ids in PROMPTS]
-    answers = at_once(lambda i: fast(question, past_key_values=caches[i]).logits)
-    assert [record.phase for record in fast.report().compiled] == ["prefill", "extend"]
-    for i, ids in enumerate(PROMPTS):
-        expected = alone(question, past_key_values=alone(ids).past_key_values).logits
-        assert torch.equal(answers[i], expected), f"thread {i}"
+        expected = greedy(alone, PROMPTS[i])
+        assert len(found) == 3 and all(torch.equal(one, expected) for one in found), f"thread {i}"

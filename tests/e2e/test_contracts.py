@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvpass
-from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, reloaded, spoken, two_layers
+from compiled_models import UNLIMITED, compiled_anew, greedy, in_pieces, padded, reloaded, spoken, two_layers
 from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
 from numeric_checks import assert_close
 from pairwise import each_value, quick
@@ -31,23 +31,14 @@ MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
 POLICIES = sorted(BUILT_IN)
 PROMPT, NEW = 61, 12
-LIKE_LLAMA = {"llama_mha", "mistral", "qwen2", "olmo2", "granite", "starcoder2", "qwen3_moe", "mistral_sliding", "opt"}
-LIKE_LLAMA |= {"phi", "phi3", "gptj", "mpt", "cohere2", "bloom", "gpt2", "qwen3", "xglm", "mixtral"}
-"""Families whose attention others have too: under ``exhaustive`` alone."""
-COMPARED_ELSEWHERE = {"gpt_neox", "gpt_oss", "llama4", "falcon_alibi", "diffllama", "gpt_neo"}
-"""And these: in every run, padded rows of them are compared with the model below, in test_chunked_attention.py or in
-test_cache_file.py, and bloom's ALiBi in test_padded_questions.py; test_parts.py has diffllama, test_attention.py
-gpt_neo."""
-OFTEN = [family for family in FAMILIES if family not in LATENT.keys() | LIKE_LLAMA | COMPARED_ELSEWHERE]
-EVERY_POLICY = [family for family in ("llama", "gemma2", "gemma3", "falcon") if family in FAMILIES]
-SOME = {family: ["lava"] for family in OFTEN}
-SOME |= {family: ["lava", *POLICIES[i :: len(EVERY_POLICY)]] for i, family in enumerate(EVERY_POLICY)}
-"""Policies tried on the first layers of a family: all on some family; on every whole family under ``exhaustive``."""
-LAYERS = dict.fromkeys(("llama", "gemma2", "gemma3", "smollm3", "gpt_neo", "deepseek_v3"), 2)
-"""Of families whose layers differ, and of llama, two; of others one."""
-MASKED = ["llama", "gpt_neox", "gpt_oss"]
-"""Families compared with the masked oracle in every run."""
-OTHER = {*MASKED, "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "gpt_neo", "mpt", "xglm", "llama4"}
+OFTEN = {"llama": 2, "gemma2": 2, "gemma3": 2, "deepseek_v3": 2, "falcon": 1}
+"""Families tried in every run under one policy, and layers of each.
+
+Of others, test_chunked_attention.py, test_cache_file.py, test_padded_questions.py (ALiBi), test_parts.py (diffllama)
+and test_attention.py (gpt_neo) compare padded rows or logits with the model;
+test_decode_eviction.py and test_replays.py compare padded rows of every policy with the reference.
+"""
+OTHER = {"gpt_oss", "mistral_sliding", "gptj", "bloom", "falcon", "falcon_alibi", "gpt_neo", "mpt", "xglm", "llama4"}
 """These, and families without a layer under the budget or with attention of their own, which no oracle can replace."""
 MET_OTHERWISE = {"diffllama"} if before("5.17") else set() if before("5.24") else {"gptj"}
 if before("5.16"):
@@ -69,24 +60,16 @@ EXHAUSTIVE = [
 ]
 
 
-class EveryPolicy:
+def pair(family, layers=None):
     """A tiny model, and its compiled copy under any policy and budget."""
+    return compiled_once(family, layers=layers, backend="eager", policy="full", budget=None)
 
-    def __init__(self, family, layers=None):
-        given = {"backend": "eager", "policy": "full", "budget": None}
-        self.original, self.model = compiled_once(family, layers=layers, **given)
 
-    def run(self, policy, budget, pieces, mask):
-        """Logits of prompt and further pieces, and the cache."""
-        given = budget if kvpass.POLICIES[policy].needs_budget else None
-        self.model.set_policy(policy, given, window=8, **OPTIONS.get(policy, {}))
-        logits, cache, seen = [], None, 0
-        for piece in pieces:
-            seen += piece.shape[1]
-            out = self.model(piece, attention_mask=mask[:, :seen], past_key_values=cache)
-            cache = out.past_key_values
-            logits.append(out.logits)
-        return torch.cat(logits, 1), cache
+def run(fast, policy, budget, ids, sizes, mask=None):
+    """Logits of a text that is given in pieces of so many tokens under a policy, and its cache."""
+    given = budget if kvpass.POLICIES[policy].needs_budget else None
+    fast.set_policy(policy, given, window=8, **OPTIONS.get(policy, {}))
+    return in_pieces(fast, ids, sizes, mask)
 
 
 @pytest.mark.exhaustive  # of one layer of a Llama in every run: test_compile.py
@@ -101,59 +84,58 @@ def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
 
 @pytest.mark.parametrize(
     ("family", "policies", "layers"),
-    [*(pytest.param(family, some, LAYERS.get(family, 1), id=family) for family, some in SOME.items()), *EXHAUSTIVE],
+    [
+        *(pytest.param(family, ["lava"], OFTEN[family], id=family) for family in OFTEN if family in FAMILIES),
+        *EXHAUSTIVE,
+    ],
 )
 def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(family, policies, layers):
-    every = EveryPolicy(family, layers)
+    model, fast = pair(family, layers)
     for policy in policies:
-        evicts = kvpass.POLICIES[policy](**OPTIONS.get(policy, {})).decode_rule() is not None
-        if layers is None or policy == policies[0] or evicts:  # of the others, test_plan.py sees it in every run
-            assert_identical_without_a_limit(every, policy)
-        assert_padded_rows_equal_alone(every, policy, copies=1 if layers is None or family == "llama" else 3)
+        assert_identical_without_a_limit(model, fast, policy)
+        assert_padded_rows_equal_alone(fast, policy, copies=1 if layers is None else 3)
     if family not in MET_OTHERWISE:
-        assert supported_row(family, every.model) in listed(MODELS_PAGE.read_text()), "run make support-table"
+        assert supported_row(family, fast) in listed(MODELS_PAGE.read_text()), "run make support-table"
 
 
-def assert_identical_without_a_limit(every, policy):
-    ids, new = random_ids(3, PROMPT, seed=1), random_ids(3, 7, seed=2)
-    pieces = [ids, *new[:, :3].split(1, 1), new[:, 3:]]
-    logits, cache = every.run(policy, UNLIMITED, pieces, torch.ones(3, PROMPT + 7).long())
-    assert_close(policy, logits, every.original(torch.cat([ids, new], 1)).logits, atol=1e-4)
+def assert_identical_without_a_limit(model, fast, policy):
+    ids = random_ids(3, PROMPT + 7, seed=1)
+    logits, cache = run(fast, policy, UNLIMITED, ids, [PROMPT, 1, 1, 1, 4])
+    assert_close(policy, logits, model(ids).logits, atol=1e-4)
     assert cache.policy.name == policy
     assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.state.full_layers)
 
 
-def assert_padded_rows_equal_alone(every, policy, copies):
+def assert_padded_rows_equal_alone(fast, policy, copies):
     """Against each prompt without padding, in a batch of ``copies``: with 3 no other batch size need be captured.
 
     The tokens of a prompt differ: equal ones have keys of nearly equal norms, and rounding depends on the batch.
     """
-    vocabulary = every.model.config.get_text_config().vocab_size
+    vocabulary = fast.config.get_text_config().vocab_size
     prompts = [torch.randperm(vocabulary, generator=torch.Generator().manual_seed(n))[:n] for n in (PROMPT, 37, 10)]
-    new = random_ids(3, 4, seed=1)
+    new, singles = random_ids(3, 4, seed=1), [1] * 4
     ids, mask = left_pad(prompts)
-    width = ids.shape[1]
-    pieces = [ids, *new.split(1, 1)]
-    logits, cache = every.run(policy, 16, pieces, torch.cat([mask, torch.ones_like(new)], 1))
+    whole_mask = torch.cat([mask, torch.ones_like(new)], 1)
+    logits, cache = run(fast, policy, 16, torch.cat([ids, new], 1), [PROMPT, *singles], whole_mask)
     for row, prompt in enumerate(prompts):
         n = prompt.numel()
-        pieces = [piece.repeat(copies, 1) for piece in (prompt[None], *new[row : row + 1].split(1, 1))]
-        expected, alone = every.run(policy, 16, pieces, torch.ones(copies, n + 4).long())
+        text = torch.cat([prompt, new[row]]).repeat(copies, 1)
+        expected, alone = run(fast, policy, 16, text, [n, *singles])
         label = f"{policy}, row {row}"
-        assert_close(label, logits[row, width - n :], expected[0], atol=1e-4)
-        kept = kept_columns(cache, width + 4)[row]
-        assert torch.equal(kept[..., width - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
-        assert not kept[..., : width - n].any(), f"{label} keeps padding"
+        assert_close(label, logits[row, PROMPT - n :], expected[0], atol=1e-4)
+        kept = kept_columns(cache, PROMPT + 4)[row]
+        assert torch.equal(kept[..., PROMPT - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
+        assert not kept[..., : PROMPT - n].any(), f"{label} keeps padding"
 
 
 @pytest.mark.parametrize("family", NEWEST)
 def test_contracts_1_and_4_in_families_of_the_newest_transformers(family):
-    every = EveryPolicy(family)
-    assert_identical_without_a_limit(every, "lava")
-    assert_padded_rows_equal_alone(every, "lava", copies=3)
+    model, fast = pair(family)
+    assert_identical_without_a_limit(model, fast, "lava")
+    assert_padded_rows_equal_alone(fast, "lava", copies=3)
     ids = random_ids(2, PROMPT, seed=1)
-    every.model.set_policy("full")
-    assert torch.equal(greedy(every.model, ids), greedy(every.original, ids)), "with a cache of transformers"
+    fast.set_policy("full")
+    assert torch.equal(greedy(fast, ids), greedy(model, ids)), "with a cache of transformers"
 
 
 @pytest.mark.skipif("dory" not in NEWEST, reason="transformers without this family")
@@ -167,10 +149,9 @@ def test_a_decoder_whose_loops_read_the_cache_of_the_last_one_is_refused():
 @pytest.mark.parametrize("family", quick(["llama", "gpt2"], ["llama"]))
 def test_contract_1_identity_in_16_bits(family, dtype, backend):
     """Under policies that append and that evict; the cache has 16 bits too."""
-    model = tiny_model(family, dtype=dtype, layers=1)
-    fast = compiled_anew(model, budget=UNLIMITED, backend=backend)
+    model, fast = compiled_once(family, layers=2, budget=UNLIMITED, backend=backend, changes={"dtype": dtype})
     ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
-    reference = tiny_model(family, layers=1)
+    reference = tiny_model(family, layers=2)
     reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
     with torch.no_grad():
         exact = reference(torch.cat([ids, new], 1)).logits
@@ -237,48 +218,12 @@ def test_contract_2_nbytes_is_what_the_storages_occupy_and_does_not_grow_with_th
     assert bigger.nbytes - bigger.ids.nbytes == cache.nbytes - cache.ids.nbytes < full * 2000 / PROMPT
 
 
-def test_contract_4_padding_invariance_compiled():
-    _, fast = two_layers(layers=1, budget=16, backend="inductor")
-    prompts = prompts_of(PROMPT, 37, 9, 3, PROMPT)
-    ids, mask = left_pad(prompts)
-    batch = greedy(fast, ids, NEW, attention_mask=mask)
-    cache = fast(ids, attention_mask=mask, logits_to_keep=1).past_key_values
-    width = ids.shape[1]
-    for row, prompt in enumerate(prompts):
-        alone = fast(prompt[None], logits_to_keep=1).past_key_values
-        pad = width - prompt.numel()
-        expected = kept_columns(alone, prompt.numel())[0]
-        assert torch.equal(kept_columns(cache, width)[row, :, :, pad:], expected), f"row {row} keeps other entries"
-        assert not kept_columns(cache, width)[row, :, :, :pad].any(), f"row {row} keeps padding"
-        own = greedy(fast, prompt[None], NEW)[0, prompt.numel() :]
-        assert torch.equal(batch[row, width:], own), f"row {row} differs"
-
-
-@pytest.mark.parametrize(
-    ("family", "backend"),
-    [
-        *[(family, "eager") for family in MASKED if family != "llama"],
-        pytest.param("llama", "eager", marks=pytest.mark.exhaustive),
-        *[pytest.param(family, "eager", marks=pytest.mark.exhaustive) for family in FAMILIES if family not in OTHER],
-        ("llama", "inductor"),
-    ],
+@pytest.mark.parametrize(  # test_compile.py has llama in compiled code
+    "family", quick([family for family in FAMILIES if family == "gpt_oss" or family not in OTHER], ["gpt_oss"])
 )
-def test_contract_6_compressed_decoding_equals_masking_the_full_model(family, backend):
-    model, fast = two_layers(family, layers=1 if backend == "inductor" else 2, budget=14, backend=backend)
-    assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], [*[1] * 80, 10])
-
-
-def test_contract_7_the_report_proves_that_compression_ran():
-    fast = compiled_anew()
-    with pytest.raises(ValueError, match="no prompt"):
-        fast.report()
-    greedy(fast, random_ids(1, PROMPT))
-    report = fast.report().to_dict()
-    assert [(record["phase"], record["sites"]) for record in report["compiled"]] == [("prefill", 1), ("decode", 1)]
-    assert report["nbytes"] == fast(random_ids(1, PROMPT), logits_to_keep=1).past_key_values.nbytes
-    prefill, decode = (record["passes"][-1] for record in report["compiled"])
-    assert (prefill["name"], prefill["sites"]) == ("split_layers", 1)
-    assert "kvpass.attend_cache.default: 0 -> 1 (+1)" in decode["op_diff"]
+def test_contract_6_compressed_decoding_equals_masking_the_full_model(family):
+    model, fast = two_layers(family, budget=14)
+    assert_decodes_like_the_masked_model(model, fast, [PROMPT, 37], [*[1] * 9, 50, *[1] * 9, 10])
 
 
 def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
@@ -293,11 +238,11 @@ def test_contract_7_what_is_not_understood_fails_closed_with_path_and_reason():
 @pytest.mark.parametrize(("family", "said"), [("gemma3", "ring of 24"), ("llama4", "chunk of 24")])
 def test_contract_7_the_report_states_layers_with_a_sliding_window_or_chunks_apart(family, said):
     _, fast = two_layers(family)
-    cache = fast(random_ids(1, PROMPT)).past_key_values
+    cache = fast.compress(random_ids(2, PROMPT))
     report = fast.report().to_dict()
     assert report["layers"] == list(cache.layer_ids) == [1] and report["rings"][0]["layers"] == (0,)
-    assert report["ring_nbytes"] == 2 * 24 * 2 * 16 * 4 and said in str(fast.report())
-    assert report["rings"][0]["chunked"] == (family == "llama4") and int(cache.lengths.sum()) == 2 * 20
+    assert report["ring_nbytes"] == 2 * 2 * 24 * 2 * 16 * 4 and said in str(fast.report())
+    assert report["rings"][0]["chunked"] == (family == "llama4") and int(cache.lengths.sum()) == 2 * 2 * 20
 
 
 def test_layers_of_a_ring_share_the_table_of_its_columns():

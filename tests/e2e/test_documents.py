@@ -1,17 +1,13 @@
 """``kvpass compress`` and ``kvpass ask``: today's answers tomorrow, in another process."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kvpass
 from command_line import invoke
-from divided_model import small_builtin
 from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import load_document, read_document
@@ -22,7 +18,6 @@ from tiny_models import sharing_captures
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
 QUESTIONS = [". question the pin of lato gilum is", "is", "is 482"]
-FRESH = "import sys; from kvpass.cli.main import app; app(sys.argv[1:])"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,29 +48,6 @@ def text(tmp_path):
     path = tmp_path / "doc.txt"
     path.write_text(TEXT)
     return path
-
-
-def test_a_fresh_process_answers_as_the_live_cache_does(tmp_path):
-    """With a model of one layer, which is captured sooner."""
-    output, model = tmp_path / "doc.kv", str(small_builtin(tmp_path / "model", layers=1))
-    document = read_document(TEXT, model=model, policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
-    document.save(output)
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-    asked = [
-        sys.executable,
-        "-c",
-        FRESH,
-        "ask",
-        str(output),
-        QUESTIONS[1],
-        "--backend",
-        "eager",
-        "--max-new-tokens",
-        "6",
-    ]
-    fresh = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=300)
-    assert fresh.returncode == 0, fresh.stderr
-    assert fresh.stdout.strip() == document.ask(QUESTIONS[1], max_new_tokens=6)
 
 
 def test_a_document_in_fewer_bits_is_smaller_and_asked_as_it_was_held(text, tmp_path):

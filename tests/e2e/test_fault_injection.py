@@ -84,6 +84,8 @@ OPERATIONS = {
     "reset": Operation(lambda fast, cache: cache.reset()),
     "report": Operation(lambda fast, cache: str(fast.report(cache))),
 }
+DID_NOT_HAPPEN = {("appends", name) for name in ("prompt", "rows", "decode")}
+"""A call of these that failed is as if it had not been made; others may leave a cache that is refused."""
 ROWS = [(case, name, seed) for name, operation in OPERATIONS.items() for case in operation.cases for seed in range(2)]
 QUICK = [
     (next(case for case in (("appends", "evicts")[i % 2], "appends") if case in operation.cases), name, 0)
@@ -156,7 +158,8 @@ def test_an_exception_at_any_line_leaves_model_and_cache_right_or_refused(case, 
     two_layers(CASES[case][0], **CASES[case][1])  # its policy: the model is shared
     fast, template, result, states, lines, other = undisturbed(case, name)
     call = OPERATIONS[name].call
-    for i, place in enumerate(drawn_places(lines, seed, 2 if (case, name, seed) in QUICK else 12)):
+    few = (case, name, seed) in QUICK and name not in ("rows", "crop", "reset")
+    for i, place in enumerate(drawn_places(lines, seed, 4 if few else 12)):
         cache, done = copied(template), None
         with suppress(*RAISED), traced_lines(place, FAULTS[i % 2]) as ran:
             done = [call(fast, cache)]  # where kvpass goes on without what failed
@@ -166,7 +169,7 @@ def test_an_exception_at_any_line_leaves_model_and_cache_right_or_refused(case, 
         try:
             found = facts(fast, cache)
         except kvpass.CacheMismatchError as refused:
-            assert "interrupted" in str(refused), where
+            assert "interrupted" in str(refused) and (case, name) not in DID_NOT_HAPPEN, where
             cache.reset()
             cache = copied(template)
         else:

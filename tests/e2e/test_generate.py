@@ -2,14 +2,13 @@
 
 import copy
 import functools
-import re
 
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, pipeline
 
 import kvpass
-from compiled_models import compiled_anew, compiled_apart, failing, greedy, padded, prompts_of, two_layers
+from compiled_models import UNLIMITED, compiled_anew, compiled_apart, failing, greedy, padded, prompts_of, two_layers
 from kvpass import builtin
 from kvpass.ops import reference
 from numeric_checks import assert_close
@@ -126,7 +125,7 @@ def test_a_copy_of_a_compiled_model_has_weights_of_its_own():
         fast(token, past_key_values=cache)
 
 
-@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["gemma3"]))
+@pytest.mark.parametrize("family", quick(["llama", "gpt2", "gemma3"], ["llama"]))
 def test_autocast_is_that_of_the_uncompressed_model(family):
     original = tiny_model(family, layers=2)
     fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
@@ -140,16 +139,23 @@ def test_autocast_is_that_of_the_uncompressed_model(family):
     assert_close("logits", torch.cat([out.logits, *steps], 1).float(), expected.float(), atol=0.1)
 
 
+@functools.cache
+def rotated(kind):
+    """A model whose frequencies depend on the length of the text, and its compiled copy."""
+    if kind == "longrope":
+        original = tiny_model("phi3", layers=1, **LONG_ROPE, max_position_embeddings=192)
+    else:
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+        original = tiny_model("llama", layers=1, rope_parameters=rope, max_position_embeddings=48)
+    return original, compiled_anew(original)
+
+
 @needs_transformers("5.23", "older ones branch on the longest row, which is no graph")
 @pytest.mark.parametrize("kind", quick(["longrope", "dynamic"], ["longrope"]))
 def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
     """With dynamic frequencies the second row begins its answer on one side of the limit and ends it on the other."""
-    if kind == "longrope":
-        original = tiny_model("phi3", layers=1, **LONG_ROPE, max_position_embeddings=96)
-    else:
-        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-        original = tiny_model("llama", layers=1, rope_parameters=rope, max_position_embeddings=48)
-    fast = kvpass.compile(original, budget=10**6, window=8, backend="eager")
+    original, fast = rotated(kind)
+    fast.set_budget(UNLIMITED)
     lengths = (60, 38 if kind == "longrope" else 44, 20)
     ids, mask = padded(*lengths)
     answers = greedy(fast, ids, NEW, attention_mask=mask)[:, -NEW:]
@@ -166,14 +172,14 @@ def test_rotary_embeddings_that_depend_on_the_length_of_a_row(kind):
         with pytest.raises(ValueError, match="row 0 passes 48 tokens"):
             fast(random_ids(2, 11), past_key_values=cache)
         ids = random_ids(1, 44)  # transformers reads the text again at the limit
-        expected = greedy(original, ids, NEW)
+        expected = greedy(copy.deepcopy(original), ids, NEW)
         assert torch.equal(greedy(fast, ids, NEW), expected)
 
 
 @needs_transformers("5.23", "older ones branch on the longest row, which is no graph")
 def test_a_chat_goes_on_in_its_cache_where_longrope_has_the_text_read_again():
-    original = tiny_model("phi3", layers=1, **LONG_ROPE, max_position_embeddings=192)
-    fast = kvpass.compile(original, budget=30, window=8, backend="eager")
+    original, fast = rotated("longrope")
+    fast.set_budget(30)
     text = random_ids(1, 40)
     cache, document = fast.compress(text, reusable=False, budget=100), fast.compress(text)
     with failing(reference, "score_layer"):  # when the text is read again
@@ -244,19 +250,8 @@ def test_generate_gives_several_answers_from_one_document(model, fast, options, 
             answers.append(subject.generate(ids, max_new_tokens=NEW, **given, **options)[:, -NEW:])
         assert torch.equal(*answers)
         assert (cache.batch_size, cache.columns, cache.reusable) == (context, 40, True)
-
-
-def test_rows_of_questions_continue_copies_of_a_cache_of_one_row(model, fast):
-    document, questions = random_ids(1, 40), random_ids(3, 5, seed=8)
-    for reusable in (True, False):
-        cache = fast.compress(document, reusable=reusable)
-        out = fast(questions, past_key_values=cache)
-        expected = model(torch.cat([document.expand(3, -1), questions], 1)).logits[:, -5:]
-        assert_close("logits", out.logits, expected, atol=1e-4)
-        assert out.past_key_values.batch_size == 3 and (cache.batch_size, cache.columns) == (1, 40)
-    two = fast.compress(document.expand(2, -1))
     with pytest.raises(kvpass.CacheMismatchError, match="the ids have 3 rows, the cache 2"):
-        fast.generate(questions, past_key_values=two, max_new_tokens=1)
+        fast.generate(random_ids(3, 5), past_key_values=fast.compress(document.expand(2, -1)), max_new_tokens=1)
 
 
 @pytest.mark.parametrize("entries", quick(["model", "rot4", "fp8"], ["model"]))
@@ -267,7 +262,12 @@ def test_rows_of_one_document_hold_its_entries_once(entries, tmp_path):
     else:
         fast = compiled_anew(tiny_model("llama", layers=1, head_dim=32), budget=0.9, entries=entries)
     document, other, asked = random_ids(1, 900), random_ids(3, 60, seed=3), random_ids(4, 5, seed=8)
-    held = fast.compress(document)
+    held = fast.compress(document, reusable=False)
+
+    def alone(new, cache):
+        """Of one row; in a batch of two, of which there is a capture."""
+        return fast(new[None].repeat(2, 1), past_key_values=cache)
+
     cache = fast(asked, past_key_values=held).past_key_values
     assert cache.nbytes < 2.5 * held.nbytes and cache.batch_size == 4
     cache.reorder_cache(order := torch.tensor([2, 0, 3]))
@@ -277,12 +277,12 @@ def test_rows_of_one_document_hold_its_entries_once(entries, tmp_path):
     asked = asked[order]
     logits = fast(token, past_key_values=cache).logits
     for row in range(3):
-        own = fast(asked[row : row + 1], past_key_values=held).past_key_values
-        assert_close("logits", logits[row : row + 1], fast(token[row : row + 1], past_key_values=own).logits, atol=1e-5)
+        own = alone(token[row], alone(asked[row], held).past_key_values).logits
+        assert_close("logits", logits[row], own[0], atol=1e-5)
     assert_close("loaded", fast(token, past_key_values=loaded).logits, logits, atol=1e-5)
-    apart = fast.compress(other, reusable=False)  # by the same code
-    own = fast(token[:1], past_key_values=fast.compress(other[:1])).logits
-    assert_close("another", fast(token, past_key_values=apart).logits[:1], own, atol=1e-5)
+    apart = fast(other).past_key_values  # by the same code
+    own = alone(token[0], alone(other[0], None).past_key_values).logits
+    assert_close("another", fast(token, past_key_values=apart).logits[0], own[0], atol=1e-5)
 
 
 def test_generate_asks_for_the_logits_of_the_last_position_only(fast, monkeypatch):
@@ -310,20 +310,6 @@ def test_logits_to_keep_and_use_cache_and_a_tuple_where_one_is_asked_for(model, 
     assert len(fast(ids, return_dict=False, use_cache=False)) == 1
     with pytest.raises(TypeError, match="positional"):
         fast(ids, None, None, None, None, ids)  # labels, in transformers
-
-
-@pytest.mark.exhaustive
-def test_a_mixture_of_experts_is_captured_for_any_logits_to_keep(monkeypatch, tmp_path):
-    model = tiny_model("mixtral", layers=1)
-    fast = kvpass.compile(model, budget=1000, window=8, backend="eager")
-    ids = random_ids(1, 30)
-    expected = model(ids).logits
-    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
-    for keep in (0, 1, 5):
-        assert_close(f"keep {keep}", fast(ids, logits_to_keep=keep).logits, expected[:, -keep:], atol=1e-4)
-    captured = [path.read_text() for path in tmp_path.glob("capture.*.specialize_attributes.before.txt")]
-    symbols = [len(set(re.findall(r"Sym\((\w+)\)", text))) for text in captured]
-    assert len(symbols) == 3 and len(set(symbols)) == 1, "the prompt length is a symbol, and in none logits_to_keep"
 
 
 def test_the_text_generation_pipeline_works_unmodified():

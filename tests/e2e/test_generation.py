@@ -13,32 +13,31 @@ from tiny_models import random_ids, raw
 NEW = 7
 
 
-@pytest.fixture
-def decoder():
-    return SmallDecoder(wide=2)
-
-
 def compiled(decoder, budget=1000):
     return raw(decoder, {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"})
 
 
+@pytest.fixture(scope="module")
+def decoder():
+    return SmallDecoder(wide=2)
+
+
+@pytest.fixture(scope="module")
+def fast(decoder):
+    return compiled(decoder)
+
+
 @pytest.mark.parametrize("positions", [False, True])
-def test_the_tokens_are_those_of_recomputing_everything(decoder, positions):
+def test_the_tokens_are_those_of_recomputing_everything(decoder, fast, positions):
     ids = random_ids(2, 37)
-    out = kvpass.generate(compiled(decoder), ids, max_new_tokens=NEW, positions=positions)
+    out = kvpass.generate(fast, ids, max_new_tokens=NEW, positions=positions)
     assert torch.equal(out, recomputed(decoder, ids, NEW))
 
 
-def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
-    (ids, mask), fast = padded(40, 23), compiled(decoder, 12)
-    out = kvpass.generate(fast, ids, max_new_tokens=NEW, positions=True, attention_mask=mask)
-    for row, prompt in enumerate(prompts_of(40, 23)):
-        alone = kvpass.generate(fast, prompt[None], max_new_tokens=NEW, positions=True)
-        assert torch.equal(out[row, ids.shape[1] :], alone[0, prompt.numel() :]), f"row {row}"
-
-
-def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_now_and_then(decoder, monkeypatch):
-    ids, fast = random_ids(2, 37), compiled(decoder)
+def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_now_and_then(
+    decoder, fast, monkeypatch
+):
+    ids = random_ids(2, 37)
     free = recomputed(decoder, ids, NEW)[:, 37:]
     end = int(free[0, 2])
     out = kvpass.generate(fast, ids, max_new_tokens=NEW, eos_token_id=end)
@@ -53,6 +52,29 @@ def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_
         monkeypatch.setattr(generation, "LOOK_EVERY", {"cpu": every})
         for text, answer in ((ids, out), (both, expected)):
             assert torch.equal(kvpass.generate(fast, text, max_new_tokens=NEW, eos_token_id=end), answer)
+
+
+def test_bad_arguments_are_refused(decoder, fast):
+    ids = random_ids(1, 20)
+    answers = compiled(lambda ids: {"logits": decoder(ids)})
+    for module, text, new, error, message in (
+        (fast, ids, 0, ValueError, "max_new_tokens=0"),
+        (fast, "how are you?", 2, ValueError, "must be a tensor of token ids, such as tokenizer"),
+        (fast, ids[0], 2, ValueError, r"ids of shape \[20\]"),
+        (two_layers(budget=20)[1], ids, 2, ValueError, "use its own generate method"),
+        (answers, ids, 2, ValueError, "module returned a dict"),
+        (decoder, ids, 2, RuntimeError, "nothing was compressed"),
+    ):
+        with pytest.raises(error, match=message):
+            kvpass.generate(module, text, max_new_tokens=new)
+
+
+def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
+    (ids, mask), fast = padded(40, 23), compiled(decoder, 12)
+    out = kvpass.generate(fast, ids, max_new_tokens=NEW, positions=True, attention_mask=mask)
+    for row, prompt in enumerate(prompts_of(40, 23)):
+        alone = kvpass.generate(fast, prompt[None], max_new_tokens=NEW, positions=True)
+        assert torch.equal(out[row, ids.shape[1] :], alone[0, prompt.numel() :]), f"row {row}"
 
 
 def test_logits_may_be_the_first_item_of_a_tuple(decoder):
@@ -71,18 +93,3 @@ def test_logits_may_be_the_first_item_of_a_tuple(decoder):
 
     ids = random_ids(2, 37)
     assert torch.equal(kvpass.generate(compiled(WithLoss()), ids, max_new_tokens=NEW), recomputed(decoder, ids, NEW))
-
-
-def test_bad_arguments_are_refused(decoder):
-    ids, fast = random_ids(1, 20), compiled(decoder)
-    answers = compiled(lambda ids: {"logits": decoder(ids)})
-    for module, text, new, error, message in (
-        (fast, ids, 0, ValueError, "max_new_tokens=0"),
-        (fast, "how are you?", 2, ValueError, "must be a tensor of token ids, such as tokenizer"),
-        (fast, ids[0], 2, ValueError, r"ids of shape \[20\]"),
-        (two_layers(budget=20)[1], ids, 2, ValueError, "use its own generate method"),
-        (answers, ids, 2, ValueError, "module returned a dict"),
-        (decoder, ids, 2, RuntimeError, "nothing was compressed"),
-    ):
-        with pytest.raises(error, match=message):
-            kvpass.generate(module, text, max_new_tokens=new)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kvpass
-from compiled_models import compiled_anew, greedy, padded, prompts_of
+from compiled_models import compiled_anew, greedy, padded
 from kvpass import operands
 from kvpass.operands import (
     AppendBuffers,
@@ -375,27 +375,7 @@ def test_a_cache_in_fewer_bits_answers_as_its_file_does_on_the_cpu(entries, tmp_
     assert_close("logits", torch.cat(found, 1), torch.cat(expected, 1), atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["lava", "snapkv"])
-def test_a_padded_row_answers_as_it_does_alone(policy):
-    model = tiny_model("llama").cuda()
-    fast = kvpass.compile(model, policy=policy, budget=16, window=8)
-    ids, mask = (x.cuda() for x in padded(70, 23, 9))
-    kept = kept_columns(fast(ids, attention_mask=mask).past_key_values, ids.shape[1]).cpu()
-    said = greedy(fast, ids, 80, attention_mask=mask)[:, ids.shape[1] :]
-    for row, prompt in enumerate(prompts_of(70, 23, 9)):
-        alone = prompt[None].cuda()
-        own = kept_columns(fast(alone).past_key_values, alone.shape[1]).cpu()
-        assert torch.equal(kept[row, ..., ids.shape[1] - prompt.numel() :], own[0]), f"row {row} keeps other entries"
-        assert_best(f"row {row}", said[row : row + 1], logits_before(fast, alone, said[row : row + 1]), margin=MARGIN)
-
-
 # -- what only a device has --------------------------------------------------------------------------------------------
-
-
-def test_the_guard_against_synchronisation_sees_one():
-    value = torch.ones((), device="cuda")
-    with pytest.raises(RuntimeError, match="synchronizing"), no_synchronisation():
-        value.item()
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -30,7 +30,7 @@ def test_dora_is_named_until_it_is_merged(model):
     adapted = peft.get_peft_model(model, config).eval()
     with pytest.raises(ValueError, match=r"q_proj has an adapter of DoRA.*merge_and_unload"):
         kvpass.compile(adapted.base_model.model, policy="full", backend="eager")
-    assert_same_tokens(adapted.merge_and_unload(), backend="eager")
+    kvpass.compile(adapted.merge_and_unload(), policy="full", backend="eager")
 
 
 def test_activations_quantised_by_torchao_are_refused_in_compiled_code_and_layers_of_bitsandbytes_named(model):

@@ -43,7 +43,7 @@ def assert_same(fast, block, ids, mask=None, **options):
 
 @pytest.mark.parametrize("family", quick(FAMILIES, UNUSUAL))
 def test_blocks_give_the_logits_of_the_uncompiled_model(family):
-    model, fast = two_layers(family, budget=WHOLE)
+    model, fast = two_layers(family, layers=1 if family == "bloom" else 2, budget=WHOLE)
     ids = random_ids(2, 61)
     expected = model(torch.cat([ids, random_ids(2, 3, seed=9)], 1)).logits
     for block in (13, 60):
@@ -62,17 +62,17 @@ def test_a_policy_keeps_the_same_entries_for_any_block(policy, block):
 @given(
     lengths=st.tuples(st.integers(2, 70), st.integers(2, 70)),
     block=st.integers(2, 80),
-    logits_to_keep=st.sampled_from([0, 5]),
+    logits_to_keep=st.sampled_from([0, 1]),
     policy=st.sampled_from(["lava", "h2o"]),
 )
 def test_lengths_paddings_and_blocks(lengths, block, logits_to_keep, policy):
-    _, fast = two_layers("gpt_oss", policy=policy, budget=16, window=4)
+    _, fast = two_layers("gemma3", policy=policy, budget=16, window=4)
     assert_same(fast, block, *padded(*lengths), logits_to_keep=logits_to_keep)
 
 
 def test_compiled_blocks_of_a_long_prompt():
     model, fast = compiled_once("llama", layers=1, budget=WHOLE, window=8)
-    ids, compiled = random_ids(1, 1300), set()
+    ids, compiled = random_ids(2, 1300), set()
     expected = model(ids).logits
     for block in (512, 100, "auto"):
         assert_close("logits", prefilled(fast, block, ids)[0], expected, atol=1e-4)
@@ -93,7 +93,7 @@ def test_another_policy_compiles_no_part_of_the_prefill_again(monkeypatch):
     assert (record.phase, record.parts) == ("prefill", 4)
 
 
-@pytest.mark.parametrize("family", quick(["llama", "gemma3", "gpt2", "mpt", "deepseek_v3", "lfm2"], ["gemma3"]))
+@pytest.mark.parametrize("family", quick(["llama", "gemma3", "gpt2", "mpt", "deepseek_v3", "lfm2"], ["llama"]))
 def test_a_prompt_of_one_token_is_compiled_as_a_longer_one(monkeypatch, family):
     monkeypatch.setattr(backend, "compile_fx", lambda gm, *_, **__: gm.forward)
     model, ids = tiny_model(family, layers=2), random_ids(2, 20)

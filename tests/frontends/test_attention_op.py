@@ -1,16 +1,13 @@
 """kvpass.attention: equal to its formula, and compressed in a module of one's own."""
 
-from typing import Any
-
 import pytest
 import torch
 
 import kvpass
 from kvpass.operands import Attention
 from numeric_checks import exact_attention
-from pairwise import quick
 from small_decoders import DIM, SmallDecoder
-from tiny_models import random_ids
+from tiny_models import in_session, random_ids, raw
 
 KV_HEADS = 2
 
@@ -22,40 +19,29 @@ def attention(query, key, value, sliding_window=None, softcap=None, sinks=None):
     return exact_attention(Attention(query, key, value, DIM**-0.5, softcap, sinks), hidden).out.value.float()
 
 
+FORMS = [{}, {"sliding_window": 5}, {"softcap": 0.1, "sinks": torch.arange(4.0)}]
+"""Options of each layer."""
+
+
 class Decoder(SmallDecoder):
     """With ``kvpass.attention``, or with what it promises."""
 
-    def __init__(self, declared: bool, options: dict[str, Any]) -> None:
-        super().__init__(layers=1, kv_heads=KV_HEADS)
-        self.declared, self.options = declared, options
+    def __init__(self, declared: bool) -> None:
+        super().__init__(layers=len(FORMS), kv_heads=KV_HEADS)
+        self.declared = declared
 
     def attend(self, q, k, v, layer):
-        return (kvpass.attention if self.declared else attention)(q, k, v, **self.options)
+        return (kvpass.attention if self.declared else attention)(q, k, v, **FORMS[layer])
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
-FORMS = {"plain": {}, "sliding window": {"sliding_window": 5}}
-FORMS["softcap and sinks"] = {"softcap": 0.1, "sinks": torch.arange(4.0)}
-
-
-@pytest.mark.parametrize("form", quick([*FORMS], ["sliding window", "softcap and sinks"]))
 @torch.no_grad()
-def test_a_declared_attention_op_computes_and_decodes_what_it_promises(form):
-    options = FORMS[form]
-    declared, plain = (Decoder(name, options) for name in (True, False))
-    ids = random_ids(2, 30)
+def test_a_declared_attention_op_computes_and_decodes_what_it_promises():
+    declared, plain, ids = Decoder(True), Decoder(False), random_ids(2, 30)
     torch.testing.assert_close(declared(ids), plain(ids), atol=1e-4, rtol=1e-4)
-    settings = {"policy": "full", "compiler": "eager"}
-    compiled = torch.compile(declared, backend="kvpass", fullgraph=True, dynamic=True, options=settings)
-    with kvpass.session() as session:
-        logits = [compiled(ids[:, :20])] + [compiled(ids[:, i : i + 1]) for i in range(20, 30)]
-    torch.testing.assert_close(torch.cat(logits, 1), plain(ids), atol=1e-4, rtol=1e-4)
-    windows = [ring.group.sliding_window for ring in session.cache.state.sliding_layers]
-    assert windows == [window for name, window in options.items() if name == "sliding_window"]
+    compiled = raw(declared, {"policy": "full", "compiler": "eager"})
+    logits, cache = in_session(compiled, [20, *[1] * 10], ids)
+    torch.testing.assert_close(logits, plain(ids), atol=1e-4, rtol=1e-4)
+    assert [ring.group.sliding_window for ring in cache.state.sliding_layers] == [5]
 
 
 def test_operands_that_do_not_go_together_are_refused():

@@ -53,13 +53,27 @@ def greedy(model: Any, ids: Tensor | None = None, new: int = 6, **options: Any) 
     return model.generate(ids, **{"max_new_tokens": new, "do_sample": False, **options})
 
 
-def spoken(model: Any, ids: Tensor, new: int) -> Tensor:
+def spoken(model: Any, ids: Tensor, new: int, mask: Tensor | None = None) -> Tensor:
     """Ids ``[B, T + new]`` of a prompt and of the best tokens after it, by a loop over ``forward``."""
-    out, said = model(ids), [ids]
+    out, said = model(ids, attention_mask=mask), [ids]
     for _ in range(new):
         said.append(out.logits[:, -1:].argmax(-1))
         out = model(said[-1], past_key_values=out.past_key_values)
     return torch.cat(said, 1)
+
+
+def in_pieces(model: Any, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Logits ``[B, T, vocabulary]`` of a text that is given in pieces of so many tokens, and its cache."""
+    logits: list[Tensor] = []
+    cache: Any = None
+    seen = 0
+    for piece in ids.split(sizes, 1):
+        seen += piece.shape[1]
+        shown = None if mask is None else mask[:, :seen]
+        out = model(piece.contiguous(), attention_mask=shown, past_key_values=cache)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1), cache
 
 
 @contextmanager
