@@ -17,7 +17,7 @@ import kvpass
 import tiny_models
 from divided_model import KVZAP, command, compare_dialogues, compare_entries, dialogue, small_builtin
 from kvpass.adapt.latent_attention import attend_latents
-from kvpass.cli.documents import read_document
+from kvpass.cli.documents import load_document, read_document
 from processes import Processes
 from tiny_models import tiny_model, write_kvzap
 from versions import DIVIDED
@@ -173,14 +173,18 @@ def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_a_document_is_asked_on_two_processes(two, tmp_path):
+def test_a_document_that_two_processes_compress_is_asked_on_one_and_on_two(two, tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
-    model = str(small_builtin(tmp_path / "model"))
-    made = read_document(text, model=model, policy="lava", budget=64, backend="eager")
-    made.save(tmp_path / "document.kv")
+    (tmp_path / "document.txt").write_text(text)
+    model, file = str(small_builtin(tmp_path / "model")), str(tmp_path / "document.kv")
+    given = [str(tmp_path / "document.txt"), "--output", file, "--model", model, "--policy", "lava", "--budget", "64"]
+    said = two.run(command, "compress", *given, "--backend", "eager")
+    assert [printed.count("written:") for printed in said] == [1, 0]
     question, how = "question the code of bara dador is", ("--max-new-tokens", "3", "--backend", "eager")
-    own = functools.partial(made.ask, question, max_new_tokens=3)
-    said, expected = two.run_beside(own, command, "ask", str(tmp_path / "document.kv"), question, *how)
+    alone = read_document(text, model=model, policy="lava", budget=64, backend="eager")
+    expected = alone.ask(question, max_new_tokens=3)
+    assert load_document(file, backend="eager").ask(question, max_new_tokens=3) == expected
+    said = two.run(command, "ask", file, question, *how)
     assert [printed.splitlines() for printed in said] == [[expected], []]
 
 
