@@ -55,7 +55,7 @@ class Twice(Head):
 
 
 def with_head():
-    model = tiny_model("llama", layers=2)
+    model = tiny_model("llama", layers=1)
     model.config.gain = 1.0
     model.lm_head = Head(model.lm_head, model.config).eval()
     return model
@@ -66,7 +66,7 @@ def lora(*modules):
 
 
 def with_adapters():
-    model = tiny_model("llama", layers=2)
+    model = tiny_model("llama", layers=1)
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
         model.add_adapter(lora("q_proj", "v_proj"), name)
@@ -114,7 +114,7 @@ def norm(model):
 
 
 def hooked(model):
-    return model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 3).remove
+    return model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 3).remove
 
 
 def other_dtype(model):
@@ -162,7 +162,7 @@ CHANGES = {
     "checkpoint assigned": (loaded, 0, True),
     "rope buffer": (attribute(lambda model: model.model.rotary_emb, "inv_freq", lambda x: x / 2), 0, False),
     "hook": (hooked, 1, False),
-    "submodule": (attribute(lambda model: model.model.layers[1].mlp, "act_fn", lambda _: nn.Tanh()), 1, False),
+    "submodule": (attribute(lambda model: model.model.layers[0].mlp, "act_fn", lambda _: nn.Tanh()), 1, False),
     "class": (attribute(head, "__class__", lambda _: Twice), 1, False),
     "class attribute": (attribute(lambda model: Head, "factor", lambda _: 3.0), 1, False),
     "global": (attribute(lambda model: sys.modules[__name__], "GAIN", lambda _: 3.0), 1, False),

@@ -33,30 +33,12 @@ def test_parts_give_the_logits_of_the_uncompiled_model(family):
 
 def test_a_deep_model_has_as_many_parts_as_one_of_two_layers():
     counts = []
-    for layers in (2, 4):
+    for layers in (2, 3):
         model = tiny_model("llama", layers=layers)
         fast = kvpass.compile(model, budget=32, window=8, backend="eager", compile_regions=True)
         step_logits(fast, random_ids(1, 50), random_ids(1, 7, seed=1))
         counts.append({record.phase: (record.sites, record.parts) for record in fast.report().compiled})
-    assert counts == [{"prefill": (layers, 4), "decode": (layers, 3), "extend": (layers, 3)} for layers in (2, 4)]
-
-
-@pytest.mark.exhaustive  # of one layer in every run: test_compile.py
-@pytest.mark.parametrize(
-    ("regions", "parts"),
-    [
-        ("auto", {"prefill": 4, "decode": 1, "extend": 3}),
-        (True, {"prefill": 4, "decode": 3, "extend": 3}),
-        (False, {"prefill": 4, "decode": 1, "extend": 1}),
-    ],
-)
-def test_inductor_compiles_long_prompts_in_parts_and_one_token_of_a_small_model_whole(regions, parts):
-    model, ids, new = tiny_model("llama", layers=2), random_ids(2, 61), random_ids(2, 7, seed=1)
-    fast = kvpass.compile(model, budget=UNLIMITED, window=8, compile_regions=regions)
-    with torch.no_grad():
-        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
-    assert {record.phase: record.parts for record in fast.report().compiled} == parts
-    assert ("attention sites rewritten, one graph" in str(fast.report())) == (1 in parts.values())
+    assert counts == [{"prefill": (layers, 4), "decode": (layers, 3), "extend": (layers, 3)} for layers in (2, 3)]
 
 
 class Adding(nn.Module):

@@ -23,7 +23,6 @@ SMALL = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
 EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
 USED = (3, 64, 0)
 """Tail slots in use: in the first of two tiles, at the begin of the second, none."""
-"""Fields of pool and tail, and those of the tail; nothing but new slots of these is written."""
 
 
 def reference_of(*given):

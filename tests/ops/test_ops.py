@@ -164,17 +164,7 @@ def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, 
     assert_rounded("out", reference.attend_prompt(call._replace(q=q[:, :, -last:]), start)[0], expected)
 
 
-@pytest.mark.parametrize("impl", ["eager", "cpp"])
-def test_an_append_over_capacity_raises_and_writes_nothing(impl):
-    state = decode_state()
-    tensors = [*state.pool.tensors, state.offsets, *state.tail.tensors, *state[3:5]]
-    before = [tensor.clone() for tensor in tensors]
-    with pytest.raises(ValueError, match="9"):
-        OPS.attend_cache.default(*Attention(*qkv(n=5), SCALE), *state.operands, 1, impl)
-    assert all(torch.equal(now.nan_to_num(7), then.nan_to_num(7)) for now, then in zip(tensors, before, strict=True))
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_contract_3_the_cascaded_pool_holds_what_deciding_once_keeps(data):
     """Random scores with ties, layers, heads, rows of different length and budgets, through the operators."""
@@ -271,7 +261,7 @@ def test_pack_copies_an_eighth_of_the_pool_at_a_time():
     assert max(copies) == state.pool_k.nbytes // 8
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_jth_winner_takes_the_jth_free_slot(data):
     rows, kv_heads, columns = (data.draw(st.integers(1, 4)) for _ in range(3))

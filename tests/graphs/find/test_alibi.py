@@ -91,14 +91,6 @@ def test_slopes_become_columns_with_the_same_output(door, batch, capture):
     assert counts[-2] == 0 and not counts_positions(gm), "differences of positions do no harm to padded rows"
 
 
-def test_the_columns_are_exact_in_sixteen_bits():
-    order = torch.arange(60_000)
-    low = order.remainder(256)
-    for dtype in (torch.bfloat16, torch.float16):
-        high = (order - low).to(dtype)
-        assert torch.equal(high.long() + low.to(dtype).long(), order)
-
-
 def test_a_bias_beside_soft_capping_is_refused(capture):
     def form(q, k, v):
         return (5 * torch.tanh(q @ k.mT / 5) + of_keys(q.shape[2]) + hidden(q.shape[2])).softmax(-1) @ v

@@ -38,24 +38,10 @@ def weights(logits: Tensor) -> Tensor:
     return logits.masked_fill(hidden(logits.shape[-1]), -torch.inf).softmax(-1)
 
 
-def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    logits = q @ k.mT
-    logits *= SCALE
-    logits.masked_fill_(hidden(q.shape[2]), -torch.inf)
-    return F.softmax(logits, dim=-1) @ v
-
-
 def product_written_into(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     logits = torch.matmul(q * SCALE, k.transpose(2, 3))
     logits.add_(additive(q.shape[2]))
     return torch.softmax(logits, dim=3).matmul(v)
-
-
-def batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    b, h, t, d = q.shape
-    q, k, v = (x.reshape(b * h, t, d) for x in (q, k, v))
-    logits = torch.bmm(q, k.transpose(1, 2)).view(b, h, t, t) * SCALE
-    return torch.bmm(weights(logits).view(b * h, t, t), v).view(b, h, t, d)
 
 
 def added_in_the_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,11 +76,6 @@ def one_key_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhts,bsd->bhtd", weights(torch.einsum("bhtd,bsd->bhts", q, k[:, 0]) * SCALE), v[:, 0])
 
 
-def single_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = q[:, 0], k[:, 0], v[:, 0]
-    return (weights(q @ k.transpose(-2, -1) * SCALE) @ v)[:, None].expand(-1, H, -1, -1)
-
-
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     logits = 3.0 * torch.tanh(q @ k.mT * SCALE / 3.0) + additive(q.shape[2])
     return F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype) @ v
@@ -107,11 +88,9 @@ def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 FOUND: dict[str, tuple[Attend, float, int]] = {
-    "scaled after": (lambda q, k, v: weights((q @ k.transpose(-2, -1)) * SCALE) @ v, SCALE, H),
     "divided": (lambda q, k, v: torch.matmul(weights(torch.matmul(q, k.mT) / math.sqrt(D)), v), SCALE, H),
     "divided by a tensor": (lambda q, k, v: weights(q @ k.mT / torch.sqrt(torch.tensor(8.0))) @ v, SCALE, H),
     "scaled before": (lambda q, k, v: weights((q * SCALE) @ k.mT) @ v, 1.0, H),
-    "scaled on both": (lambda q, k, v: weights((q * D**-0.25) @ (k * D**-0.25).mT) @ v, 1.0, H),
     "scaled twice": (lambda q, k, v: weights((q * 0.5) @ k.mT * 0.25) @ v, 0.25, H),
     "mask before the scale": (lambda q, k, v: ((q @ k.mT + additive(q.shape[2])) * 0.3).softmax(-1) @ v, 0.3, H),
     "multiplied mask": (
@@ -119,11 +98,8 @@ FOUND: dict[str, tuple[Attend, float, int]] = {
         SCALE,
         H,
     ),
-    "fp32 softmax": (lambda q, k, v: weights((q @ k.mT * SCALE).float()).to(q.dtype) @ v, SCALE, H),
     "dropout in eval": (lambda q, k, v: F.dropout(weights(q @ k.mT * SCALE), 0.1, training=False) @ v, SCALE, H),
-    "in place": (in_place, SCALE, H),
     "product written into": (product_written_into, 1.0, H),
-    "bmm": (batched, SCALE, H),
     "baddbmm": (added_in_the_product, SCALE, H),
     "groups": (grouped, SCALE, 2),
     "groups, einsum": (grouped_einsum, SCALE, 2),
@@ -134,7 +110,6 @@ FOUND: dict[str, tuple[Attend, float, int]] = {
         H,
     ),
     "one key head": (one_key_head, SCALE, 1),
-    "single head": (single_head, SCALE, 1),
     "repeated": (
         lambda q, k, v: weights(q @ k[:, ::2].repeat_interleave(2, 1).mT * SCALE) @ v[:, ::2].repeat_interleave(2, 1),
         SCALE,

@@ -35,22 +35,10 @@ def additive(allowed: Tensor, hidden: float) -> Tensor:
     return torch.zeros(allowed.shape).masked_fill(~allowed, hidden)
 
 
-def in_place(t: int) -> Tensor:
-    mask = torch.zeros(t, t)
-    mask.masked_fill_(~causal(t), -torch.inf)
-    return mask
-
-
 def in_place_through_a_view(t: int) -> Tensor:
     mask = torch.zeros(1, t, t)
     mask[0].add_(torch.full((t, t), -torch.inf).triu(1))
     return mask
-
-
-def by_a_flag(t: int) -> Tensor:
-    mask = torch.where(causal(t), 1.0, -1.0)
-    F.relu(mask, inplace=True)
-    return mask.log()
 
 
 def by_out(t: int) -> Tensor:
@@ -109,12 +97,9 @@ CAUSAL: dict[str, Mask] = {
     "compared positions": lambda m, t, p: (p[:, None, :] <= p[:, :, None])[:, None],
     "same document": lambda m, t, p: same_document(t, p),
     "stored": lambda m, t, p: m.causal[:t, :t],
-    "written in place": lambda m, t, p: in_place(t),
     "written through a view": lambda m, t, p: in_place_through_a_view(t),
-    "written by a flag": lambda m, t, p: by_a_flag(t),
     "written by out": lambda m, t, p: by_out(t),
     "made like another tensor": lambda m, t, p: p.new_ones(t, t).tril().bool(),
-    "window that no stored mask reaches": lambda m, t, p: m.causal[:t, :t] & with_window(t, 64),
 }
 
 BANDED: dict[str, tuple[int, Mask]] = {
@@ -125,7 +110,6 @@ BANDED: dict[str, tuple[int, Mask]] = {
         6,
         lambda m, t, p: ((p[:, None, :] <= p[:, :, None]) & (p[:, :, None] - p[:, None, :] < 6))[:, None],
     ),
-    "additive": (20, lambda m, t, p: additive(with_window(t, 20), -torch.inf)),
     "a float": (512, lambda m, t, p: causal(t) & (distance(t).float() < 512.0)),
     "a fill value": (300, lambda m, t, p: causal(t) & (distance(t) < torch.full((), 300))),
     "a stored float": (450, lambda m, t, p: causal(t) & (distance(t) < m.limit)),
@@ -167,7 +151,6 @@ REFUSED: dict[str, tuple[str, Mask]] = {
     ),
     "distances shrunk too far": ("1024005 tokens", lambda m, t, p: causal(t) & (distance(t) // 1000 < 1024)),
     "a bias far away": ("adds a bias", lambda m, t, p: additive(causal(t), -torch.inf) - (distance(t) - 600.0).relu()),
-    "transposed": ("not causal", lambda m, t, p: causal(t).T),
     "padding only": ("not causal", lambda m, t, p: (p >= 0)[:, None, None, :].expand(-1, -1, t, -1)),
     "stored prefix": ("not causal", lambda m, t, p: m.prefix[:t, :t]),
     "distance bias": ("adds a bias", lambda m, t, p: additive(causal(t), -torch.inf) - (torch.arange(t) % 3)),

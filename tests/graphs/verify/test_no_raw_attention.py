@@ -54,11 +54,6 @@ def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhqk,bhkd->bhqd", F.softmax(weights(q, k), dim=-1), repeat(v))
 
 
-def batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    b, h, t, d = q.shape
-    return torch.bmm(weights(q, k).reshape(b * h, t, t).softmax(-1), repeat(v).reshape(b * h, t, d)).view(b, h, t, d)
-
-
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ repeat(k).transpose(-1, -2)).tril() @ repeat(v)
 
@@ -70,17 +65,10 @@ def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(body, q, k, v, use_reentrant=False)
 
 
-def cast_and_dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    attention = F.softmax(weights(q, k), dim=-1, dtype=torch.float64).to(q.dtype)
-    return torch.matmul(F.dropout(attention, 0.1, training=False), repeat(v))
-
-
 WRITTEN_OUT = {
     "function": lambda q, k, v: torch.matmul(torch.softmax(weights(q, k), -1), repeat(v)),
     "method": lambda q, k, v: weights(q, k).softmax(dim=-1) @ repeat(v),
-    "cast and dropped": cast_and_dropped,
     "einsum": einsum,
-    "bmm": batched,
     "with a sink": with_sink,
     "decomposed": decomposed,
     "linear": linear_attention,

@@ -39,7 +39,6 @@ class OneLayer(nn.Module):
         self.register_buffer("frequencies", torch.rand(DIM))
         self.register_buffer("order", torch.arange(LONGEST)[None])
         self.register_buffer("types", torch.zeros(1, LONGEST, dtype=torch.long))
-        self.register_buffer("phases", torch.polar(torch.ones(LONGEST, DIM // 2), torch.rand(LONGEST, DIM // 2)))
 
     def forward(self, change: Change, ids: Tensor, positions: Tensor) -> Tensor:
         x = change(self, self.embed(ids), ids, positions)
@@ -73,14 +72,6 @@ def filled(x: Tensor) -> Tensor:
     return x + bias
 
 
-def sinusoidal(m: OneLayer, t: int) -> Tensor:
-    table = torch.zeros(t, DIM)
-    order = torch.arange(t)[:, None] * m.frequencies[0::2]
-    table[:, 0::2] = order.sin()
-    table[:, 1::2] = order.cos()
-    return table
-
-
 def scattered(m: OneLayer, ids: Tensor) -> Tensor:
     """Positions that pass through a permutation before they are looked up."""
     order = ids[0].argsort()
@@ -102,11 +93,6 @@ PASSING = {
 }
 
 
-def complex_rotary(m: OneLayer, x: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * m.phases[: x.shape[1]]).flatten(-2)
-
-
 def sinusoidal_rows(m: OneLayer, x: Tensor) -> Tensor:
     angles = torch.einsum("i,j->ij", torch.arange(x.shape[1], dtype=x.dtype), m.frequencies[: DIM // 2])
     return x + torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -120,9 +106,7 @@ def added_in_place(m: OneLayer, x: Tensor) -> Tensor:
 
 COUNTED = {
     "rotary": lambda m, x, ids, p: x * (torch.arange(x.shape[1])[:, None] * m.frequencies).cos(),
-    "complex rotary": lambda m, x, ids, p: complex_rotary(m, x),
     "sinusoidal": lambda m, x, ids, p: sinusoidal_rows(m, x),
-    "sinusoidal in place": lambda m, x, ids, p: x + sinusoidal(m, x.shape[1]),
     "added in place": lambda m, x, ids, p: added_in_place(m, x),
     "learned for every row": lambda m, x, ids, p: x + m.learned(torch.arange(x.shape[1]).expand_as(ids)),
     "learned, counted from one": lambda m, x, ids, p: x + m.learned(torch.arange(1, x.shape[1] + 1)),

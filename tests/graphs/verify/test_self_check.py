@@ -25,7 +25,6 @@ WEIGHTS = torch.randn(3, WIDTH, WIDTH, 3, generator=torch.Generator().manual_see
 
 MIXING = {
     "padded by one": lambda x, ids: x + F.pad(x, (0, 0, 1, -1)),
-    "cut and joined": lambda x, ids: x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
     "cut and joined far away": lambda x, ids: x + torch.cat([torch.zeros_like(x[:, :9]), x[:, :-9]], 1),
     "roll": lambda x, ids: x + x.roll(1, 1),
     "mean": lambda x, ids: x + x.mean(1, keepdim=True),
@@ -37,7 +36,6 @@ MIXING = {
     "sorted": lambda x, ids: x.sort(1).values,
     "previous ids": lambda x, ids: x + F.one_hot(torch.cat([ids[:, :1], ids[:, :-1]], 1), WIDTH + 18)[..., :WIDTH],
     "written in place": lambda x, ids: shift_in_place(x.clone()),
-    "einsum": lambda x, ids: x + torch.einsum("btd,bsd->btd", x, x),
     "scaled by tokens": lambda x, ids: F.normalize(x, dim=1),
     "previous by index": lambda x, ids: x + x[:, (torch.arange(x.shape[1]) - 1).clamp(min=0)],
 }
@@ -115,7 +113,7 @@ def of_last_id(x: Tensor, ids: Tensor) -> Tensor:
 OUTSIDE = "outside of an attention site"
 REFUSED: dict[str, tuple[str, Callable[..., Tensor]]] = {
     **{name: (OUTSIDE, decoder(mix)) for name, mix in MIXING.items()},
-    **{f"{name} behind": (OUTSIDE, decoder(MIXING[name], after=True)) for name in ("mean", "cut and joined")},
+    **{f"{name} behind": (OUTSIDE, decoder(MIXING[name], after=True)) for name in ("mean", "roll")},
     **{
         f"mean beside {lookup} among {rows}": (OUTSIDE, beside_a_lookup(lookup, rows, MIXING["mean"]))
         for lookup, rows in zip(LOOKUPS, (2, 1, 10), strict=True)
@@ -242,10 +240,6 @@ BY_PLACE = {
     "first": written(lambda y: y[:, 0].zero_()),
     "last": written(lambda y: y[:, -1].mul_(2)),
     "last few": written(lambda y: y[:, -3:].add_(1)),
-    "by narrow": written(lambda y: y.narrow(1, 0, 1).zero_()),
-    "assigned": written(lambda y: y.__setitem__((slice(None), 0), 0.0)),
-    "first half": written(lambda y: y[:, : y.shape[1] // 2].mul_(2)),
-    "every other": written(lambda y: y[:, ::2].mul_(2)),
     "one feature": written(lambda y: y[:, 0, 3].zero_()),
     "index_fill": lambda x, p: x.index_fill(1, torch.tensor([0]), 0.0),
     "index_add": lambda x, p: x.index_add(1, torch.tensor([2]), torch.ones(1, 1, WIDTH).expand(x.shape[0], -1, -1)),
