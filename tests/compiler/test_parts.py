@@ -11,7 +11,7 @@ import kvpass
 from kvpass.compiler import backend
 from numeric_checks import assert_close
 from pairwise import quick
-from tiny_models import FAMILIES, random_ids, step_logits, tiny_model
+from tiny_models import FAMILIES, in_session, random_ids, raw, step_logits, tiny_model
 
 UNLIMITED = 10**6
 MOST = {"diffllama": 6, "cohere2": 5, "smollm3": 5, "deepseek_v3": 5, "llama4": 5}
@@ -73,10 +73,7 @@ def test_a_decoder_that_adds_in_place_runs_over_the_prompt_at_once_and_answers_t
     ids, found = random_ids(2, 40) % 64, []
     for in_place in (False, True):
         model = Adding(in_place=in_place)
-        compiled = torch.compile(model, backend="kvpass", fullgraph=True, dynamic=True, options=options)
-        with torch.no_grad(), kvpass.session():
-            prompt, turn = compiled(ids[:, :30]), compiled(ids[:, 30:35])
-            found.append(torch.cat([prompt, turn, *(compiled(ids[:, i : i + 1]) for i in range(35, 40))], 1))
+        found.append(in_session(raw(model, options), [30, 5, 1, 1, 1, 1, 1], ids)[0])
     if policy == "full":
         assert_close("of the module", found[1], model(ids), atol=1e-5)
     assert_close("in place", found[1], found[0], atol=1e-5)
@@ -120,8 +117,7 @@ class Summing(nn.Module):
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_part_without_results_that_writes_into_an_input_runs(returns, compiler):
     model, x = Summing(returns=returns), torch.randn(2, 36, 16)
-    options = {"policy": "full", "compiler": compiler, "compile_regions": True}
-    compiled = torch.compile(model, backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    compiled = raw(model, {"policy": "full", "compiler": compiler, "compile_regions": True})
 
     def summed(decoder: Any, x: Tensor) -> Tensor:
         total = decoder(x := x.clone())
@@ -155,8 +151,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("decoder", REFUSED)
 def test_a_write_into_what_is_kept_or_read_elsewhere_is_refused(decoder):
-    options = {"policy": "full", "compiler": "eager"}
-    compiled = torch.compile(decoder(), backend="kvpass", fullgraph=True, dynamic=True, options=options)
+    compiled = raw(decoder(), {"policy": "full", "compiler": "eager"})
     with pytest.raises(ValueError, match=REFUSED[decoder]), torch.no_grad(), kvpass.session():
         compiled(random_ids(1, 30) % 64)
 

@@ -87,11 +87,15 @@ def test_two_processes_keep_what_one_device_keeps(policy, two, folder_of):
         *((2, "llama", policy, {"recompress": "every_turn"}) for policy in ("lava", "pyramidkv", "ada_snapkv")),
         *((2, "llama", "lava", {"entries": entries}) for entries in ("int8", "fp8", "rot4", "rot2")),
         *((2, family, policy, {"compact": True}) for family, policy in (("llama", "kvzip"), ("gpt_oss", "lava"))),
+        *((2, "gemma3", policy, {"compile_regions": False}) for policy in ("lava", "cake", "layer_defensivekv")),
+        (2, "llama", "lava", {"backend": "inductor", "compile_regions": True}),
+        (2, "gemma3", "lava", {"backend": "inductor", "compile_regions": False}),
     ],
 )
 def test_processes_keep_the_same(size, family, policy, given, groups, folder_of):
-    sizes = {"head_dim": 32} if "entries" in given else {}
-    compare(groups(size), folder_of(family, **sizes), policy, **given)
+    """Graphs in parts and not, and compiled code, as one device in parts."""
+    sizes, of_one = {"head_dim": 32} if "entries" in given else {}, {} if "compile_regions" in given else None
+    compare(groups(size), folder_of(family, **sizes), policy, of_one=of_one, **given)
 
 
 @pytest.mark.exhaustive
@@ -102,19 +106,6 @@ def test_latents_are_the_same(family, two, folder_of, monkeypatch):
         expand = functools.partial(attend_latents, divided=True)
         monkeypatch.setattr("kvpass.adapt.copied.attend_latents", lambda model, divided: expand(model))
     compare(two, folder_of(family, kv_heads=8), "lava")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("family", "policy", "given"),
-    [
-        *(("gemma3", policy, {"compile_regions": False}) for policy in ("lava", "cake", "layer_defensivekv")),
-        ("llama", "lava", {"backend": "inductor", "compile_regions": True}),
-        ("gemma3", "lava", {"backend": "inductor", "compile_regions": False}),
-    ],
-)
-def test_graphs_and_compiled_code_keep_what_one_device_keeps_in_parts(family, policy, given, two, folder_of):
-    compare(two, folder_of(family), policy, of_one={}, **given)
 
 
 @pytest.mark.exhaustive
@@ -148,11 +139,7 @@ def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, giv
 def test_what_one_process_refuses_or_cannot_write_all_refuse(two, folder_of, tmp_path):
     two.run(divided.agree_on_arguments, folder_of("llama"))
     two.run(divided.saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
-
-
-@pytest.mark.exhaustive
-def test_processes_go_on_after_one_could_not_compile(two, folder_of):
-    folder = folder_of("llama", layers=1)
+    folder = folder_of("llama", layers=1)  # and what it could not compile all go on after
     compare_dialogues(two.run(divided.agree_on_captures, folder), dialogue(folder, "lava"))
 
 

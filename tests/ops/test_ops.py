@@ -10,13 +10,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import AppendBuffers, Attention, Candidates, Entries, EvictBuffers, RingBuffers
+from kvpass.operands import Attention, Candidates, Entries, EvictBuffers, RingBuffers
 from kvpass.ops import reference, slots
 from kvpass.ops.compress import keep_entries
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
-from numeric_checks import assert_close, assert_rounded, exact_attention, hidden_in_prompt, observe, prefill_buffers
+from numeric_checks import (
+    assert_close,
+    assert_rounded,
+    decode_case,
+    exact_attention,
+    hidden_in_prompt,
+    observe,
+    prefill_buffers,
+)
 
 OPS = torch.ops.kvpass
 SCALE = 0.3
@@ -33,24 +41,11 @@ def prefill_state(b, layers, k, d, dv, n, entries, policy, slots=None):
     return prefill_buffers(policy, entries, layers, b, k, (d, dv), tail, slots=slots)
 
 
-def decode_state(b=2, layers=2, k=2, d=8, dv=8, used=5, capacity=9, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, 6, (b, layers * k), generator=g)
-    offsets = torch.zeros(b, layers * k + 1, dtype=torch.int32)
-    offsets[:, 1:] = lengths.cumsum(1)
-    slots = int(offsets.max()) + 2
-    tail = [torch.full((layers, b, k, capacity, dim), float("nan")) for dim in (d, dv)]
-    start = torch.tensor([0, 3])[:b]
-    for tensor in tail:
-        for row in range(b):
-            shape = (layers, k, used - int(start[row]), tensor.shape[-1])
-            tensor[:, row, :, int(start[row]) : used] = torch.randn(shape, generator=g)
-    pool = [torch.randn(b, slots, dim, generator=g) for dim in (d, dv)]
-    return AppendBuffers(Entries(*pool), offsets, Entries(*tail), start, torch.tensor(used))
-
-
-def without_nan(buffers):
-    return buffers._replace(tail=Entries(*(x.nan_to_num(0.0) for x in buffers.tail.tensors)))
+def decoding(tokens):
+    """Arguments of a step: the call, and a cache without NaN, of two layers, of which the last one is attended."""
+    call, held, _ = decode_case([[4, 1], [0, 3]], dim=8, tokens=tokens, slots=9, start=[0, 3], layers=2).arguments
+    pool, tail = (Entries(*(x.nan_to_num() for x in side.tensors)) for side in (held.pool, held.tail))
+    return call, held._replace(pool=pool, tail=tail)
 
 
 def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
@@ -70,9 +65,9 @@ def test_a_site_of_latent_rows_attends_the_heads_that_are_made_of_them():
 
 @pytest.mark.parametrize("impl", ["eager", "cpp"])
 def test_opcheck_attend_cache_and_attend_evict(impl):
-    args = (*Attention(*qkv(n=1), SCALE), *without_nan(decode_state()).operands, 1, impl)
-    torch.library.opcheck(OPS.attend_cache.default, args)
-    pool, offsets, tail = without_nan(decode_state())[:3]
+    call, held = decoding(1)
+    torch.library.opcheck(OPS.attend_cache.default, (*call, *held.operands, 1, impl))
+    call, (pool, offsets, tail, *_) = decoding(2)
     lengths = offsets.diff(dim=1).view(2, 2, 2).transpose(0, 1)
     longest = int(lengths.max())
     positions = torch.full((2, 2, 2, longest + tail.k.shape[3]), slots.EMPTY, dtype=torch.int32)
@@ -82,17 +77,16 @@ def test_opcheck_attend_cache_and_attend_evict(impl):
     quota, position = torch.full((2, 2, 2), 3), torch.tensor([5, 5])
     policy = resolve("h2o", window=2).spec
     held = EvictBuffers(pool, offsets, tail, positions, memory, quota, position)
-    args = (*Attention(*qkv(n=2), SCALE), *held.operands, 1, policy, impl, ONE_PROCESS.spec, None)
+    args = (*call, *held.operands, 1, policy, impl, ONE_PROCESS.spec, None)
     torch.library.opcheck(OPS.attend_evict.default, args)
 
 
 def test_opcheck_observe_held_and_the_ring_operators():
-    held = without_nan(decode_state())
+    call, held = decoding(2)
     scores, masses = torch.full((2, 2, 2, 16), float("-inf")), torch.zeros(2, 2, 2, 16)
     found = [scores, masses, torch.zeros(2, 2, dtype=torch.float64)]
-    policy, (q, _, v) = resolve("snapkv", window=2).spec, qkv(n=2)
-    call = (q, v.shape[3], SCALE, None, None)
-    args = (*call, *held.operands[:5], None, found, torch.tensor([2, 2]), 1, policy, ONE_PROCESS.spec)
+    policy, asked = resolve("snapkv", window=2).spec, (call.q, call.v.shape[3], *call[3:])
+    args = (*asked, *held.operands[:5], None, found, torch.tensor([2, 2]), 1, policy, ONE_PROCESS.spec)
     torch.library.opcheck(OPS.observe_held.default, args)
     rings = [torch.zeros(2, 2, 2, 7, 8) for _ in range(2)]
     seen, first = torch.tensor(40), torch.tensor([0, 3])

@@ -191,24 +191,14 @@ def normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[str, Attend]] = {
     "no mask": ("not causal", lambda q, k, v: (q @ k.mT * SCALE).softmax(-1) @ v),
-    "mask of one token ahead": (
-        "not causal",
-        lambda q, k, v: (q @ k.mT).masked_fill(hidden(q.shape[2]).triu(2), -torch.inf).softmax(-1) @ v,
-    ),
     "weak mask": ("adds a bias", lambda q, k, v: (q @ k.mT - 1e4 * hidden(q.shape[2])).softmax(-1) @ v),
     "distance": ("adds a bias", lambda q, k, v: (logits_of(q, k) - (torch.arange(q.shape[2]) % 3)).softmax(-1) @ v),
     "clamped": ("not a multiple", lambda q, k, v: weights((q @ k.mT).clamp(-50, 50)) @ v),
-    "one way": ("not a multiple", lambda q, k, v: weights(F.leaky_relu(q @ k.mT)) @ v),
-    "scale of its own per head": (
-        "not a multiple",
-        lambda q, k, v: weights(q @ k.mT * torch.arange(1.0, H + 1)[:, None, None]) @ v,
-    ),
-    "normalised logits": ("products of 1", normalised),
     "negative scale": ("products of 1", lambda q, k, v: weights(q @ k.mT * -0.5) @ v),
+    "normalised logits": ("products of 1", normalised),
     "capped after the mask": ("adds a bias", lambda q, k, v: (5 * (logits_of(q, k) / 5).tanh()).softmax(-1) @ v),
     "sharpened weights": ("not the softmax", lambda q, k, v: (logits_of(q, k).softmax(-1) * 2) @ v),
     "dropout": ("not the softmax", lambda q, k, v: F.dropout(logits_of(q, k).softmax(-1), 0.5, training=True) @ v),
-    "weights cut": ("not the softmax", lambda q, k, v: logits_of(q, k).softmax(-1).tril(-1) @ v),
     "heads of values": ("4 key heads and 1 value heads", lambda q, k, v: logits_of(q, k).softmax(-1) @ v[:, :1]),
     "other order of groups": (
         "not batch and heads",

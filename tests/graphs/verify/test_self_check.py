@@ -198,14 +198,10 @@ def test_a_size_that_is_no_token_count_is_what_it_was_when_captured(capture_each
 INDEXED = {
     "embedding": lambda table, index: F.embedding(index, table),
     "index": lambda table, index: table[index],
-    "index of a later axis": lambda table, index: table.T[:, index],
     "index behind a mask": lambda table, index: table[None].expand(2, -1, -1)[torch.ones(2, dtype=bool), index],
-    "index_select": lambda table, index: table.index_select(0, index),
     "index_add": lambda table, index: table.index_add(0, index, torch.ones(2, 4)),
     "index_put": lambda table, index: table.index_put((index,), torch.ones(4)),
-    "gather": lambda table, index: table.gather(0, index[:, None].expand(2, 4)),
     "scatter": lambda table, index: table.scatter(0, index[:, None].expand(2, 4), 1.0),
-    "take": lambda table, index: table.T[0].contiguous().take(index),
 }
 
 
