@@ -10,10 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass.ops.schemas  # noqa: F401
-from kvpass.operands import Attention, Candidates, Entries, EvictBuffers, RingBuffers
+from kvpass.operands import Attention, Candidates, Entries, EvictBuffers
 from kvpass.ops import reference, slots
 from kvpass.ops.compress import keep_entries
-from kvpass.ops.sliding import keep_newest
 from kvpass.policies import resolve
 from kvpass.ranks import ONE_PROCESS
 from numeric_checks import (
@@ -119,33 +118,8 @@ def test_a_selective_scan_continues_from_its_state():
     assert not given.any(), "the state that comes in is not written to"
 
 
-@pytest.mark.parametrize("impl", ["eager", "cpp"])
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("window", [1, 4, 64])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "capped"])
-def test_a_ring_answers_like_attention_over_all_columns_of_the_window(window, chunked, options, impl):
-    """A padded prompt, then one token and three at once; nothing in padding."""
-    q, k, v = qkv(n=27, dv=6)
-    call = Attention(q, k, v, SCALE, **options)
-    start, rings = torch.tensor([0, 20]), [torch.full((2, 2, 2, window, dim), float("nan")) for dim in (8, 6)]
-    for ring in rings:
-        ring[1] = 0.0
-    columns, parts = torch.arange(27), [slice(0, 23), slice(23, 24), slice(24, 27)]
-    prompt = call.rows(slice(None), parts[0])
-    outs = [reference.attend_prompt(prompt, start, window, chunked)[0]]
-    keep_newest(RingBuffers(*rings), prompt.k, prompt.v, columns[:23], 1)
-    for part in parts[1:]:
-        new = call.rows(slice(None), part)
-        seen = torch.tensor(part.start)
-        held = OPS.columns_held.default(seen, start, window, chunked)
-        outs.append(OPS.attend_ring.default(*new, *rings, held, seen, 1, start if chunked else None, impl))
-    expected = exact_attention(call, hidden_in_prompt(columns, columns, start, window, chunked=chunked))
-    assert_rounded("out", torch.cat(outs, 2), expected.out)
-    assert all(ring[0].isnan().all() for ring in rings), "a ring of another layer changed"
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": True}, {"window": 4}], ids=str)
 @pytest.mark.parametrize("dv", [8, 6])
 @pytest.mark.parametrize("last", [23, 20, 11, 1])
 def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, last):
@@ -153,9 +127,10 @@ def test_prompt_attention_of_the_last_tokens_of_padded_rows(heads, options, dv, 
     q, k, v = qkv(h=h, k=kv, n=23, dv=dv)
     start, columns = torch.tensor([5, 0]), torch.arange(23)  # rows in any order
     softcap, sinks = options.get("softcap"), torch.linspace(-1, 2, h) if options.get("sinks") else None
+    window = options.get("window")
     call = Attention(q, k, v, SCALE, softcap, sinks)
-    expected = exact_attention(call, hidden_in_prompt(columns, columns, start)).out.tokens(slice(-last, None))
-    assert_rounded("out", reference.attend_prompt(call._replace(q=q[:, :, -last:]), start)[0], expected)
+    expected = exact_attention(call, hidden_in_prompt(columns, columns, start, window)).out.tokens(slice(-last, None))
+    assert_rounded("out", reference.attend_prompt(call._replace(q=q[:, :, -last:]), start, window)[0], expected)
 
 
 @settings(max_examples=40, deadline=None)

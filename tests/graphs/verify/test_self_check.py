@@ -127,10 +127,6 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor]]] = {
         r"no example shows whether .*: the example gives NaN",
         lambda ids, p, types: decoded(ids, p) + (ids / ids - 1)[..., None] / 0,
     ),
-    "mean beside a number that is given": (
-        OUTSIDE,
-        lambda ids, p, types: decoded(ids, p, MIXING["mean"]) * types.sum(),
-    ),
 }
 
 
