@@ -65,7 +65,7 @@ def test_a_model_without_what_a_policy_reads_is_refused_and_works_with_another_p
     _, fast = compiled_once(family, layers=layers, budget=24, backend="eager", **given)
     with pytest.raises(kvpass.UnsupportedAttentionError, match=f"needs .*{what}"):
         fast(random_ids(1, 40), logits_to_keep=1)
-    fast.set_policy("knorm", 24)
+    fast.set_policy("snapkv", 24, window=8)
     assert fast(random_ids(1, 40), logits_to_keep=1).past_key_values.lengths.sum() >= 24
 
 

@@ -156,9 +156,7 @@ def refused(case, message):
     ("change", "message"),
     [
         ({"tail_used": torch.tensor(23)}, r"tail_used=23.*2 entries.*24 slots"),
-        ({"tail_used": torch.tensor([-1])}, "tail_used=-1"),
         ({"tail_start": torch.tensor([0, 6])}, r"tail_start\[1\]=6: must be in 0..5"),
-        ({"tail_start": torch.tensor([-1, 0])}, r"tail_start\[0\]=-1"),
         (
             {"tail_start": torch.tensor([0, 0], dtype=torch.int32)},
             r"tail_start is torch.int32 \[2\]: expected torch.int64 \[2\]",
@@ -168,10 +166,6 @@ def refused(case, message):
         (
             {"pool_v": torch.zeros(2, 3, 32)},
             r"pool_v is torch.float32 \[2, 3, 32\]: expected torch.float32 \[2, 1.., 32\]",
-        ),
-        (
-            {"v": torch.zeros(2, 3, 2, 32, dtype=torch.bfloat16)},
-            r"v is torch.bfloat16 \[2, 3, 2, 32\]: expected torch.float32 \[2, 3, 2, 32\]",
         ),
         ({"q": torch.zeros(2, 6, 2, 32, device="meta")}, "on the CPU"),
         ({"tail_k": torch.zeros(3, 2, 3, 32, 24).transpose(3, 4)}, r"tail_k has strides .*must be contiguous"),
@@ -183,13 +177,10 @@ def test_bad_arguments_change_nothing(change, message):
     check(case)
 
 
-@pytest.mark.parametrize("falling", [False, True])
-def test_offsets_outside_the_pool_change_nothing(falling):
-    held = (case := decode_case(RAGGED)).held
-    if falling:
-        held.offsets[0, 4] = held.offsets[0, 5] + 1
-    else:
-        held.offsets[1, 6] = held.pool.k.shape[1] + 1
+@pytest.mark.parametrize(("row", "place", "value"), [(0, 4, 150), (1, 6, 10**6)], ids=["falling", "outside"])
+def test_offsets_outside_the_pool_change_nothing(row, place, value):
+    case = decode_case(RAGGED)
+    case.held.offsets[row, place] = value
     refused(case, "offsets of row")
 
 

@@ -16,7 +16,7 @@ from numeric_checks import assert_close, assert_rounded, exact_attention, hidden
 from pairwise import quick
 from tiny_models import POLICY_OPTIONS
 
-LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 2, 2, 2, 16, 12, 4
+LAYERS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW = 3, 2, 2, 16, 12, 4
 STARTS = torch.tensor([0, 9, 9, 35])
 """First real columns; the last row is shorter than the window."""
 TOKENS = 37

@@ -80,18 +80,14 @@ THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 HALF = torch.float16
 CASES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
     "one head and token, other layer": (LENGTHS, {"group": 1, "layer": 0}),
-    "eight tokens": (LENGTHS, {"group": 1, "tokens": 8, "start": [0, 3]}),
     "eight heads, sinks, last layer": (LENGTHS, {"group": 8, "start": [0, 3], "sinks": True, "layer": 2}),
     "softcap": (LENGTHS, {"group": 4, "tokens": 3, "softcap": 4.0, "dim": 100}),
     "softcap and sinks, half": (LENGTHS, {"group": 4, "tokens": 2, "softcap": 30.0, "sinks": True, "dtype": HALF}),
     "values of another width": ([[19, 40]], {"dim": 192, "value_dim": 128}),
     "small heads, wide values": ([[19, 40]], {"dim": 16, "value_dim": 48, "tokens": 2}),
-    "half precision": (LENGTHS, {"group": 4, "dim": 80, "tokens": 5, "dtype": HALF, "start": [2, 0]}),
     "empty": ([[0, 0]], {"used": 0, "tokens": 2}),
     "empty row": ([[0, 0], [0, 60]], {"tokens": 2}),
-    "empty tail": ([[1, 0]], {"used": 0, "tokens": 2}),
     "large scores": (LENGTHS, {"tokens": 2, "sinks": True, "dim": 16, "scale": 60.0}),
-    "large capped scores": (LENGTHS, {"sinks": True, "dim": 16, "scale": 60.0, "softcap": 80.0}),
     "more query_rows than a block": ([[20, 3]], {"group": 20, "tokens": 2, "dim": 16}),
     **{
         f"tail of {slots} to {used} from {start}, {tokens}": (
@@ -103,11 +99,16 @@ CASES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
             *((128, 63, 1, 0), (100, 0, 3, 0), (24, 16, 8, 16), (128, 64, 1, 63), (200, 130, 3, 129)),
         )
     },
+    "eight tokens": (LENGTHS, {"group": 1, "tokens": 8, "start": [0, 3]}),
+    "half precision": (LENGTHS, {"group": 4, "dim": 80, "tokens": 5, "dtype": HALF, "start": [2, 0]}),
+    "large capped scores": (LENGTHS, {"sinks": True, "dim": 16, "scale": 60.0, "softcap": 80.0}),
+    "empty tail": ([[1, 0]], {"used": 0, "tokens": 2}),
     **{f"head dim {dim}": ([[19, 40]], {"dim": dim, "tokens": 2}) for dim in (64, 80, 96, 128, 256)},
     "70 heads": ([[20, 3]], {"group": 70, "dim": 16}),
     "large groups": (LENGTHS, {"group": 8, "tokens": 8, "start": [0, 3]}),
 }
 QUICK = [*CASES][: [*CASES].index("tail of 128 to 63 from 0, 1")]
+"""The others have what these have in other company."""
 
 
 @pytest.mark.parametrize("name", quick([*CASES], QUICK))
