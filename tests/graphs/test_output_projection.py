@@ -10,7 +10,7 @@ from kvpass.ops import reference
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from recorded_calls import inputs_and_outputs
-from tiny_models import FAMILIES, LATENT, ROTATED, compiled_once, kvzap_file, random_ids, tiny_model
+from tiny_models import ALIBI, FAMILIES, LATENT, ROTATED, compiled_once, kvzap_file, random_ids, tiny_model
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = {"deepseek_v3", *LATENT}
@@ -50,7 +50,7 @@ PROJECTION = {"policy": "criticalkv", "window": 8}, "output projection of the la
 ROTATION = {"policy": "expected_attention"}, "rotary embedding of the queries"
 LACKING = [
     *((family, *PROJECTION) for family in sorted(UNFOUND)),
-    *((family, *ROTATION) for family in sorted(FAMILIES.keys() - {*ROTATED} - SLIDING)),
+    *((family, *ROTATION) for family in sorted(FAMILIES.keys() - {*ROTATED, *ALIBI} - SLIDING)),
     ("deepseek_v3", {"policy": "kvzip_plus"}, "output projection"),
     ("deepseek_v3", {"policy": "kvzap", "window": 4, "weights": kvzap_file(2, 1)}, "what enters"),
     ("diffllama", {"policy": "kvzip_plus"}, "output projection"),
