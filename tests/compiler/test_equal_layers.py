@@ -1,14 +1,11 @@
 """Layers of equal code are traced once; one that is not equal, or no longer, is another one in the graph too."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 
 import kvpass
 from kvpass.torch_compat import REPEATS_LAYERS
-from pairwise import quick_rows
 from tiny_models import random_ids, tiny_model
 
 LAYERS = 3
@@ -23,14 +20,6 @@ def scale(layer):
     layer.self_attn.scaling *= 3
 
 
-def activate(layer):
-    layer.mlp.act_fn = nn.Tanh()
-
-
-def hook(layer):
-    layer.mlp.register_forward_hook(lambda module, args, output: output * 3)
-
-
 class Twice(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -40,34 +29,18 @@ def other_class(layer):
     layer.mlp.up_proj.__class__ = Twice
 
 
-def other_norm(layer):
-    layer.input_layernorm.variance_epsilon = 0.5
-
-
-CHANGES = [scale, activate, hook, other_class, other_norm]
-EACH_CHANGE = [(scale, 1), (hook, 2), (other_class, 0)]
-
-
-@pytest.mark.parametrize(("change", "place"), quick_rows([*itertools.product(CHANGES, range(LAYERS))], EACH_CHANGE))
-def test_a_layer_that_is_another_one_when_compiled(change, place):
+def test_a_layer_that_is_another_one_when_compiled_and_one_that_is_changed_after_a_call():
+    """The second one's graph was that of another layer."""
     model = tiny_model("llama", layers=LAYERS)
     plain = model(IDS).logits
-    change(model.model.layers[place])
-    assert not torch.allclose(model(IDS).logits, plain, atol=1e-3)
-    torch.testing.assert_close(compiled(model)(IDS).logits, model(IDS).logits)
-
-
-def test_a_layer_that_is_changed_after_a_call():
-    """In a layer that was traced and in one whose graph is that of another; an epsilon is a number as a scale is."""
-    model = tiny_model("llama", layers=LAYERS)
-    fast = compiled(model)
+    other_class(model.model.layers[0])
+    expected, fast = model(IDS).logits, compiled(model)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    torch.testing.assert_close(fast(IDS).logits, expected)
+    for one in (model, fast):
+        scale(one.model.layers[2])
+    assert not torch.allclose(model(IDS).logits, expected, atol=1e-3)
     torch.testing.assert_close(fast(IDS).logits, model(IDS).logits)
-    for place, change in [(0, scale), *((LAYERS - 1, change) for change in CHANGES[:4])]:
-        before = model(IDS).logits
-        change(model.model.layers[place])
-        change(fast.model.layers[place])
-        assert not torch.allclose(model(IDS).logits, before, atol=1e-3), change
-        torch.testing.assert_close(fast(IDS).logits, model(IDS).logits, msg=f"{change.__name__} of layer {place}")
 
 
 @pytest.mark.skipif(not REPEATS_LAYERS, reason="this torch traces every layer")

@@ -17,7 +17,7 @@ import kvpass
 import tiny_models
 from divided_model import KVZAP, command, compare_dialogues, compare_entries, dialogue, small_builtin
 from kvpass.adapt.latent_attention import attend_latents
-from kvpass.cli.documents import read_document
+from kvpass.cli.documents import load_document, read_document
 from processes import Processes
 from tiny_models import tiny_model, write_kvzap
 from versions import DIVIDED
@@ -87,11 +87,15 @@ def test_two_processes_keep_what_one_device_keeps(policy, two, folder_of):
         *((2, "llama", policy, {"recompress": "every_turn"}) for policy in ("lava", "pyramidkv", "ada_snapkv")),
         *((2, "llama", "lava", {"entries": entries}) for entries in ("int8", "fp8", "rot4", "rot2")),
         *((2, family, policy, {"compact": True}) for family, policy in (("llama", "kvzip"), ("gpt_oss", "lava"))),
+        *((2, "gemma3", policy, {"compile_regions": False}) for policy in ("lava", "cake", "layer_defensivekv")),
+        (2, "llama", "lava", {"backend": "inductor", "compile_regions": True}),
+        (2, "gemma3", "lava", {"backend": "inductor", "compile_regions": False}),
     ],
 )
 def test_processes_keep_the_same(size, family, policy, given, groups, folder_of):
-    sizes = {"head_dim": 32} if "entries" in given else {}
-    compare(groups(size), folder_of(family, **sizes), policy, **given)
+    """Graphs in parts and not, and compiled code, as one device in parts."""
+    sizes, of_one = {"head_dim": 32} if "entries" in given else {}, {} if "compile_regions" in given else None
+    compare(groups(size), folder_of(family, **sizes), policy, of_one=of_one, **given)
 
 
 @pytest.mark.exhaustive
@@ -102,19 +106,6 @@ def test_latents_are_the_same(family, two, folder_of, monkeypatch):
         expand = functools.partial(attend_latents, divided=True)
         monkeypatch.setattr("kvpass.adapt.copied.attend_latents", lambda model, divided: expand(model))
     compare(two, folder_of(family, kv_heads=8), "lava")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("family", "policy", "given"),
-    [
-        *(("gemma3", policy, {"compile_regions": False}) for policy in ("lava", "cake", "layer_defensivekv")),
-        ("llama", "lava", {"backend": "inductor", "compile_regions": True}),
-        ("gemma3", "lava", {"backend": "inductor", "compile_regions": False}),
-    ],
-)
-def test_graphs_and_compiled_code_keep_what_one_device_keeps_in_parts(family, policy, given, two, folder_of):
-    compare(two, folder_of(family), policy, of_one={}, **given)
 
 
 @pytest.mark.exhaustive
@@ -148,11 +139,7 @@ def test_a_file_of_some_processes_is_continued_on_any_number(family, policy, giv
 def test_what_one_process_refuses_or_cannot_write_all_refuse(two, folder_of, tmp_path):
     two.run(divided.agree_on_arguments, folder_of("llama"))
     two.run(divided.saved_where_nothing_can_be, folder_of("llama"), tmp_path / "missing" / "cache.kv")
-
-
-@pytest.mark.exhaustive
-def test_processes_go_on_after_one_could_not_compile(two, folder_of):
-    folder = folder_of("llama", layers=1)
+    folder = folder_of("llama", layers=1)  # and what it could not compile all go on after
     compare_dialogues(two.run(divided.agree_on_captures, folder), dialogue(folder, "lava"))
 
 
@@ -173,14 +160,18 @@ def test_evaluation_on_two_processes_answers_what_it_answers_on_one(two, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_a_document_is_asked_on_two_processes(two, tmp_path):
+def test_a_document_that_two_processes_compress_is_asked_on_one_and_on_two(two, tmp_path):
     text = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
-    model = str(small_builtin(tmp_path / "model"))
-    made = read_document(text, model=model, policy="lava", budget=64, backend="eager")
-    made.save(tmp_path / "document.kv")
+    (tmp_path / "document.txt").write_text(text)
+    model, file = str(small_builtin(tmp_path / "model")), str(tmp_path / "document.kv")
+    given = [str(tmp_path / "document.txt"), "--output", file, "--model", model, "--policy", "lava", "--budget", "64"]
+    said = two.run(command, "compress", *given, "--backend", "eager")
+    assert [printed.count("written:") for printed in said] == [1, 0]
     question, how = "question the code of bara dador is", ("--max-new-tokens", "3", "--backend", "eager")
-    own = functools.partial(made.ask, question, max_new_tokens=3)
-    said, expected = two.run_beside(own, command, "ask", str(tmp_path / "document.kv"), question, *how)
+    alone = read_document(text, model=model, policy="lava", budget=64, backend="eager")
+    expected = alone.ask(question, max_new_tokens=3)
+    assert load_document(file, backend="eager").ask(question, max_new_tokens=3) == expected
+    said = two.run(command, "ask", file, question, *how)
     assert [printed.splitlines() for printed in said] == [[expected], []]
 
 

@@ -36,12 +36,12 @@ class Attention(nn.Module):
         b, t, _ = x.shape
         rows = self.projection(x).view(b, t, HEADS + 2 * KV_HEADS, HEAD_DIM).transpose(1, 2)
         q, k, v = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        out = self.attend(self, rotate(q, positions), rotate(k, positions), v, positions)
+        out = self.attend(self, q, k, v, positions)
         return self.out(out.transpose(1, 2).reshape(b, t, -1))
 
 
 class Decoder(nn.Module):
-    """Two layers with rotary positions of their own; ``attend(module, q, k, v, positions)`` is what a test varies."""
+    """Two layers on ids and positions; ``attend(module, q, k, v, positions)`` is what a test varies."""
 
     def __init__(self, attend: Attend = attend_grouped, layers: int = 2) -> None:
         super().__init__()
@@ -49,19 +49,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Attention(attend) for _ in range(layers))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed(ids)
+        x = placed(self.embed(ids), positions)
         for layer in self.layers:
             x = x + layer(x, positions)
         return x @ self.embed.weight.T
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of ``[B, heads, T, D]`` at integer positions ``[B, T]``."""
-    half = x.shape[-1] // 2
-    frequencies = 100.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-    angles = (positions[:, None, :, None] * frequencies).to(x.dtype)
-    (first, second), cos, sin = x.split(half, -1), angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+def placed(x: Tensor, positions: Tensor) -> Tensor:
+    """Activations ``[B, T, D]`` with a wave of their positions ``[B, T]`` added."""
+    return x + (positions[..., None] * 100.0 ** -torch.linspace(0, 1, x.shape[-1])).cos().to(x.dtype)
 
 
 def token_inputs(batch: int = 2, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
@@ -106,16 +102,66 @@ def run_capture(
     def refuse(error: UnsupportedAttentionError) -> None:
         raise error
 
-    torch._dynamo.reset()
-    if dynamic:
-        for value in inputs:
-            for dim in (dim for dim, size in enumerate(value.shape) if size == TOKENS):
-                torch._dynamo.mark_dynamic(value, dim)
+    reset(inputs if dynamic else [])
     with torch.no_grad():
         got = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
         torch.testing.assert_close(got, function(*inputs), atol=tolerance, rtol=tolerance)
     (graph,) = graphs
     return graph, counts
+
+
+def reset(inputs: Sequence[Tensor]) -> None:
+    """Forget earlier captures; in the next one every dimension of TOKENS in the inputs is symbolic."""
+    torch._dynamo.reset()
+    for value in inputs:
+        for dim in (dim for dim, size in enumerate(value.shape) if size == TOKENS):
+            torch._dynamo.mark_dynamic(value, dim)
+
+
+def run_each(
+    forms: Sequence[Callable[..., Tensor]], inputs: Sequence[Any], passes: Sequence[GraphPass], *, dynamic: bool = True
+) -> list[UnsupportedAttentionError | None]:
+    """What passes refuse each function of the inputs with; None: nothing.
+
+    All functions are captured as one graph, since a capture is what takes time; each is then cut out of a copy.
+    """
+    found: list[UnsupportedAttentionError | None] = []
+
+    def refusal(gm: GraphModule) -> UnsupportedAttentionError | None:
+        try:
+            for graph_pass in passes:
+                graph_pass(gm)
+                gm.graph.lint()
+        except UnsupportedAttentionError as error:
+            return error
+        return None
+
+    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
+        places, begin = {node: place for place, node in enumerate(gm.graph.nodes)}, 0
+        for end in (places[out] for out in gm.graph.output_node().args[0]):
+            copy = copy_graph(gm)
+            *nodes, output = copy.graph.nodes
+            output.args = ((nodes[end],),)
+            for place, node in reversed([*enumerate(nodes)]):
+                if node.op != "placeholder" and not begin <= place <= end and not node.users:
+                    copy.graph.erase_node(node)
+            found.append(refusal(copy))
+            begin = end + 1
+        return lambda *_: [torch.zeros(()) for _ in forms]
+
+    def each(*given: Any) -> list[Tensor]:
+        return [form(*given) * 1 for form in forms]  # the product comes after all writes
+
+    reset(inputs if dynamic else [])
+    with torch.no_grad():
+        torch.compile(each, backend=backend, fullgraph=True)(*inputs)
+    assert len(found) == len(forms)
+    return found
+
+
+@pytest.fixture
+def capture_each() -> Callable[..., list[UnsupportedAttentionError | None]]:
+    return run_each
 
 
 @pytest.fixture

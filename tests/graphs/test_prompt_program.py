@@ -25,33 +25,34 @@ def operands(policy):
     return [q, k, v, None, None], torch.tensor([0, 3]), cache
 
 
-@pytest.mark.parametrize("name", ["lava", "pyramidkv", "kvzip"])
-def test_operators_are_what_their_schemas_and_fakes_say(name):
-    policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))
+def test_operators_are_what_their_schemas_and_fakes_say():
+    """Shares of layers also of a policy without a cascade, scores also of one that reads a replay."""
+    policy = resolve("lava", window=WINDOW)
     attention, first, cache = operands(policy)
-    replayed = {"replayed": torch.rand(B, K, N)} if name == "kvzip" else {}
-    place = (0, policy.text)
-    check = torch.library.opcheck
-    check(OPS.score_layer.default, (attention, first, first, cache, *place), {"scale": 0.3, **replayed})
-    scored = OPS.score_layer(attention, first, first, cache, *place, scale=0.3, **replayed)
-    shares = OPS.cascade_step if policy.cascades else OPS.fixed_shares
-    check(shares.default, (cache, scored, first, *place))
+    place, check = (0, policy.text), torch.library.opcheck
+    check(OPS.score_layer.default, (attention, first, first, cache, *place), {"scale": 0.3})
+    scored = OPS.score_layer(attention, first, first, cache, *place, scale=0.3)
+    check(OPS.cascade_step.default, (cache, scored, first, *place))
     check(OPS.rank_heads.default, (cache, scored, policy.text))
-    options = {"shares": shares(cache, scored, first, *place), "ranking": OPS.rank_heads(cache, scored, policy.text)}
-    check(OPS.gather_layer.default, (cache, attention, scored, first, *place), options)
+    shares, ranking = OPS.cascade_step(cache, scored, first, *place), OPS.rank_heads(cache, scored, policy.text)
+    given = {"shares": shares, "ranking": ranking}
+    check(OPS.gather_layer.default, (cache, attention, scored, first, *place), given)
     check(OPS.pack.default, (cache,))
-    rings = [torch.zeros(LAYERS, B, K, 7, D) for _ in range(2)]
-    check(OPS.keep_newest.default, (rings, attention, 1))
+    check(OPS.keep_newest.default, ([torch.zeros(LAYERS, B, K, 7, D) for _ in range(2)], attention, 1))
+    fixed, replaying = resolve("pyramidkv", window=WINDOW), resolve("kvzip", window=WINDOW)
+    check(OPS.fixed_shares.default, (operands(fixed)[2], scored, first, 0, fixed.text))
+    replayed = {"scale": 0.3, "replayed": torch.rand(B, K, N)}
+    check(OPS.score_layer.default, (attention, first, first, operands(replaying)[2], 0, replaying.text), replayed)
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_policy_without_a_cascade_gives_no_layer_less_when_more_are_known(name):
-    policy = resolve(name, **POLICY_OPTIONS.get(name, {}))
-    entries, available = torch.tensor([10, 40]), torch.tensor([25, 60])
-    weights = torch.zeros(2, LAYERS, dtype=torch.float64)
-    stages = [policy.layer_budgets(weights, entries, available, 2, seen) for seen in range(1, LAYERS + 1)]
-    kept = all(torch.equal(stage[:, :seen], stages[-1][:, :seen]) for seen, stage in enumerate(stages, 1))
-    assert kept or policy.cascades
+def test_a_policy_without_a_cascade_gives_no_layer_less_when_more_are_known():
+    for name in POLICIES:
+        policy = resolve(name, **POLICY_OPTIONS.get(name, {}))
+        entries, available = torch.tensor([10, 40]), torch.tensor([25, 60])
+        weights = torch.zeros(2, LAYERS, dtype=torch.float64)
+        stages = [policy.layer_budgets(weights, entries, available, 2, seen) for seen in range(1, LAYERS + 1)]
+        kept = all(torch.equal(stage[:, :seen], stages[-1][:, :seen]) for seen, stage in enumerate(stages, 1))
+        assert kept or policy.cascades, name
 
 
 def test_a_split_derived_from_one_without_a_cascade_has_one_unless_it_says_otherwise():
@@ -64,7 +65,7 @@ def test_a_split_derived_from_one_without_a_cascade_has_one_unless_it_says_other
     assert ByEntropy().cascades and not Renamed().cascades and not UniformLayers().cascades
 
 
-def test_a_node_of_ones_own_behind_the_scores_decides_what_is_kept(monkeypatch):
+def test_a_node_of_ones_own_behind_the_scores_decides_what_is_kept_and_is_dumped(monkeypatch, tmp_path):
     def first_tokens_best(scored):
         scores, *rest = scored
         best = torch.arange(scores.shape[2]) < 4
@@ -80,23 +81,17 @@ def test_a_node_of_ones_own_behind_the_scores_decides_what_is_kept(monkeypatch):
 
     ids = random_ids(1, 80)
     monkeypatch.setattr(passes, "PROGRAM_PASSES", [keep_first_tokens_pass])
+    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
     fast = compiled_anew(policy="keydiff")
     with pytest.raises(RuntimeError, match="no prompt has been compiled yet"):
         fast.program()
     positions = fast.compress(ids).positions
     assert (positions[..., :4] == torch.arange(4)).all() and "first_tokens_best" in str(fast.program())
+    (dumped,) = tmp_path.glob("prefill.*.program_0.txt")
+    operators = ("run_layer", "score_layer", "gather_layer", "pack")
+    assert all(name in dumped.read_text() for name in operators)
     monkeypatch.setenv("KVPASS_DISABLE_PASSES", "keep_first_tokens")
     other = compiled_anew(policy="keydiff")
     with pytest.warns(UserWarning, match="keep_first_tokens"):
         assert not (other.compress(ids).positions[..., :4] == torch.arange(4)).all()
     assert "first_tokens_best" not in str(other.program())
-
-
-def test_the_program_is_dumped_with_the_graphs(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVPASS_DUMP", str(tmp_path))
-    compiled_anew(policy="lava").compress(random_ids(1, 40))
-    (program,) = tmp_path.glob("prefill.*.program_0.txt")
-    text = program.read_text()
-    assert all(
-        name in text for name in ("run_layer", "score_layer", "cascade_step", "rank_heads", "gather_layer", "pack")
-    )

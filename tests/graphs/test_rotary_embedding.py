@@ -29,9 +29,10 @@ def queries_before_rope(model, ids, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("family", quick(ROTATED, ["gemma3"]))
+@pytest.mark.parametrize("family", quick(ROTATED, ["llama"]))
 def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, monkeypatch):
-    model, fast = compiled_once(family, layers=2, policy="expected_attention", budget=24, backend="eager")
+    layers = 1 if family == "llama" else 2  # of some the first has a sliding window
+    model, fast = compiled_once(family, layers=layers, policy="expected_attention", budget=24, backend="eager")
     ids = random_ids(1, 40)
     fast(ids)
     wanted = queries_before_rope(model, ids, monkeypatch)
@@ -45,7 +46,7 @@ def test_turned_back_queries_are_those_of_the_model_before_rope(family, judged, 
 def test_a_norm_before_rope_and_padding_change_nothing_of_what_is_kept(judged):
     """Qwen3 has a norm between the projection and RoPE; a padded row keeps what it keeps alone, and what plan says."""
     options = {"budget": 24, "window": 2, "head_split": "adaptive", "epsilon": 0.02}
-    _, fast = compiled_once("qwen3", layers=2, policy="expected_attention", backend="eager", **options)
+    _, fast = compiled_once("qwen3", layers=1, policy="expected_attention", backend="eager", **options)
     prompts = [random_ids(1, n, seed=n)[0] for n in (40, 33)]
     ids, mask = left_pad(prompts)
     together = fast(ids, attention_mask=mask).past_key_values

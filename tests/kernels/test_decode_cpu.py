@@ -6,6 +6,7 @@ import math
 import platform
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder
 
+from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import BITS, CODES, by_name
 from numeric_checks import DecodeCase, assert_rounded, decode_case
@@ -46,14 +48,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
-@pytest.mark.parametrize(("dims", "dtype"), [((36, 20), torch.float32), ((80, 64), torch.bfloat16)])
-def test_values_stored_in_keys(dims, dtype):
-    given = {"group": 8, "dim": dims[0], "value_dim": dims[1], "tokens": 3, "start": [0, 3]}
-    case = decode_case([[37], [130]], **given, dtype=dtype, in_keys=True)
-    assert case.held.pool.v.shape[2] == 0
-    check(case)
-
-
 @pairwise(
     dtype=[torch.float32, torch.bfloat16, torch.float16],
     group=[1, 2, 4, 8],
@@ -78,39 +72,6 @@ def test_codes(entry_format, dtype, group, dims, tokens, softcap):
     check(decode_case(RAGGED, **given, dtype=dtype, softcap=softcap).packed(entry_format))
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("entry_format", ["rot4", "rot3", "rot2"])
-def test_codes_of_few_bits(entry_format, group):
-    """Rows that are no multiple of a vector, codes that lie across bytes."""
-    lengths = [[37, 0, 5], [64, 130, 31]]
-    check(decode_case(lengths, group=group, dim=72, value_dim=96, tokens=2, start=[0, 3]).packed(entry_format))
-
-
-@pytest.mark.parametrize(
-    ("entry_format", "dtype"), [("model", torch.float32), ("fp8", torch.float16), ("rot2", torch.float32)]
-)
-def test_a_pool_of_one_row_serves_all_rows(entry_format, dtype):
-    case = decode_case([[37, 0, 5], [64, 130, 31]], group=2, dim=64, tokens=2, start=[0, 3], dtype=dtype)
-    case = case.packed(entry_format)
-    apart, shared = (case.with_pool_of_first_row(rows) for rows in (2, 1))
-    assert torch.equal(run(shared), run(apart))
-
-
-@pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4"])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_codes_of_values_stored_in_keys(entry_format, tokens):
-    """Of rotated keys the values are no part: whole keys are attended, and rotated back."""
-    dims = {"group": 8, "dim": 72, "value_dim": 64, "tokens": tokens, "start": [0, 3]}
-    case = decode_case([[37], [130]], **dims, in_keys=True).packed(entry_format)  # type: ignore[arg-type]
-    assert case.held.pool.v.shape[2] == 0 and case.held.pool.v_scale is None
-    check(case)
-
-
-@pytest.mark.usefixtures("threads")
-def test_codes_cut_between_threads():
-    check(decode_case([[3000, 10, 5001], [0, 4000, 33]], group=2, dim=64, tokens=2, start=[0, 1]).packed("rot4"))
-
-
 def test_scales_that_do_not_fit_are_refused():
     case = decode_case(RAGGED)
     scales = dict.fromkeys(("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale"), torch.zeros(2, 9))
@@ -128,48 +89,34 @@ def test_scales_that_do_not_fit_are_refused():
             run(wrong)
 
 
-@pairwise(group=[1, 3, 7], softcap=[None, 1.5, 30.0], sinks=[False, True], dtype=[torch.float32, torch.bfloat16])
-def test_softcap_and_sinks(group, softcap, sinks, dtype):
-    check(decode_case(RAGGED, group=group, tokens=2, softcap=softcap, sinks=sinks, dtype=dtype, scale=1.0))
-
-
-@pytest.mark.parametrize("lengths", [[[0, 0]], [[1, 0]], [[0, 1], [0, 0]], [[128, 129]], [[257, 1]]])
-@pytest.mark.parametrize(("used", "start"), [(0, 0), (5, 5), (5, 4), (9, 0)])
-def test_short_segments(lengths, used, start):
-    check(decode_case(lengths, used=used, start=[start] * len(lengths), group=2, tokens=3))
+LONG = {"group": 2, "tokens": 2, "dim": 64, "sinks": True}
+LONG_TAIL = {"group": 4, "tokens": 5, "dim": 64, "slots": 4000, "used": 3995, "start": [1, 700]}
+EVEN = [[37, 0, 5], [64, 130, 31]]
+OF_BITS = {"dim": 72, "value_dim": 96, "tokens": 2, "start": [0, 3]}
+IN_KEYS = {"group": 8, "dim": 72, "value_dim": 64, "start": [0, 3], "in_keys": True}
+CASES: dict[str, tuple[list[list[int]], dict[str, Any], EntryFormat]] = {
+    "one long segment": ([[9000]], LONG, "model"),
+    "a short one between long ones": ([[3000, 10, 5000]], {**LONG, "dtype": torch.bfloat16}, "model"),
+    "long and empty ones": ([[0, 4000], [4000, 0]], {**LONG, "dtype": torch.float16, "start": [0, 1]}, "model"),
+    "many segments": ([[1000] * 8] * 2, {**LONG, "start": [0, 1]}, "model"),
+    "a tail longer than the pool": ([[3, 0], [0, 7]], LONG_TAIL, "model"),
+    "values in keys, half": ([[37], [130]], {**IN_KEYS, "tokens": 3, "dtype": torch.bfloat16}, "model"),
+    "int8 of values in keys": ([[37], [130]], {**IN_KEYS, "tokens": 3}, "int8"),
+    "fp8 of values in keys": ([[37], [130]], IN_KEYS, "fp8"),
+    "rot4 of values in keys": ([[37], [130]], {**IN_KEYS, "tokens": 3}, "rot4"),
+    "rot4, codes across bytes": (EVEN, {**OF_BITS, "group": 1}, "rot4"),
+    "rot3, codes across bytes": (EVEN, {**OF_BITS, "group": 4}, "rot3"),
+    "rot2, codes across bytes": (EVEN, {**OF_BITS, "group": 7}, "rot2"),
+    "long segments of codes": ([[3000, 10, 5001], [0, 4000, 33]], {**LONG, "start": [0, 1]}, "rot4"),
+}
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "lengths", [[[9000]], [[3000, 10, 5000]], [[0, 4000], [4000, 0]], [[9, 3, 7000, 0]], [[1000] * 8] * 2]
-)
-def test_long_segments_cut_between_threads(dtype, lengths):
-    start = list(range(len(lengths)))
-    check(decode_case(lengths, group=2, tokens=2, dim=64, dtype=dtype, start=start, sinks=True))
-
-
-@pytest.mark.usefixtures("threads")
-def test_tail_longer_than_pool_cut_between_threads():
-    check(decode_case([[3, 0], [0, 7]], group=4, tokens=5, dim=64, slots=4000, used=3995, start=[1, 700]))
-
-
-def test_many_tokens():
-    check(decode_case(RAGGED, group=2, tokens=150, slots=160, used=3, start=[0, 2]))
-
-
-def test_any_strides():
-    case = decode_case(RAGGED, group=2, tokens=2)
-    fused = torch.randn(2, 2, 3, 100)
-    k, v = fused[..., 3:35].transpose(1, 2), fused[..., 60:92].transpose(1, 2)
-    case = case.changed(q=case.call.q.contiguous(), k=k, v=v)
-    check(case)
-    check(case.changed(**{name: getattr(case.call, name).mT.contiguous().mT for name in "qkv"}))
-
-
-def test_far_apart_scores():
-    check(decode_case(RAGGED, group=4, scale=100.0))
-    check(decode_case(RAGGED, group=4, scale=100.0, sinks=True, softcap=50.0))
+@pytest.mark.parametrize("name", CASES)
+def test_lengths_scores_and_codes_cut_between_threads(name):
+    """Of rotated keys, values that are stored in them are no part: whole keys are attended, and rotated back."""
+    lengths, given, entry_format = CASES[name]
+    check(decode_case(lengths, **given).packed(entry_format))
 
 
 def test_nan_query_is_not_hidden():
@@ -209,9 +156,7 @@ def refused(case, message):
     ("change", "message"),
     [
         ({"tail_used": torch.tensor(23)}, r"tail_used=23.*2 entries.*24 slots"),
-        ({"tail_used": torch.tensor([-1])}, "tail_used=-1"),
         ({"tail_start": torch.tensor([0, 6])}, r"tail_start\[1\]=6: must be in 0..5"),
-        ({"tail_start": torch.tensor([-1, 0])}, r"tail_start\[0\]=-1"),
         (
             {"tail_start": torch.tensor([0, 0], dtype=torch.int32)},
             r"tail_start is torch.int32 \[2\]: expected torch.int64 \[2\]",
@@ -221,10 +166,6 @@ def refused(case, message):
         (
             {"pool_v": torch.zeros(2, 3, 32)},
             r"pool_v is torch.float32 \[2, 3, 32\]: expected torch.float32 \[2, 1.., 32\]",
-        ),
-        (
-            {"v": torch.zeros(2, 3, 2, 32, dtype=torch.bfloat16)},
-            r"v is torch.bfloat16 \[2, 3, 2, 32\]: expected torch.float32 \[2, 3, 2, 32\]",
         ),
         ({"q": torch.zeros(2, 6, 2, 32, device="meta")}, "on the CPU"),
         ({"tail_k": torch.zeros(3, 2, 3, 32, 24).transpose(3, 4)}, r"tail_k has strides .*must be contiguous"),
@@ -236,13 +177,10 @@ def test_bad_arguments_change_nothing(change, message):
     check(case)
 
 
-@pytest.mark.parametrize("falling", [False, True])
-def test_offsets_outside_the_pool_change_nothing(falling):
-    held = (case := decode_case(RAGGED)).held
-    if falling:
-        held.offsets[0, 4] = held.offsets[0, 5] + 1
-    else:
-        held.offsets[1, 6] = held.pool.k.shape[1] + 1
+@pytest.mark.parametrize(("row", "place", "value"), [(0, 4, 150), (1, 6, 10**6)], ids=["falling", "outside"])
+def test_offsets_outside_the_pool_change_nothing(row, place, value):
+    case = decode_case(RAGGED)
+    case.held.offsets[row, place] = value
     refused(case, "offsets of row")
 
 

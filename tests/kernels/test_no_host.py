@@ -4,6 +4,7 @@ Tensors on ``meta`` stand for those of the device. Reading one raises, and so do
 of the host; the host's own are the start columns of a prompt. Kernels are not launched, only their arguments looked at.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 
@@ -29,7 +30,7 @@ from kvpass.ops.compress import keep_entries
 from kvpass.ops.entry_formats import packed
 from kvpass.policies import POLICIES, resolve
 from numeric_checks import observe, prefill_buffers
-from pairwise import each_value
+from pairwise import quick_rows
 from policy_variants import VARIANTS
 from tiny_models import POLICY_OPTIONS
 
@@ -72,7 +73,14 @@ def check(name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -
     assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
 
 
-@each_value(variant=PLAIN + WITH_OPTIONS, parity=["paper", "code"], dtype=[torch.float32, torch.bfloat16])
+PARITIES, DTYPES = ["paper", "code"], [torch.float32, torch.bfloat16]
+PREFILLS = [*itertools.product(PLAIN + WITH_OPTIONS, PARITIES, DTYPES)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "parity", "dtype"),
+    quick_rows(PREFILLS, [*zip(PLAIN, itertools.cycle(PARITIES), itertools.cycle(DTYPES), strict=False)]),
+)
 def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monkeypatch):
     """By Triton's kernel, and by that of a library."""
     monkeypatch.setattr(Machine, "of", lambda device: Machine((8, 0), flash=True))
@@ -131,7 +139,7 @@ def test_a_step_on_the_cache(tokens, kernel, entry_format, softcap, sinks, launc
 
 
 @OPTIONAL
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_step_that_evicts(name, tokens, softcap, sinks, launched):
     policy = resolve(name, window=WINDOW, **POLICY_OPTIONS.get(name, {}))

@@ -4,7 +4,7 @@ Triton's kernel runs on the interpreter. For the operators of torch that need a 
 as many KV heads as query heads and no sliding window.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from kvpass.kernels.prefill_attention import prefill_attention
 from kvpass.kernels.prompt_attention import Machine, attend, choose
 from kvpass.operands import Attention
 from kvpass.ops.cuda import attend_prompt
-from kvpass.ops.reference import causal_attention
 from numeric_checks import Exact, PromptCase, assert_rounded, exact_attention, hidden_in_prompt, strided
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
@@ -40,25 +39,26 @@ class Case(PromptCase):
 CASES = [
     Case(1, 64),
     Case(33, 64, heads=8, starts=(0, 5)),
-    Case(111, 80, heads=4, kv_heads=4, starts=(110, 31)),
-    Case(111, 100, heads=4, kv_heads=1, config=SMALL),
+    Case(61, 80, heads=4, kv_heads=4, starts=(60, 31)),
+    Case(61, 100, heads=4, kv_heads=1, config=SMALL),
+    Case(65, 24, dv=40, starts=(64, 3), config=SMALL),
+    Case(33, 96, dtype=torch.float16, softcap=20.0, sinks=True),
+    Case(61, 64, starts=(0, 9), sliding_window=1, config=SMALL),
+    Case(61, 64, heads=4, kv_heads=2, starts=(0, 33), sinks=True, sliding_window=17, config=UNEVEN),
+    Case(61, 80, heads=4, starts=(0, 9), sliding_window=40, softcap=5.0, sinks=True),
+    Case(19, 576, heads=3, dv=512, starts=(0, 11), softcap=20.0),
+    Case(20, 576, heads=4, dv=512, starts=(0, 3), dtype=torch.float16),
+]
+MORE = [
     Case(513, 128, heads=1),
     Case(1025, 64, heads=1, config=LARGE),
     Case(130, 192, dv=128, starts=(1,)),
-    Case(65, 256, starts=(0,)),
-    Case(65, 24, dv=40, starts=(64, 3), config=SMALL),
+    Case(65, 256),
     Case(111, 64, starts=(0, 17), config=UNEVEN),
     Case(111, 128, heads=4, starts=(0, 40), dtype=torch.float16),
-    Case(33, 96, dtype=torch.float16, softcap=20.0, sinks=True),
     Case(111, 64, heads=4, kv_heads=2, starts=(0, 63), softcap=2.0),
-    Case(111, 64, heads=4, kv_heads=2, starts=(0, 63), sinks=True, config=SMALL),
-    Case(111, 64, starts=(0, 9), sliding_window=1, config=SMALL),
     Case(111, 64, starts=(0, 9), sliding_window=16, config=SMALL),
-    Case(111, 64, starts=(0, 9), sliding_window=17, config=UNEVEN),
     Case(111, 64, starts=(90, 9), sliding_window=500),
-    Case(111, 80, heads=4, starts=(0, 9), sliding_window=40, softcap=5.0, sinks=True),
-    Case(19, 576, heads=3, dv=512, starts=(0, 11), softcap=20.0),
-    Case(20, 576, heads=4, dv=512, starts=(0, 3), dtype=torch.float16),
     Case(65, 288, dv=256, starts=(0, 40), sinks=True, config=SMALL),
 ]
 
@@ -92,29 +92,16 @@ def check(found, expected, dtype):
         assert_rounded(name, x, exactly)
 
 
-@pytest.mark.parametrize("case", quick(CASES, [*CASES[:4], *CASES[5:18:3], *CASES[18:21]]), ids=str)
+@pytest.mark.parametrize("case", quick([*CASES, *MORE], CASES), ids=str)
 def test_output_and_lse_are_those_of_a_masked_softmax(case):
     (call, start), config = case.call(), case.config if DEVICE == "cpu" else None
     found = attended(call, start, case.sliding_window, config)
     check(found, exact(call, start, case.sliding_window), case.dtype)
 
 
-@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)])
-def test_the_eager_reference_computes_the_same_of_each_row_alone(softcap, with_sinks):
-    case = Case(70, 64, heads=4, kv_heads=2, starts=(0, 13, 69), softcap=softcap, sinks=with_sinks)
-    call, start = case.call()
-    expected, _ = exact(call, start)
-    assert_rounded("kernel", attended(call, start)[0], expected)
-    out = torch.zeros_like(call.q)
-    for row, first in enumerate(case.starts):
-        live = slice(row, row + 1), slice(first, None)
-        out[live[0], :, live[1]] = causal_attention(call.rows(*live))
-    assert_rounded("eager", out, expected)
-
-
 @pytest.mark.parametrize("sliding_window", [None, 20])
 def test_contract_4_padding_changes_no_bit(sliding_window):
-    q, k, v, start, _ = Case(99, 64, starts=(0, 0)).tensors()
+    q, k, v, start, _ = Case(51, 64, starts=(0, 0)).tensors()
     pads = torch.tensor([37, 8], device=DEVICE)
     call = Attention(q, k, v, 0.2)
     alone = [
@@ -156,14 +143,11 @@ def broken(**changed: object) -> dict[str, object]:
         ({"k": torch.zeros(1, 1, 9, 16)}, r"v is torch.float32 \[1, 1, 8, 16\]: expected .* \[1, 1, 9, 16\]"),
         ({"q": torch.zeros(1, 1, 9, 16)}, r"q has 9 rows: must be in 1\.\.8"),
         ({"k": torch.zeros(1, 1, 8, 32)}, r"k is torch.float32 \[1, 1, 8, 32\]: expected .* \[1, 1, 8, 16\]"),
-        ({"v": torch.zeros(1, 2, 8, 16)}, "v is"),
         ({"q": torch.zeros(1, 3, 8, 16), "k": torch.zeros(1, 2, 8, 16)}, "q has 3 heads: must be a multiple of"),
         ({"q": torch.zeros(1, 2, 8, 16, dtype=torch.float64)}, "q has dtype torch.float64"),
-        ({"k": torch.zeros(1, 1, 8, 16, dtype=torch.float16)}, "k is torch.float16"),
         ({"k": torch.zeros(1, 1, 16, 8, device=DEVICE).mT}, r"k has strides \(.*, 8\): the last must be 1"),
         ({"k": torch.zeros(1, 1, 8, 16, device="meta")}, "k is on meta"),
         ({"v": torch.zeros(1, 1, 8, 257)}, r"values have head dim 257: kernels on CUDA take 1\.\.256, and up to 512"),
-        ({"v": torch.zeros(1, 1, 8, 528)}, "values have head dim 528: kernels on CUDA take"),
         ({"q": torch.zeros(1, 2, 8, 592), "k": torch.zeros(1, 1, 8, 592)}, "keys have head dim 592: kernels on CUDA"),
         ({"sinks": torch.zeros(3)}, r"sinks is torch.float32 \[3\]: expected torch.float32 \[2\]"),
         ({"sinks": torch.zeros(2, 3, device=DEVICE)[:, 0]}, r"sinks has strides \(3,\): must be contiguous"),
@@ -235,22 +219,16 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 LIBRARY_CASES = [
     ("cudnn", Case(129, 64, heads=4, kv_heads=2, dtype=torch.float16)),
-    ("cudnn", Case(301, 128, heads=4, starts=(0, 172, 172), dtype=torch.float16)),
+    ("cudnn", Case(101, 128, heads=4, starts=(0, 72, 72), dtype=torch.float16)),
+    ("flash", Case(70, 80, heads=4, starts=(0, 69, 3), dtype=torch.float16, sliding_window=7)),
     ("cudnn", Case(77, 64, heads=4, kv_heads=2, starts=(0, 13), dtype=torch.bfloat16, sinks=True)),
     ("flash", Case(129, 64, heads=4, kv_heads=2, dtype=torch.bfloat16)),
-    ("flash", Case(70, 80, heads=4, starts=(0, 69, 3), dtype=torch.float16, sliding_window=7)),
     ("flash", Case(70, 64, heads=4, starts=(3, 0), dtype=torch.float16, sliding_window=7, sinks=True)),
-    ("flash", Case(40, 64, heads=2, starts=(3,), dtype=torch.float16, sliding_window=40, sinks=True)),
 ]
-
-
+BANDED = {"starts": (0, 80, 40), "sliding_window": 20}
 LAST_CASES = [
-    ("triton", Case(129, 64, heads=4, kv_heads=2, softcap=3.0)),
-    ("triton", Case(129, 64, heads=4, kv_heads=2, starts=(0, 80, 40), sliding_window=20)),
-    *(  # their parts are merged by a kernel, and the interpreter does not round to bf16, it cuts off
-        (name, replace(case, dtype=torch.float16) if (name, DEVICE) == ("cudnn", "cpu") else case)
-        for name, case in LIBRARY_CASES[:5]
-    ),
+    *(("triton", Case(129, 64, heads=4, kv_heads=2, **given)) for given in ({"softcap": 3.0}, BANDED)),
+    *LIBRARY_CASES[:3],
 ]
 
 
@@ -322,27 +300,23 @@ HALF, FULL = torch.bfloat16, torch.float32
     ("machine", "tokens", "dtype", "dims", "softcap", "sliding_window", "expected"),
     [
         (HOPPER, LONG, HALF, (128, 128), None, None, "cudnn"),
-        (HOPPER, LONG, torch.float16, (64, 72), None, None, "cudnn"),
-        (HOPPER._replace(capability=(10, 0)), LONG, HALF, (128, 128), None, None, "cudnn"),
+        (HOPPER._replace(capability=(10, 0)), LONG, torch.float16, (64, 72), None, None, "cudnn"),
         (HOPPER, LONG, HALF, (192, 128), None, None, "cudnn"),
         (HOPPER._replace(cudnn=91000), LONG, HALF, (192, 128), None, None, "triton"),
         (HOPPER, LONG - 1, HALF, (128, 128), None, None, "flash"),
         (HOPPER, LONG, HALF, (128, 128), None, 512, "flash"),
         (HOPPER, LONG, HALF, (256, 256), None, None, "flash"),
         (HOPPER, LONG, HALF, (512, 512), None, None, "triton"),
-        (HOPPER._replace(cudnn=0), LONG, HALF, (128, 128), None, None, "flash"),
         (HOPPER._replace(cudnn=90000), LONG, HALF, (128, 128), None, None, "flash"),
         (HOPPER._replace(flash_impl="FA3"), LONG, HALF, (128, 128), None, None, "flash"),
         (HOPPER._replace(flash_impl="FA3"), LONG, HALF, (64, 128), None, None, "cudnn"),
         (HOPPER._replace(capability=(12, 0)), LONG, HALF, (128, 128), None, None, "flash"),
-        (AMPERE, LONG, HALF, (128, 128), None, None, "flash"),
         (AMPERE, 1, HALF, (40, 40), None, None, "flash"),
         (AMPERE, LONG, HALF, (192, 128), None, None, "triton"),
         (AMPERE, LONG, HALF, (100, 100), None, None, "triton"),
         (AMPERE._replace(flash=False), LONG, HALF, (128, 128), None, None, "triton"),
         (AMPERE._replace(capability=(7, 5)), LONG, torch.float16, (128, 128), None, None, "triton"),
         (HOPPER, LONG, FULL, (128, 128), None, None, "triton"),
-        (HOPPER, LONG, HALF, (256, 256), 50.0, None, "triton"),
         (HOPPER, LONG, HALF, (256, 256), 50.0, 4096, "triton"),
         (Machine(), LONG, HALF, (128, 128), None, None, "triton"),
     ],

@@ -19,12 +19,11 @@ from torch import Tensor
 from kvpass.kernels import cpu
 from kvpass.operands import Attention, Entries, SlotCache, by_name
 from kvpass.ops import cuda as device
-from kvpass.ops import reference, slots
+from kvpass.ops import slots
 from kvpass.ops.slots import ABSENT, EMPTY
 from kvpass.policies.decode_rules import pool_in_order
 from numeric_checks import EPS, CacheCase, Exact, assert_rounded, exact_attention, rounded
-from pairwise import pairwise, quick_rows
-from tiny_models import compiled_once, left_pad, random_ids
+from pairwise import pairwise, quick, quick_rows
 
 WAYS = {"cpu": cpu.attend_slots, "triton": device.attend_slots}
 LOSERS = {"cpu": cpu.evict_lowest, "triton": device.evict_lowest}
@@ -164,7 +163,7 @@ def check(case: SlotsCase, way: Callable[..., Any]) -> None:
             assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), name
 
 
-LENGTHS = [[0, 33], [70, 1]]
+LENGTHS = [[0, 33], [40, 1]]
 THREE_HEADS = [[0, 33, 7], [70, 1, 32]]
 
 
@@ -207,7 +206,7 @@ def test_bfloat16_on_the_cpu():
 
 
 @both_ways
-@pytest.mark.parametrize("capacity", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("capacity", quick([1, 63, 64, 65, 200], [1, 64, 65]))
 def test_lines_without_a_pool(way, capacity):
     """As those of a ring: the same positions for all heads, in one place in memory, and nothing written down."""
     case = slots_case([[0, 0]], capacity=capacity, pool=False, recorded=False, live=0.0)
@@ -289,7 +288,7 @@ def test_evict_losers_equals_the_eager_reference(way, seed, width, window, value
     position[torch.rand(line, generator=generator) < 0.2] = EMPTY
     position[torch.rand(line, generator=generator) < 0.1] = ABSENT
     position[..., int(torch.randint(width, (1,), generator=generator))] = 2 * width  # every head has the newest
-    quota = torch.randint(0, width + 2, (2, 3), generator=generator)
+    quota = ((position >= 0).sum(2) - torch.randint(-1, 9, (2, 3), generator=generator)).clamp(min=0)
     expected, found = position.clone(), position.clone()
     keep = slots.evict_lowest(worth, expected, quota, window)
     assert torch.equal(LOSERS[way](worth, found, quota, window), keep)
@@ -299,11 +298,12 @@ def test_evict_losers_equals_the_eager_reference(way, seed, width, window, value
 
 @pairwise(
     way=[*POOLED],
-    width=[1, 6, 150],
+    width=[1, 6, 130],
+    window=[0, 40],
     pooling=[(None, 5), ("avg", 1), ("avg", 5), ("max", 7)],
     group=["mean", "max", "sum"],
 )
-def test_neighbours_in_storage_order(way, width, pooling, group):
+def test_neighbours_in_storage_order(way, width, window, pooling, group):
     pool, kernel_size = pooling
     generator = torch.Generator().manual_seed(width)
     line = (2, 3, width)
@@ -314,33 +314,17 @@ def test_neighbours_in_storage_order(way, width, pooling, group):
     position[..., -1] = 1000
     position[1, 0, :-1] = ABSENT
     storage_order = storage_order + (1 << 30)
-    for window in (0, 40):
-        how = (position, storage_order, window, pool, kernel_size, group)
-        expected = torch.zeros(line)
-        for row, head in itertools.product(range(2), range(3)):
-            old = [j for j in range(width) if 0 <= position[row, head, j] <= 1000 - window]
-            old.sort(key=lambda j: int(storage_order[row, head, j]))
-            for i, j in enumerate(old):
-                near = old[max(i - kernel_size // 2, 0) : i + kernel_size // 2 + 1] if pool else [j]
-                a = attention[row, 4 * head : 4 * head + 4][:, near]
-                pooled = a.amax(1) if pool == "max" else a.sum(1) / (kernel_size if pool else 1)
-                expected[row, head, j] = {"mean": pooled.mean(), "max": pooled.max(), "sum": pooled.sum()}[group]
-        torch.testing.assert_close(POOLED[way](attention, *how), expected, atol=1e-6, rtol=1e-6)
-
-
-def test_decoding_by_triton_keeps_what_eager_decoding_keeps(monkeypatch):
-    _, fast = compiled_once("llama", layers=1, policy="cake", budget=16, window=6, backend="eager", tau1=1.6, tau2=0.4)
-    ids, mask = left_pad([random_ids(1, n, seed=n)[0] for n in (40, 21)])
-    held = []
-    for module in (reference, device):
-        for name in ("attend_slots", "evict_lowest", "pool_in_order"):
-            monkeypatch.setattr(reference, name, getattr(module, name))
-        cache = fast(ids, attention_mask=mask).past_key_values
-        for token in random_ids(2, 2, seed=1).split(1, 1):
-            fast(token, past_key_values=cache)
-            held.append(cache.positions)
-    assert all(torch.equal(*pair) for pair in zip(held[:2], held[2:], strict=True))
-    assert not torch.equal(held[0], held[1])
+    how = (position, storage_order, window, pool, kernel_size, group)
+    expected = torch.zeros(line)
+    for row, head in itertools.product(range(2), range(3)):
+        old = [j for j in range(width) if 0 <= position[row, head, j] <= 1000 - window]
+        old.sort(key=lambda j: int(storage_order[row, head, j]))
+        for i, j in enumerate(old):
+            near = old[max(i - kernel_size // 2, 0) : i + kernel_size // 2 + 1] if pool else [j]
+            a = attention[row, 4 * head : 4 * head + 4][:, near]
+            pooled = a.amax(1) if pool == "max" else a.sum(1) / (kernel_size if pool else 1)
+            expected[row, head, j] = {"mean": pooled.mean(), "max": pooled.max(), "sum": pooled.sum()}[group]
+    torch.testing.assert_close(POOLED[way](attention, *how), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("way", LOSERS.values(), ids=LOSERS)

@@ -10,6 +10,7 @@ import kvpass
 from command_line import invoke
 from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from kvpass.cli import documents
+from pairwise import quick
 from tiny_models import left_pad, random_ids, tiny_model
 
 
@@ -103,16 +104,18 @@ def is_allowed(path, new):
     )
 
 
-def test_every_place_of_the_metadata_with_every_wrong_value_is_refused(base):
+@pytest.mark.parametrize("step", quick([1, 3], [3]))
+def test_every_place_of_the_metadata_with_every_wrong_value_is_refused(base, step):
+    """In every run each place with a third of the values."""
     forged = 0
-    for path in places(base.metadata):
+    for number, path in enumerate(places(base.metadata)):
         old = at(base.metadata, path)
-        for new in (None, [], {}, "text", -1, HUGE, 1.5, True, [old], REMOVED):
+        for new in (None, [], {}, "text", -1, HUGE, 1.5, True, [old], REMOVED)[number % step :: step]:
             if is_allowed(path, new) or (type(new) is type(old) and new == old):
                 continue
             base.refuses((path, new), changed(base.metadata, path, new))
             forged += 1
-    assert forged > 200
+    assert forged > 200 / step
     assert base.load().columns == 53, "the same file unchanged is loaded"
 
 
@@ -120,23 +123,17 @@ NUMBERS = {
     "no columns": {"columns": 0},
     "columns that no memory has a mask for": {"columns": 2**26 + 1},
     "a budget of no row": {"entries": []},
-    "a budget of too few rows": {"entries": [20]},
     "a budget of too many rows": {"entries": [20, 20, 20]},
-    "a row of no budget": {"entries": [20, 0]},
     "a row of more budget than tokens": {"entries": [20, 54]},
     "a budget in bytes of other entries": {"budget": {"kind": "bytes", "value": 10**6}},
     "a fraction above 1": {"budget": {"kind": "fraction", "value": 1.01}},
-    "a negative fraction": {"budget": {"kind": "fraction", "value": -0.5}},
     "another policy": {"policy": '{"policy": "full"}'},
 }
 
 
-@pytest.mark.parametrize("case", NUMBERS)
-def test_numbers_that_contradict_each_other_are_refused(base, case):
-    base.refuses(case, {**base.metadata, **NUMBERS[case]})
-
-
-def test_layers_that_overlap_are_missing_or_out_of_order_are_refused(base):
+def test_numbers_that_contradict_each_other_and_layers_out_of_order_are_refused(base):
+    for case, numbers in NUMBERS.items():
+        base.refuses(case, {**base.metadata, **numbers})
     (pool,) = base.metadata["layout"]["pools"]
     rings = base.metadata["layout"]["rings"]
     first, *rest = pool["layers"]
@@ -205,32 +202,21 @@ def in_halves(dtype):
 ANY = {
     "start below 0": of("start", put(0, value=-1)),
     "start behind the last column": of("start", put(0, value=53)),
-    "start of the smallest number": of("start", put(0, value=-(2**63))),
-    "start of another dtype": of("start", lambda x: x.int()),
-    "start of floats": of("start", lambda x: x.double()),
-    "start of another shape": of("start", lambda x: x[None]),
     "start of no row": of("start", lambda x: x[:0]),
     "start is missing": without("start"),
     "ids of another length": of("ids", lambda x: x[:, 1:].contiguous()),
     "ids that are negative": of("ids", lambda x: -1 - x),
     "a tensor too many": lambda tensors: {**tensors, "ring7_ring_k": torch.ones(1)},
-    "a store too many": lambda tensors: {**tensors, "store1_pool_k": tensors["store0_pool_k"].clone()},
     "keys are missing": without("store0_pool_k"),
     "keys of another dtype": of("store0_pool_k", lambda x: x.half()),
-    "keys of ints": of("store0_pool_k", lambda x: x.int()),
     "keys of one dim": of("store0_pool_k", lambda x: x.reshape(-1)),
-    "a scalar for keys": of("store0_pool_k", lambda x: x.sum()),
     "fewer keys than values": of("store0_pool_k", lambda x: x[:, :-1]),
     "keys of a narrower head": of("store0_tail_k", lambda x: x[..., 1:]),
     "everything in another dtype": in_halves(torch.float16),
-    "everything in double": in_halves(torch.float64),
     "offsets that begin late": of("store0_offsets", put(0, 0, value=1)),
-    "offsets below 0": of("store0_offsets", put(0, 0, value=-5)),
     "offsets that fall": of("store0_offsets", lambda x: x.flip(1)),
     "offsets beyond the pool": of("store0_offsets", put(0, -1, value=10**6)),
-    "the largest offset": of("store0_offsets", put(0, -1, value=2**31 - 1)),
     "offsets of one head more": of("store0_offsets", lambda x: torch.cat([x, x[:, -1:]], 1)),
-    "offsets of int64": of("store0_offsets", lambda x: x.long()),
     "a position below 0": of("store0_pool_positions", put(0, 0, value=-1)),
     "a position that was not seen": of("store0_pool_positions", put(0, 0, value=53)),
     "positions that fall": of("store0_pool_positions", lambda x: x.flip(1)),
@@ -248,14 +234,12 @@ ONLY_APPENDING = {
     },
     "a tail that is longer than its use": of("store0_tail_k", lambda x: torch.cat([x, x], 3)),
     "a shorter ring": of("ring0_ring_k", lambda x: x[..., 1:, :]),
-    "a ring of another dtype": of("ring0_ring_v", lambda x: x.half()),
     "a ring of one row": of("ring0_ring_v", lambda x: x[:, :1]),
     "a ring is missing": without("ring0_ring_v"),
 }
 ONLY_EVICTING = {
     "a position in a spare slot": of("store0_pool_positions", lambda x: torch.where(x < 0, 1, x)),
     "no table": without("store0_slot_positions"),
-    "a table of int64": of("store0_slot_positions", lambda x: x.long()),
     "a shorter table": of("store0_slot_positions", lambda x: x[..., 1:]),
     "a table and decode_state without a pool": lambda tensors: {
         **tensors,
@@ -263,32 +247,20 @@ ONLY_EVICTING = {
         "store0_decode_state": tensors["store0_decode_state"][..., -72:],
     },
     "a slot of a token to come": of("store0_slot_positions", put(0, 0, 0, 0, value=53)),
-    "a slot of the largest position": of("store0_slot_positions", put(0, 0, 0, 0, value=2**31 - 1)),
     "a slot below every position": of("store0_slot_positions", put(0, 0, 0, 0, value=-3)),
     "a slot of the pool is absent": of("store0_slot_positions", put(0, 0, 0, 0, value=-2)),
     "a slot of the tail is absent": of("store0_slot_positions", put(0, 0, 0, -1, value=-2)),
     "a slot behind a segment can be taken": of("store0_slot_positions", lambda x: x.clamp(min=-1)),
     "a position in two slots": of("store0_slot_positions", put(0, 0, 0, slice(0, 2), value=5)),
     "a quota below 0": of("store0_quota", put(0, 0, 0, value=-1)),
-    "the largest quota": of("store0_quota", put(0, 0, 0, value=2**63 - 1)),
-    "a quota of floats": of("store0_quota", lambda x: x.double()),
     "a later next position": of("store0_next_position", lambda x: x + 1),
-    "an earlier next position": of("store0_next_position", put(0, value=-1)),
-    "decode_state of half precision": of("store0_decode_state", lambda x: x.half()),
 }
 
 
-FORGED = [
-    *(("appending", what, forge) for what, forge in (ANY | ONLY_APPENDING).items()),
-    *(("evicting", what, forge) for what, forge in (ANY | ONLY_EVICTING).items()),
-]
-
-
-@pytest.mark.parametrize(
-    ("base", "what", "forge"), FORGED, indirect=["base"], ids=[" ".join(case[:2]) for case in FORGED]
-)
-def test_tensors_that_do_not_fit_are_refused(base, what, forge):
-    base.refuses(what, tensors=forge(base.tensors))
+def test_tensors_that_do_not_fit_are_refused(base):
+    own = ONLY_APPENDING if "ring0_ring_k" in base.tensors else ONLY_EVICTING
+    for what, forge in (ANY | own).items():
+        base.refuses(what, tensors=forge(base.tensors))
 
 
 MORE_ROOM = {
@@ -353,12 +325,19 @@ def ask(appending, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "name", ["someone/else", "gpt2", "https://example.org/x", "../nowhere", "", "a" * 5000, "x\0y", "\x1b[31mred\n"]
-)
-def test_a_file_does_not_choose_what_is_downloaded(ask, name):
-    loaded, output = ask(notes={"model": name, "dtype": "auto"})
-    assert loaded == [] and "kvpass ask FILE QUESTION --model NAME" in output
+def test_a_file_does_not_choose_what_is_downloaded(ask):
+    for name in (
+        "someone/else",
+        "gpt2",
+        "https://example.org/x",
+        "../nowhere",
+        "",
+        "a" * 5000,
+        "x\0y",
+        "\x1b[31mred\n",
+    ):
+        loaded, output = ask(notes={"model": name, "dtype": "auto"})
+        assert loaded == [] and "kvpass ask FILE QUESTION --model NAME" in output, name
 
 
 def test_a_model_that_fetches_nothing_or_that_the_user_names_is_loaded(ask, tmp_path, monkeypatch):
@@ -378,21 +357,12 @@ def test_a_message_quotes_no_control_character_of_a_file(ask):
 
 POLICIES = {
     "unknown": {"policy": "evil"},
-    "none": {},
     "a list": [],
-    "a number": 5,
-    "a name that is a list": {"policy": ["lava"]},
     "an unknown option": {"policy": "lava", "evil": 1},
-    "an argument of the function": {"policy": "lava", "self": 1},
     "a window of a text": {"policy": "lava", "window": "8"},
-    "a window below 0": {"policy": "lava", "window": -8},
     "a huge window": {"policy": "lava", "window": HUGE},
     "a huge kernel": {"policy": "lava", "kernel_size": 10**9 + 1},
-    "an even kernel": {"policy": "lava", "kernel_size": 4},
-    "a bool for a kernel": {"policy": "lava", "kernel_size": True},
-    "an unknown pool": {"policy": "lava", "pool": ["max"]},
     "a number beyond every float": {"policy": "cake", "tau1": 10**400, "tau2": 1.0},
-    "no temperatures": {"policy": "cake"},
     "NaN": {"policy": "cake", "tau1": float("nan"), "tau2": 1.0},
     "sinks beyond every position": {"policy": "streaming_llm", "sinks": HUGE},
     "one that has no budget": {"policy": "full"},
@@ -403,18 +373,13 @@ SPECS = ["", "{", "[" * 10**5, '{"policy": "lava", "window": 1e999}', "lava", "\
 NOTES = [{}, {"model": "builtin"}, {"model": 1, "dtype": "auto"}, {"model": "builtin", "dtype": ["auto"]}]
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        *(({"policy": json.dumps(policy)}, "policy") for policy in POLICIES.values()),
-        *(({"policy": spec}, "policy") for spec in SPECS),
-        *(({"notes": notes}, "names no model") for notes in NOTES),
-    ],
-    ids=[*POLICIES, *(f"spec {i}" for i in range(len(SPECS))), *(f"notes {i}" for i in range(len(NOTES)))],
-)
-def test_a_forged_policy_or_note_is_refused_before_anything_is_loaded(ask, metadata, message):
-    loaded, output = ask(**metadata)
-    assert loaded == [] and message in output
+def test_a_forged_policy_or_note_is_refused_before_anything_is_loaded(ask):
+    for spec in (*map(json.dumps, POLICIES.values()), *SPECS):
+        loaded, output = ask(policy=spec)
+        assert loaded == [] and "policy" in output, spec
+    for notes in NOTES:
+        loaded, output = ask(notes=notes)
+        assert loaded == [] and "names no model" in output, notes
 
 
 def test_a_forged_dtype_is_refused(appending, tmp_path):

@@ -2,13 +2,12 @@
 
 import functools
 import itertools
-import tempfile
 import types
 
 import accelerate
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, attach_align_device_hook, remove_hook_from_submodules
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -29,7 +28,7 @@ NOT_RUN = "the captured graph did not run"
 )
 def test_a_stance_that_runs_the_decoder_eagerly_is_an_error(family, policy):
     """Nothing ran, so a cache of a policy that evicts is not called interrupted either."""
-    fast = kvpass.compile(tiny_model(family, layers=2), policy=policy, **OPTIONS)
+    fast = kvpass.compile(tiny_model(family, layers=1 if family == "llama" else 2), policy=policy, **OPTIONS)
     ids = random_ids(1, 60)
     with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=NOT_RUN):
         fast(ids)
@@ -43,17 +42,16 @@ def test_a_stance_that_runs_the_decoder_eagerly_is_an_error(family, policy):
             assert torch.equal(fast(new, past_key_values=cache.clone()).logits, expected)
 
 
-@pytest.mark.parametrize(("stance", "tokens"), [("eager_on_recompile", 2), ("force_eager", 1)])
-def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was(stance, tokens):
-    _, same = compiled_once("llama", layers=1, **OPTIONS)
-    fast = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS)
+def test_a_first_step_that_is_not_captured_leaves_the_cache_as_it_was():
+    fast, last = kvpass.compile(tiny_model("llama", layers=1), **OPTIONS), {"logits_to_keep": 1}
     cache = fast(random_ids(1, 60)).past_key_values
-    new, last = random_ids(1, tokens, seed=1), {"logits_to_keep": 1}  # of several tokens a capture of its own
-    with torch.compiler.set_stance(stance), pytest.raises(RuntimeError, match=NOT_RUN):
-        fast(new, past_key_values=cache, **last)
-    expected = same(new, past_key_values=same(random_ids(1, 60)).past_key_values, **last).logits
-    assert cache.columns == 60
-    assert torch.equal(fast(new, past_key_values=cache, **last).logits, expected)
+    before = cache.clone()
+    for stance, tokens in (("force_eager", 1), ("eager_on_recompile", 2)):  # of two tokens a capture of its own
+        new = random_ids(1, tokens, seed=1)
+        with torch.compiler.set_stance(stance), pytest.raises(RuntimeError, match=NOT_RUN):
+            fast(new, past_key_values=cache, **last)
+        assert cache.columns == 60
+    assert torch.equal(*(fast(new, past_key_values=each, **last).logits for each in (cache, before)))
 
 
 CONFIG = {"automatic_dynamic_shapes": True, "assume_static_by_default": True}  # torch 2.13 leaves them changed
@@ -149,22 +147,6 @@ def offloaded_to_the_host(model):
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
 
 
-def one_layer_offloaded(model):
-    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    remove_hook_from_submodules(model.lm_head)
-    attach_align_device_hook(model.lm_head, torch.device("cpu"), offload=True)
-
-
-def offloaded_to_disk(model):
-    with tempfile.TemporaryDirectory() as folder:
-        accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
-
-
-def needed_on_two_devices(model):
-    offloaded_to_the_host(model)
-    model.lm_head._hf_hook.execution_device = "meta"
-
-
 def on_another_device(model):
     with FakeTensorMode():  # as it is with a build of torch for that device
         for module in model.modules():
@@ -193,9 +175,6 @@ CHANGES = {
     "no weights": (lambda m: m.to("meta"), "weights of LlamaForCausalLM are on .*meta.*one device in device_map"),
     "a head without weights": (lambda m: m.lm_head.to("meta"), HEAD_IS_AWAY),
     "offloaded": (offloaded_to_the_host, "12 of 14 are not on cpu, .* offloaded by accelerate.*quantised .*tensor-par"),
-    "one layer offloaded": (one_layer_offloaded, HEAD_IS_AWAY),
-    "on disk": (offloaded_to_disk, "12 of 14 are not on cpu, the first is model.embed_tokens.weight on meta"),
-    "two devices": (needed_on_two_devices, "are not on cpu, the first is model.embed_tokens.weight on meta"),
     "another device": (on_another_device, "LlamaForCausalLM are on mps:0: kvpass runs on CPUs and CUDA devices"),
     "a hook": (
         lambda m: add_hook_to_module(m.model.layers[0], ModelHook()),

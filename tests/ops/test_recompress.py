@@ -51,16 +51,23 @@ def attention_of(q, keys, rows, **options):
     return weights.value, float((weights.error / weights.value).nan_to_num().max()) + 8 * EPS
 
 
-@pytest.mark.parametrize(("t", "window"), [(5, 4), (4, 4), (2, 4), (5, 0)])
-def test_every_head_is_scored_over_its_own_entries(t, window):
+@pytest.mark.parametrize(
+    ("t", "window", "softcap", "sinks"),
+    [(5, 4, None, None), (4, 4, None, None), (2, 4, None, None), (5, 0, None, None), (5, 4, 2.0, torch.randn(4))],
+    ids=["5", "4", "2", "no window", "softcap and sinks"],
+)
+def test_every_head_is_scored_over_its_own_entries(t, window, softcap, sinks):
     call, held, found, keys, values = ragged(t=t, window=window)
+    call = call._replace(softcap=softcap, sinks=sinks)
     scores, masses, layer_weights, _ = found
     policy = resolve("lava", window=window, pool=None)
     observe(call, held, found, policy)
     assert bool((scores[:, 0] == float("-inf")).all()) and not bool(masses[:, 0].any()), "another layer was written"
     every = []
     for head in range(2):
-        a, error = attention_of(call.q[0, 2 * head : 2 * head + 2], keys[head], max(min(window, t), 1))
+        heads = slice(2 * head, 2 * head + 2)
+        options = {"softcap": softcap, "sinks": None if sinks is None else sinks[heads]}
+        a, error = attention_of(call.q[0, heads], keys[head], max(min(window, t), 1), **options)
         a, n = a.mean(1), keys[head].shape[0]
         norm = values[head].double().abs().sum(-1)[: n - min(window, t)].max()
         worth = (a.amax(0) * norm)[: n - window]
@@ -89,18 +96,6 @@ def test_the_weight_of_a_layer_takes_all_its_heads_and_a_row_that_is_not_due_is_
     call, held, found, *_ = ragged(window=NOT_DUE)
     observe(call, held, found, resolve("lava", window=4))
     assert bool((found[0] == float("-inf")).all()) and not bool(found[1].any()) and not bool(found[2].any())
-
-
-def test_sinks_and_softcap_take_part():
-    call, held, turn, keys, _ = ragged(t=5)
-    policy = resolve("snapkv", window=4, pool=None)
-    sinks = torch.randn(4)
-    observe(call._replace(softcap=2.0, sinks=sinks), held, turn, policy)
-    for head in range(2):
-        heads = slice(2 * head, 2 * head + 2)
-        a, error = attention_of(call.q[0, heads], keys[head], 4, softcap=2.0, sinks=sinks[heads])
-        found, expected = turn.recompress_scores[0, 1, head, : a.shape[2] - 4].double(), a.mean((0, 1))[:-4]
-        assert_close(f"scores of head {head}", found, expected, atol=0, rtol=error)
 
 
 def shares(layers):

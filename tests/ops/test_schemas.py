@@ -1,7 +1,6 @@
 """The text of each operator's schema against its implementation, the tuples of operands and the table of buffers."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +12,10 @@ from kvpass.operands import (
     EvictBuffers,
     RecompressBuffers,
     RingBuffers,
-    from_names,
     names_of,
     written_in,
 )
 from kvpass.ops import prompt_operators, schemas
-from kvpass.policies import resolve
-from kvpass.ranks import ONE_PROCESS
 
 OPERATORS = [
     name.removeprefix("kvpass::")
@@ -74,42 +70,3 @@ def test_the_buffers_of_a_schema_are_those_of_the_table_and_it_writes_what_the_t
         assert written == written_in(phase) & set(RecompressBuffers._fields)
     aliases = [s for a in arguments if a.alias_info for s in a.alias_info.before_set]
     assert len(set(aliases)) == len(aliases)
-
-
-def buffers_of(kind, *absent):
-    """A tuple of small tensors, each of its own."""
-    return from_names(kind, {name: torch.zeros(1, 1, 1, 1) for name in names_of(kind) if name not in absent})
-
-
-def same(one, other):
-    """Whether two tuples hold the same tensors and values."""
-    if isinstance(one, tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return one is other if isinstance(one, torch.Tensor) else one == other
-
-
-CODES = [(), ("pool_v_scale", "tail_v_scale"), tuple(f"{s}_{x}_scale" for s in ("pool", "tail") for x in "kv")]
-formats = pytest.mark.parametrize("absent", CODES, ids=["codes", "codes with values in keys", "floats"])
-CALL = Attention(*(torch.zeros(1, 1, 1, 1) for _ in range(3)), 0.5, 2.0, torch.zeros(1))
-
-
-@formats
-def test_what_attend_cache_is_given_reaches_the_kernel(absent, monkeypatch):
-    seen = []
-    kernels = SimpleNamespace(attend_cache=lambda *given: seen.append(given))
-    monkeypatch.setattr(schemas, "implementation", lambda *_: kernels)
-    held = buffers_of(AppendBuffers, "key_mean", "row_index", *absent)
-    schemas.attend_cache(*CALL, *held.operands, 7, "cpp")
-    assert same(seen[0], (CALL, held, 7))
-
-
-@formats
-@pytest.mark.parametrize("rows", [(), ("rule_rows",)], ids=["rows", "no rows"])
-def test_what_attend_evict_is_given_reaches_the_rule(absent, rows, monkeypatch):
-    seen = []
-    monkeypatch.setattr(schemas.evict, "attend_evict", lambda *given: seen.append(given))
-    held, policy, entering = buffers_of(EvictBuffers, *absent, *rows), resolve("h2o", window=2), torch.zeros(1)
-    schemas.attend_evict(*CALL, *held.operands, 7, policy.spec, "eager", ONE_PROCESS.spec, entering)
-    call, cache, layer, chosen, _, ranks, last = seen[0]
-    assert same((call, cache, layer, last), (CALL, held, 7, entering))
-    assert (chosen, ranks) == (policy, ONE_PROCESS)
