@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 import kvpass
+from byte_tokenizer import byte_tokenizer
 from command_line import invoke
 from kvpass import Chat, Document
+from pairwise import quick
 
 TEMPLATES = Path(__file__).parent / "support" / "chat_templates"
 SPECIAL = (
@@ -25,19 +26,15 @@ QUESTIONS = ("When does the tide turn?", "¿And what is mended?", "1) Where?")
 NO_SYSTEM = ("gemma2",)
 MOVES_SYSTEM = ("mistral",)
 """Templates that write the system text before the last message, wherever that is."""
+UNLIKE = ("deepseek", *NO_SYSTEM, "gpt_oss", *MOVES_SYSTEM, "qwen3")
+"""Templates that the quick suite tries: the others write turns as one of these does, with other words."""
 NEW = 6
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE with the special tokens of all templates."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=SPECIAL)
+    return byte_tokenizer([TEXT], 400, SPECIAL, additional_special_tokens=SPECIAL)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,7 @@ def fast(model: PreTrainedModel) -> Any:
     return kvpass.compile(model, policy="full", backend="eager")
 
 
-@pytest.fixture(params=[path.stem for path in sorted(TEMPLATES.iterdir())])
+@pytest.fixture(params=quick([path.stem for path in sorted(TEMPLATES.iterdir())], UNLIKE))
 def templated(request: Any, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[str, PreTrainedTokenizerFast]]:
     tokenizer.chat_template = (TEMPLATES / f"{request.param}.jinja").read_text()
     yield request.param, tokenizer
@@ -186,16 +183,12 @@ def test_an_error_in_a_stream_is_raised_where_it_is_read(fast, qwen3):
         list(Chat(fast, qwen3).stream("  "))
 
 
-def test_the_token_that_the_template_puts_behind_an_answer_ends_it(fast, qwen3):
+def test_the_token_that_the_template_puts_behind_an_answer_ends_it_whatever_is_before_it(fast, qwen3):
     """The model itself configures no token that ends a text."""
-    said = qwen3("At noon.<|im_end|> Then", add_special_tokens=False).input_ids
-    assert Chat(fast, qwen3).send("hi", max_new_tokens=len(said), **saying(said)) == "At noon."
-
-
-def test_the_end_of_an_answer_is_found_whatever_the_template_says_before_it(fast, qwen3):
-    qwen3.chat_template = "{{- 'Speak to Anna. ' }}" + qwen3.chat_template
-    said = qwen3("At noon.<|im_end|> Then", add_special_tokens=False).input_ids
-    assert Chat(fast, qwen3).send("hi", max_new_tokens=len(said), **saying(said)) == "At noon."
+    for before in ("", "{{- 'Speak to Anna. ' }}"):
+        qwen3.chat_template = before + qwen3.chat_template
+        said = qwen3("At noon.<|im_end|> Then", add_special_tokens=False).input_ids
+        assert Chat(fast, qwen3).send("hi", max_new_tokens=len(said), **saying(said)) == "At noon."
 
 
 def test_a_document_is_saved_with_its_text(model, fast, qwen3, tmp_path):
@@ -210,14 +203,6 @@ def test_a_document_is_saved_with_its_text(model, fast, qwen3, tmp_path):
         Document.load(tmp_path / "other.kv", fast, qwen3)
 
 
-def test_a_file_is_read_with_and_without_a_byte_order_mark(fast, qwen3, tmp_path):
-    lengths = set()
-    for encoding in ("utf-8", "utf-8-sig"):
-        (tmp_path / "tide.txt").write_text(TEXT, encoding=encoding)
-        lengths |= {Document.read(source, fast, qwen3).cache.columns for source in (tmp_path / "tide.txt", TEXT)}
-    assert len(lengths) == 1
-
-
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -229,12 +214,6 @@ def test_a_file_is_read_with_and_without_a_byte_order_mark(fast, qwen3, tmp_path
 def test_a_document_that_cannot_be_read_is_refused_before_any_work(fast, qwen3, source, error, message):
     with pytest.raises(error, match=message):
         Document.read(source, fast, qwen3)
-
-
-def test_a_file_in_another_encoding_is_refused(fast, qwen3, tmp_path):
-    (tmp_path / "tide.txt").write_text("Ébbe", encoding="utf-16")
-    with pytest.raises(ValueError, match="is no UTF-8 text: byte 0 is 0xff"):
-        Document.read(tmp_path / "tide.txt", fast, qwen3)
 
 
 def test_a_question_too_long_for_the_model_is_refused(fast, qwen3):

@@ -10,9 +10,9 @@ from itertools import chain, pairwise
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from byte_tokenizer import byte_tokenizer
 from compiled_models import padded, two_layers
 from kvpass import Document
 
@@ -28,11 +28,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE that knows some English, and tags: other characters are several tokens."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator([LINE] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=["</script>", "<img src=x", "<!--"])
+    return byte_tokenizer([LINE] * 9, 300, additional_special_tokens=["</script>", "<img src=x", "<!--"])
 
 
 def read(tokenizer: Any, family: str = "llama", **options: Any) -> Document:

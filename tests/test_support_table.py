@@ -13,8 +13,8 @@ from tiny_models import FAMILIES, HYBRIDS
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS_PAGE = ROOT / "docs" / "models.md"
-SLOW = {"zamba", "rwkv", "xlnet", "inkling2_text", "xlm", "dbrx"}
-"""Refused after seconds, for reasons that smaller tests have too, or longcat_flash."""
+SLOW = {"zamba", "rwkv", "xlnet", "inkling2_text", "xlm", "dbrx", "falcon_mamba", "recurrent_gemma", "openai-gpt"}
+"""Refused after seconds, for reasons that smaller tests or others of the table have too."""
 
 
 @pytest.mark.parametrize(

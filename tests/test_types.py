@@ -81,8 +81,3 @@ def test_wrong_uses_are_reported_and_right_ones_are_not(tmp_path):
 def test_type_checkers_know_the_names_of_all_policies_of_kvpass():
     own = {name for name, policy in kvpass.POLICIES.items() if policy.__module__.startswith("kvpass.")}
     assert own == {*get_args(PolicyName)}
-
-
-def test_dir_shows_the_public_names():
-    assert dir(kvpass) == sorted(kvpass.__all__)
-    assert all(hasattr(kvpass, name) for name in kvpass.__all__)

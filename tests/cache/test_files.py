@@ -224,7 +224,7 @@ folder, kills = sys.argv[2], int(sys.argv[3])
 path = os.path.join(folder, "cache.kv")
 
 def save(version):
-    write_cache_file(path, {"x": torch.full((1_000_000,), version)}, {"version": version})
+    write_cache_file(path, {"x": torch.full((100_000,), version)}, {"version": version})
 
 def saves_until_killed(at=None):
     child = os.fork()
@@ -374,17 +374,6 @@ def check_refused_for_room(path, cache, number):
         cache.save(path)
     assert str(caught.value) == f"[Errno {number}] {os.strerror(number)}: {str(path)!r}"
     assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
-
-
-def test_a_full_disk_is_an_os_error_and_the_old_file_stays(small_disk, cache):
-    filler = small_disk / "filler"
-    filler.write_bytes(bytes(200_000))
-    path = small_disk / "saves" / "cache.kv"
-    path.parent.mkdir()
-    check_refused_for_room(path, cache, errno.ENOSPC)
-    filler.unlink()
-    cache.save(path)
-    assert os.listdir(path.parent) == ["cache.kv"]
 
 
 def test_a_file_that_may_not_grow_is_an_os_error_and_the_old_file_stays(tmp_path, cache, small_files):

@@ -5,11 +5,11 @@ import json
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import processors
 
 import kvpass
-from kvpass import builtin
+from byte_tokenizer import byte_tokenizer
+from eval_models import TOKENIZER
 from kvpass.eval.environment import model_digest
 from kvpass.eval.tasks import registry
 from tiny_models import CAPTURES, sharing_captures
@@ -54,22 +54,15 @@ def captured_anew():
 @pytest.fixture(scope="session")
 def words():
     """One token a word."""
-    return AutoTokenizer.from_pretrained(builtin.path())
+    return TOKENIZER
 
 
 @pytest.fixture(scope="session")
 def pieces():
     """Byte-level BPE, as most models have it, with <bos> in front and <eos> behind."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     text = [registry()[name].build(300, 0, random.Random(0)).context for name in ("niah_single_2", "cwe", "vt")]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<bos>", "<eos>"]
-    tokenizer.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=2000, special_tokens=special, initial_alphabet=alphabet)
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer = byte_tokenizer(text, 2000, ("<bos>", "<eos>"), bos_token="<bos>", eos_token="<eos>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+    return tokenizer

@@ -36,10 +36,8 @@ def test_the_installed_package_has_the_entry_point(group: str, name: str, value:
 
 
 def test_torch_alone_is_not_slowed_down_by_kvpass_or_the_harness(tmp_path: Path) -> None:
-    code = (
-        "import torch, sys; print([m for m in sys.modules if m.split('.')[0] in ('kvpass', 'transformers', 'lm_eval')])"
-    )
-    assert run_python(code, tmp_path) == "[]"
+    code = "import sys, kvpass_autoload; kvpass_autoload.hook(); print({'kvpass', 'lm_eval', 'torch'} & {*sys.modules})"
+    assert run_python(code, tmp_path) == "set()"
 
 
 @pytest.mark.exhaustive
@@ -74,10 +72,16 @@ def test_a_harness_that_cannot_be_imported_does_not_break_torch(
     assert str(record.exc_info[1]) == "half installed"
 
 
-def test_a_model_of_the_same_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.api.registry import model_registry
+def test_the_hook_names_our_model_and_one_of_the_same_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.api.registry import get_model, model_registry
     from lm_eval.models.dummy import DummyLM
+    from lm_eval.models.huggingface import HFLM
 
+    from kvpass.lm_eval import KVPassLM
+
+    monkeypatch.delitem(model_registry._objs, "kvpass")
+    kvpass_autoload.hook()
+    assert get_model("kvpass") is KVPassLM and get_model("hf") is HFLM
     monkeypatch.setitem(model_registry._objs, "kvpass", DummyLM)
     kvpass_autoload.hook()
-    assert model_registry.get("kvpass") is DummyLM
+    assert get_model("kvpass") is DummyLM

@@ -1,5 +1,6 @@
 """``kvpass choose``: what it measures, what it takes, the file of the choice, what it refuses."""
 
+import copy
 import json
 import re
 
@@ -8,7 +9,7 @@ import torch
 
 import kvpass
 from command_line import invoke
-from kvpass import builtin
+from eval_models import MODEL, TOKENIZER, model_folder
 from kvpass.config import Budget
 from kvpass.eval.choose import Choosing
 from kvpass.eval.options import ChooseOptions
@@ -21,15 +22,20 @@ LENGTH, ANSWER = 120, 12
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text of the built-in model's words, a token each, enough for two prompts and no third."""
-    words = registry()["multi_needle"].samples(builtin.load()[1], 300, 1, 0)[0].context.split()
+    """A text of words, a token each, enough for two prompts and no third."""
+    words = registry()["multi_needle"].samples(TOKENIZER, 300, 1, 0)[0].context.split()
     path = tmp_path_factory.mktemp("texts") / "text.txt"
     path.write_text(" ".join(words[: 2 * (LENGTH + ANSWER) + 5]))
     return path
 
 
 def options(text, **changes):
-    given = {"model": "builtin", "texts": [text], "policies": "snapkv:window=8,keydiff:window=8", "budgets": "1.0,0.2"}
+    given = {
+        "model": model_folder(),
+        "texts": [text],
+        "policies": "snapkv:window=8,keydiff:window=8",
+        "budgets": "1.0,0.2",
+    }
     given |= {"entries": "model", "length": LENGTH, "max_new_tokens": ANSWER, "samples": 2, "backend": "eager"}
     return ChooseOptions(**given | changes)
 
@@ -37,7 +43,7 @@ def options(text, **changes):
 @pytest.fixture(scope="module")
 def measured(text, compile_once):
     """A run over two formats of entries."""
-    checked = Choosing(options(text, entries="rot4,model"))
+    checked = Choosing(options(text, entries="rot4,model", agreement=0.8))
     checked.run()
     return checked
 
@@ -46,15 +52,14 @@ def measured(text, compile_once):
 def test_agreement_and_divergence_are_those_of_the_plain_model_and_of_a_loop_over_tokens(text, scope):
     checked = Choosing(options(text, scope=scope))
     checked.run()
-    model, tokenizer = builtin.load()
-    first, *rest = tokenizer(text.read_text())["input_ids"]
-    fast = kvpass.compile(model, policy="snapkv", window=8, budget=0.2, backend="eager")
+    first, *rest = TOKENIZER(text.read_text())["input_ids"]
+    fast = kvpass.compile(MODEL, policy="snapkv", window=8, budget=0.2, backend="eager")
     head, piece = LENGTH - (1 if scope == "prompt" else ANSWER), LENGTH + ANSWER
     agreement, divergence = [], []
     for begin in (0, piece - 1):
         tokens = torch.tensor([[first, *rest[begin : begin + piece - 1]]])  # the special token stands before each
         with torch.no_grad():
-            full = model(tokens).logits[0, LENGTH - 1 : -1]
+            full = MODEL(tokens).logits[0, LENGTH - 1 : -1]
         cache = fast.compress(tokens[:, :head], reusable=False)
         logits = [fast(tokens[:, n : n + 1], past_key_values=cache).logits[0, 0] for n in range(head, piece - 1)]
         small = torch.stack(logits[-ANSWER:]).softmax(-1)
@@ -74,9 +79,9 @@ def test_prompts_are_spread_evenly_over_all_texts(text, tmp_path):
     """Each text has four pieces of 66 tokens, one of them the special token; six of the eight are taken."""
     other = tmp_path / "other.txt"
     other.write_text(" ".join(reversed(text.read_text().split())))
-    tokenizer, pieces = builtin.load()[1], []
+    pieces = []
     for path in (text, other):
-        first, *rest = tokenizer(path.read_text())["input_ids"]
+        first, *rest = TOKENIZER(path.read_text())["input_ids"]
         pieces += [(first, *rest[begin : begin + 65]) for begin in range(0, 260, 65)]
     made = Choosing(options(text, texts=[text, other], length=60, max_new_tokens=6, samples=6)).prompts
     assert [(*prompt.ids, *answer) for prompt, _, answer in made] == [pieces[n] for n in (0, 1, 2, 4, 5, 6)]
@@ -119,7 +124,7 @@ def test_compile_takes_the_file_for_these_weights_in_any_dtype_and_no_others(mea
     path = tmp_path / "choice.json"
     measured.save(path, snapkv)
     for dtype in (torch.float32, torch.bfloat16):
-        model = builtin.load()[0].to(dtype)
+        model = copy.deepcopy(MODEL).to(dtype)
         fast = kvpass.compile(model, backend="eager", **kvpass.chosen(path, model))
         assert fast.policy == snapkv.spec.resolve() and fast.budget == Budget.parse(0.2)
         assert fast.compress(torch.ones(1, 60, dtype=torch.int64)).entry_format == "rot4"
@@ -136,7 +141,7 @@ def test_a_file_that_is_none_of_choose_is_refused(content, tmp_path):
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"other\.json' is no file of 'kvpass choose'"):
-        kvpass.chosen(path, builtin.load()[0])
+        kvpass.chosen(path, MODEL)
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -144,15 +149,14 @@ def test_a_file_that_is_none_of_choose_is_refused(content, tmp_path):
 
 def test_the_command_makes_answers_of_tasks_and_prints_what_compile_takes(tmp_path):
     path = tmp_path / "new" / "choice.json"
-    words = "choose builtin --tasks multi_needle --policies full,lava:window=8,kernel_size=5 --budgets 0.5 --samples 2"
-    words += f" --length 150 --entries model --backend eager --output {path}"
+    words = f"choose {model_folder()} --tasks multi_needle --policies full,lava:window=8,kernel_size=5 --budgets 0.5"
+    words += f" --samples 2 --agreement 0.5 --length 150 --entries model --backend eager --output {path}"
     result = invoke(*words.split(), columns=200)
     assert result.exit_code == 0, result.output
     assert re.search(r"full +all +model +\d+ +100.0% +100.0%-100.0% +0.000 +0.000-0.000", result.output)
     (line,) = re.findall(r"^kvpass\.compile\(model, (.*)\)$", result.output, re.MULTILINE)
     assert line == "policy='lava', window=8, kernel_size=5, budget=0.5"
-    model, _ = builtin.load()
-    arguments = kvpass.chosen(path, model)
+    arguments = kvpass.chosen(path, MODEL)
     assert arguments["policy"] == kvpass.policies.Lava(window=8, kernel_size=5)
     assert (arguments["budget"], arguments["entries"]) == (0.5, "model")
     full, lava = json.loads(path.read_text())["measured"][::-1]
@@ -161,8 +165,8 @@ def test_the_command_makes_answers_of_tasks_and_prints_what_compile_takes(tmp_pa
 
 @pytest.mark.parametrize("goal", ["memory='9B'", "agreement=1"])
 def test_if_no_condition_meets_the_goal_the_nearest_is_named_and_no_file_is_written(text, tmp_path, goal):
-    words = f"choose builtin --texts {text} --length {LENGTH} --max-new-tokens {ANSWER} --backend eager --entries model"
-    words += f" --policies snapkv:window=8 --budgets 0.2 --output {tmp_path / 'choice.json'}"
+    words = f"choose {model_folder()} --texts {text} --length {LENGTH} --max-new-tokens {ANSWER} --backend eager"
+    words += f" --entries model --policies snapkv:window=8 --budgets 0.2 --output {tmp_path / 'choice.json'}"
     words += " --" + goal.replace("'", "")
     result = invoke(*words.split(), columns=200)
     assert result.exit_code == 2 and "snapkv:window=8" in result.stdout

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 
 
 import yaml
 from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+from torch.utils import collect_env
 
 import cheap_captures
+from eval_models import model_folder
 from kvpass import builtin
 from kvpass.eval.harness_tasks import documents, score
 from kvpass.eval.tasks import Sample, find_tasks, longbench, manual, ruler
 from kvpass.eval.tasks.needle import hide
 from kvpass.lm_eval import SEPARATOR, TASKS, KVPassLM, main
-from tiny_models import tiny_model
 
 SUPPORT = str(Path(cheap_captures.__file__).parent)
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH"))))
-TIGHT = "compiler=eager,budget=20,window=8"
 
 
 def words(model: str, arguments: str, tasks: Path, names: str, output: Path) -> list[str]:
@@ -52,30 +54,23 @@ import lm_eval, torch
 assert "kvpass" not in sys.modules, "the package is imported when the model is asked for"
 from torch.utils import collect_env
 collect_env.get_pretty_env_info = str  # of the harness's results: a dozen programs, in every run
-from lm_eval.api.registry import get_model, model_registry
+from lm_eval.api.registry import model_registry
 print("registered", "kvpass" in model_registry, "hf" in model_registry, len(model_registry) > 20)
-from cheap_captures import cheap_captures
-cheap_captures()
-from lm_eval import tasks
-from lm_eval.__main__ import cli_evaluate
-tasks.TaskManager = functools.partial(tasks.TaskManager, include_defaults=False)
 for words in json.loads(sys.argv[1]):
+    from cheap_captures import cheap_captures
+    cheap_captures()
+    from lm_eval import tasks
+    from lm_eval.__main__ import cli_evaluate
+    tasks.TaskManager = functools.partial(tasks.TaskManager, include_defaults=False)
     sys.argv = ["lm_eval", *words]
     cli_evaluate()
-    print("next run", file=sys.stderr)
-print("classes", get_model("kvpass").__name__, get_model("hf").__name__, get_model("kvpass") is get_model("kvpass"))
 """
-"""The command's own function, for one list of arguments after the other: importing the harness, and reading the many
-tasks that it brings along, take longer than the runs."""
+"""The command's own function, for one list of arguments after the other, without the many tasks of the harness."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Arguments that name a tiny model with the tokenizer of the built-in one."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), builtin.load()[1]
-    tiny_model("llama", layers=1, vocab_size=len(tokenizer), eos_token_id=4).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return f"pretrained={folder},dtype=float32"
+def tight() -> str:
+    """Arguments that name a tiny model, and a budget."""
+    return f"pretrained={model_folder()},dtype=float32,compiler=eager,budget=20,window=8"
 
 
 @pytest.fixture(scope="module")
@@ -127,93 +122,77 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """A program of this Python that ended well."""
-    given = {**os.environ, **ENVIRONMENT, **environment}
+    given = {**os.environ, **ENVIRONMENT}
     result = subprocess.run([sys.executable, *command], cwd=folder, env=given, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return result
 
 
-class Runs:
-    """What one process printed that ran the stock model, everything kept, and little kept, through one ``--use_cache``
-    path, and then our own tasks. Each run wrote to the folder of its name."""
-
-    def __init__(self, folder: Path, model: str, tasks: Path, data: Path) -> None:
-        self.folder, self.model = folder, model
-        tight = f"{model},{TIGHT}"
-        cache = ["--use_cache", str(folder / "answers")]
-        own = ["--gen_kwargs", "max_gen_toks=3", "--metadata", json.dumps({"prompt_tokens": 64, "prompt_count": 1})]
-        cut = f"{tight},policy=snapkv,scope=context,max_length=128,truncation=middle"
-        arguments = [
-            [*words("hf", model, tasks, NUMBERS, folder / "hf"), *cache],
-            [*words("kvpass", f"{model},compiler=eager", tasks, NUMBERS, folder / "full"), *cache, "--batch_size", "3"],
-            [*words("kvpass", f"{tight},policy=streaming_llm", tasks, NUMBERS, folder / "tight"), *cache],
-            [*words("kvpass", cut, TASKS, OWN, folder / "own"), *own],
-        ]
-        result = run(["-c", SEVERAL, json.dumps(arguments)], folder, KVPASS_DATA_DIR=str(data))
-        self.printed = result.stdout.splitlines()
-        self.said = result.stderr.split("next run\n")
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, model: str, tasks: Path, data: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), model, tasks, data)
+def runs(tmp_path_factory: pytest.TempPathFactory, tasks: Path, data: Path, compile_once: None) -> Path:
+    """A folder, to which the command in this process ran first tasks of numbers, then our own ones."""
+    folder = tmp_path_factory.mktemp("runs")
+    own = ["--gen_kwargs", "max_gen_toks=3", "--metadata", json.dumps({"prompt_tokens": 64, "prompt_count": 1})]
+    cut = f"{tight()},policy=snapkv,scope=context,max_length=128,truncation=middle"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVPASS_DATA_DIR", str(data))
+        patch.setattr(collect_env, "get_pretty_env_info", str)  # a dozen programs
+        patch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+        for arguments in (
+            [*words("kvpass", f"{tight()},policy=streaming_llm", tasks, NUMBERS, folder / "tight")],
+            [*words("kvpass", cut, TASKS, OWN, folder / "own"), *own],
+        ):
+            patch.setattr(sys, "argv", ["kvpass-lm-eval", *arguments])
+            main()
+    return folder
 
 
-def test_the_hook_names_the_model_and_leaves_the_others(runs: Runs) -> None:
+def test_the_hook_names_the_model_and_leaves_the_others(tmp_path: Path) -> None:
     """The registry must hold the harness's own models, which it adds only while it is empty."""
-    assert "registered True True True" in runs.printed
-    assert "classes KVPassLM HFLM True" in runs.printed
+    assert run(["-c", SEVERAL, "[]"], tmp_path).stdout.splitlines() == ["registered True True True"]
 
 
-def test_the_command_runs_both_models_and_the_budget_is_felt(runs: Runs) -> None:
-    (stock_results, stock), (full_results, full), (tight_results, tight) = (
-        read(NUMBERS, runs.folder / run) for run in ("hf", "full", "tight")
-    )
-    for text in runs.said[1:3]:
-        assert "Requests remaining: 6" in text and "Cached requests: 0" in text
-    assert scores(full) == pytest.approx(scores(stock), abs=1e-4)
-    assert answers(full) == answers(stock)
-    assert full_results["results"]["number_choice"]["acc,none"] == stock_results["results"]["number_choice"]["acc,none"]
-    assert max(abs(a - b) for a, b in zip(scores(tight), scores(stock), strict=True)) > 0.1
-    assert answers(tight) != answers(stock)
-    facts = tight_results["config"]["kvpass"]
+def test_the_command_gives_the_model_its_arguments_and_writes_what_was_kept(runs: Path) -> None:
+    """Scores against those of the stock model, and its answers in the same cache: test_harness, test_harness_key."""
+    results, samples = read(NUMBERS, runs / "tight")
+    facts = results["config"]["kvpass"]
     assert (facts["policy"], facts["budget"], facts["num_uncompressed_tokens"]) == ("streaming_llm", "20", 1)
-    assert facts["kept_fraction"] == pytest.approx(20 * 3 / (89 + 139 + 109))
-    assert full_results["config"]["kvpass"]["kept_fraction"] == 1.0
-    assert 0 < facts["cache_bytes_peak"] < full_results["config"]["kvpass"]["cache_bytes_peak"]
+    assert facts["kept_fraction"] == pytest.approx(20 * 3 / (89 + 139 + 109)) and facts["cache_bytes_peak"] > 0
+    best = [max(range(2), key=lambda i, row=row: float(row["resps"][i][0][0])) for row in samples["number_choice"]]
+    assert results["results"]["number_choice"]["acc,none"] == pytest.approx(best.count(0) / 3)
 
 
-def read_of_two(launcher: list[str], arguments: str, runs: Runs, tasks: Path, folder: Path) -> tuple[Any, Any]:
+def read_of_two(launcher: list[str], arguments: str, runs: Path, tasks: Path, folder: Path) -> tuple[Any, Any]:
     """Results of two processes and of one; samples must be the same."""
     (folder / "several.py").write_text(SEVERAL)
-    asked = f"{runs.model},{TIGHT},policy=streaming_llm{arguments}"
+    asked = f"{tight()},policy=streaming_llm{arguments}"
     given = json.dumps([words("kvpass", asked, tasks, NUMBERS, folder / "two")])
     run(["-m", *launcher, "several.py", given], folder)
-    (one_results, one), (two_results, two) = (read(NUMBERS, part) for part in (runs.folder / "tight", folder / "two"))
+    (one_results, one), (two_results, two) = (read(NUMBERS, part) for part in (runs / "tight", folder / "two"))
     assert answers(two) == answers(one) and scores(two) == pytest.approx(scores(one), abs=1e-5)
     assert two_results["results"].keys() == one_results["results"].keys()
     return two_results["config"]["kvpass"], one_results["config"]["kvpass"]
 
 
 @pytest.mark.exhaustive
-def test_processes_share_the_requests(runs: Runs, tasks: Path, tmp_path: Path) -> None:
+def test_processes_share_the_requests(runs: Path, tasks: Path, tmp_path: Path) -> None:
     launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     two, one = read_of_two(launcher, "", runs, tasks, tmp_path)
     assert two["prompts_compressed"] < one["prompts_compressed"], "the first process answered its share"
 
 
 @pytest.mark.exhaustive
-def test_processes_share_the_model(runs: Runs, tasks: Path, tmp_path: Path) -> None:
+def test_processes_share_the_model(runs: Path, tasks: Path, tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     two, one = read_of_two(launcher, ",tp_plan=auto", runs, tasks, tmp_path)
     assert two["prompts_compressed"] == one["prompts_compressed"], "each process answered all, with its heads"
     assert two["cache_bytes_peak"] < one["cache_bytes_peak"]
 
 
-def test_own_tasks_run_from_local_files(runs: Runs) -> None:
-    results, samples = read(OWN, runs.folder / "own")
+def test_own_tasks_run_from_local_files(runs: Path) -> None:
+    results, samples = read(OWN, runs / "own")
     facts = results["config"]["kvpass"]
     assert (facts["prompts_compressed"], facts["requests_truncated"]) == (3, 2)
     assert (facts["scope"], facts["num_uncompressed_tokens"], facts["truncation"]) == ("context", "question", "middle")

@@ -38,11 +38,6 @@ def pairs(words: list[str]) -> set[tuple[str, str]]:
     return {(a, b) for a, b in pairwise(words) if a in FIRST and b in SECOND}
 
 
-def test_words_of_names_and_numbers_differ():
-    assert len(needle_words.FIRST_WORDS) == len(needle_words.SECOND_WORDS) == 64
-    assert len(FIRST | SECOND | set(needle_words.NUMBERS)) == 1128
-
-
 def test_the_examples_of_the_page_are_of_the_language(words):
     examples = re.findall(r"``(.*?)``", needle.__doc__.split("\n", 2)[2].replace("\n", " "))
     assert len(examples) > 5

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from eval_models import model_folder
 from kvpass.eval.options import EvalOptions
 from kvpass.eval.prompt import SEPARATOR
 from kvpass.eval.run import Evaluation
@@ -142,14 +143,14 @@ FACTS = [
 
 
 def test_a_file_is_evaluated_beside_another_task_and_a_row_that_changes_is_answered_anew(write, tmp_path):
-    usual = {
-        "model": "builtin",
-        "policies": "snapkv:window=8",
-        "budgets": "0.5",
-        "backend": "eager",
+    usual = {"model": model_folder(), "policies": "snapkv:window=8", "budgets": "0.5", "backend": "eager"}
+    usual |= {
         "scopes": "prompt",
+        "tasks": f"{write('facts.jsonl', *FACTS)},multi_needle",
+        "length": 150,
+        "samples": 4,
+        "output": tmp_path,
     }
-    usual |= {"tasks": f"{write('facts.jsonl', *FACTS)},multi_needle", "length": 150, "samples": 4, "output": tmp_path}
 
     def run():
         (results,) = Evaluation(EvalOptions(**usual)).run()

@@ -246,7 +246,7 @@ def table(folder, *words, code=0, columns=200):
 
 
 def test_the_table_of_a_folder_has_every_record_in_csv_latex_markdown_and_in_a_terminal(tmp_path):
-    records = made(seed=1)
+    records = made(seed=1, tasks=("t",))
     folder = write_folder(tmp_path, records)
     rows = rows_of(records)
     lines = [*csv.DictReader(io.StringIO(table(folder, "--csv")))]
@@ -295,7 +295,7 @@ def test_policies_against_tasks_are_a_table_of_scores_and_one_of_differences(tmp
 
 
 def test_against_adds_a_column_and_refuses_a_policy_that_the_folder_lacks(tmp_path):
-    folder = write_folder(tmp_path, made(seed=3))
+    folder = write_folder(tmp_path, made(seed=3, tasks=("t",)))
     assert "against lava" in table(folder, "--against", "lava") and "against lava" not in table(folder)
     assert "policy 'snapkv': the folder has" in table(folder, "--against", "snapkv", code=2)
     assert "rows='x': must be one of task, scope" in table(folder, "--rows", "x", "--columns", "task", code=2)

@@ -38,9 +38,8 @@ def test_an_interval_is_that_of_a_bootstrap_written_out():
     assert mean_score([*scores]) == mean_score([*scores]), "seeded"
 
 
-def coverage(monkeypatch, count, tables):
+def coverage(count, tables):
     """Shares of tables whose interval holds the true mean: of scores, of paired differences, of three tasks' mean."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 1_000)
     rng = np.random.default_rng(7)
     held = np.zeros((tables, 3))
     for table in range(tables):
@@ -56,13 +55,10 @@ def coverage(monkeypatch, count, tables):
 TRUTHS = (TRUE_SCORE, TRUE_DIFFERENCE, TRUE_DIFFERENCE)
 
 
-def test_intervals_hold_the_true_mean_in_most_of_two_hundred_tables(monkeypatch):
-    assert all(0.91 <= share <= 0.99 for share in coverage(monkeypatch, 50, 200))
-
-
 @pytest.mark.exhaustive
 def test_intervals_hold_the_true_mean_in_95_of_100_tables(monkeypatch):
-    shares = {count: coverage(monkeypatch, count, 1_000) for count in (50, 20, 8)}
+    monkeypatch.setattr(statistics, "RESAMPLES", 1_000)
+    shares = {count: coverage(count, 1_000) for count in (50, 20, 8)}
     print(*(f"{count} samples: {[f'{share:.1%}' for share in found]}" for count, found in shares.items()), sep="\n")
     assert all(0.93 <= share <= 0.97 for share in shares[50])
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -100,10 +99,10 @@ def test_generated_prompts_fill_the_length_asked_for_with_any_tokenizer(name, ki
     if "needle" not in name:
         pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
     tokenizer, task = request.getfixturevalue(kind), registry()[name]
-    samples = task.samples(tokenizer, 1024, 6, seed=5)
-    assert samples[:2] == task.samples(tokenizer, 1024, 2, seed=5)
-    assert {text_of(sample) for sample in samples}.isdisjoint(map(text_of, task.samples(tokenizer, 1024, 2, seed=6)))
-    assert len(samples) == len({sample.id for sample in samples}) == 6
+    samples = task.samples(tokenizer, 1024, 3, seed=5)
+    assert samples[:1] == task.samples(tokenizer, 1024, 1, seed=5)
+    assert {text_of(sample) for sample in samples}.isdisjoint(map(text_of, task.samples(tokenizer, 1024, 1, seed=6)))
+    assert len(samples) == len({sample.id for sample in samples}) == 3
     for sample in samples:
         wanted = sample.labels.get("length", 1024)
         tokens = len(encode(tokenizer, sample, chat=task.chat))
@@ -135,9 +134,9 @@ def test_several_needles_share_a_context_and_each_is_asked_for_once(words):
 def test_the_grid_puts_the_fact_at_every_depth_of_every_length(kind, request):
     tokenizer = request.getfixturevalue(kind)
     cells = len(LENGTHS) * len(DEPTHS)
-    samples = registry()["needle_grid"].samples(tokenizer, 800, 2 * cells, 0)
+    samples = registry()["needle_grid"].samples(tokenizer, 800, cells, 0)
     assert Counter((s.labels["length"], s.labels["depth"]) for s in samples) == Counter(
-        {(round(part * 800), depth): 2 for part in LENGTHS for depth in DEPTHS}
+        {(round(part * 800), depth): 1 for part in LENGTHS for depth in DEPTHS}
     )
     for sample in samples:
         lead, sentences = sample.question.removeprefix(" question "), re.findall(r"[^.]+\.", sample.context)
@@ -221,7 +220,7 @@ def test_each_needle_of_a_text_is_asked_for_alone(pieces):
 
 
 def test_needles_lie_all_over_the_text(pieces):
-    samples = registry()["niah_single_2"].samples(pieces, 1000, 40, 0)
+    samples = registry()["niah_single_2"].samples(pieces, 400, 40, 0)
     places = [sample.context.index("A magic number") / len(sample.context) for sample in samples]
     assert sum(place < 0.3 for place in places) > 5
     assert sum(place > 0.7 for place in places) > 5
@@ -260,8 +259,6 @@ def test_frequent_words_fall_with_the_square_of_the_rank(pieces):
     assert counts[0][1] / counts[2][1] == pytest.approx(9, rel=0.05)
 
 
-DATA = os.environ.get("KVPASS_DATA_DIR")
-
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kvpass[eval]'")
 
 
@@ -297,25 +294,15 @@ def test_longbench_rows_become_the_prompt_of_the_harness_cut_behind_the_context(
 ROW = {"input": "who?", "context": "A fox.", "answers": ["fox"], "length": 2, "all_classes": None}
 
 
-def test_blank_lines_a_byte_order_mark_and_an_answer_that_is_a_text_are_read(words, folder):
+def test_an_answer_that_is_a_text_is_read_and_a_line_that_is_no_row_refused_by_file_and_number(words, folder):
+    """What else is read and refused of lines: test_own_data.py."""
     file, task = folder / "longbench" / "qasper.jsonl", registry(folder)["longbench_qasper"]
-    lines = [json.dumps(ROW), json.dumps(ROW | {"answers": "fox"})]
-    file.write_text("\n".join(lines))
-    plain = task.samples(words, 512, 2, 0)
-    assert [sample.answers for sample in plain] == [("fox",), ("fox",)]
-    file.write_text("\n" + "\n \n".join(lines) + "\n\n", encoding="utf-8-sig")
-    assert task.samples(words, 512, 2, 0) == plain
-
-
-WRONG_ROWS = ["{", "[]", json.dumps(ROW | {"answers": []}), json.dumps(ROW | {"context": 1})]
-WRONG_ROWS += [json.dumps({name: value for name, value in ROW.items() if name != left_out}) for left_out in ROW]
-
-
-@pytest.mark.parametrize("line", WRONG_ROWS)
-def test_a_line_that_is_no_row_is_refused_by_file_and_number(words, folder, line):
-    (folder / "longbench" / "qasper.jsonl").write_text(f"{json.dumps(ROW)}\n\n{line}\n")
-    with pytest.raises(ValueError, match=r"longbench.qasper\.jsonl, line 3: is no row of LongBench: "):
-        registry(folder)["longbench_qasper"].samples(words, 512, 2, 0)
+    for left_out in ROW:
+        line = json.dumps({name: value for name, value in ROW.items() if name != left_out})
+        file.write_text(f"{json.dumps(ROW | {'answers': 'fox'})}\n\n{line}\n")
+        assert task.samples(words, 512, 1, 0)[0].answers == ("fox",)
+        with pytest.raises(ValueError, match=r"longbench.qasper\.jsonl, line 3: is no row of LongBench: "):
+            task.samples(words, 512, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -363,23 +350,6 @@ def test_what_is_not_in_the_folder_is_asked_of_the_hub(words, folder, monkeypatc
     assert asked == [("Xnhyacinth/LongBench", "musique", "test")]
     with pytest.raises(ValueError, match="data set 'lcc': not in data_dir, and not on the hub: no net"):
         registry(folder)["longbench_lcc"].samples(words, 512, 2, 0)
-
-
-@pytest.mark.skipif(DATA is None, reason="KVPASS_DATA_DIR does not name a folder with the official rows")
-@pytest.mark.parametrize("dataset", longbench.NAMES)
-def test_official_rows_become_prompts_that_lose_their_middle(words, dataset):
-    assert DATA is not None
-    if not list(Path(DATA, "longbench").glob(f"{dataset}.jsonl*")):
-        pytest.skip(f"{DATA} has no {dataset}")
-    task = registry(Path(DATA))[f"longbench_{dataset}"]
-    for sample in task.samples(words, 512, 2, 0):
-        whole, cut = encode(words, sample, chat=True), encode(words, sample, chat=True, limit=512)
-        assert len(cut) == min(512, len(whole))
-        assert cut.ids[:256] == whole.ids[:256]
-        assert cut.ids[-256:] == whole.ids[-256:]
-        assert sample.answers
-        assert 0.0 <= task.metric(sample.answers[0], sample) <= 1.0
-        assert task.metric("", sample) == 0.0
 
 
 TWENTY = tuple(range(20))

@@ -168,28 +168,10 @@ def test_negative_scores_and_signed_zeros_rank_by_value_and_entries_that_cannot_
         assert rank_entries(scores, alpha)[scores > NONE].sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
-def budgets_of(weights: list[float], entries: int, available: int, kv_heads: int = 1) -> list[int]:
-    given = torch.tensor([weights], dtype=torch.float64), *torch.tensor([[entries], [available]])
-    return adaptive_budgets(*given, kv_heads, len(weights))[0].tolist()
-
-
-@pytest.mark.parametrize(
-    ("weights", "entries", "available", "budgets"),
-    [
-        ([8, 1, 1], 4, 6, [6, 3, 3]),  # no layer holds more than it has, and the surplus is shared by weight
-        ([1, 0, 1], 4, 10, [6, 0, 6]),
-        ([1, 0, 1], 4, 5, [5, 2, 5]),  # a zero weight beside positive ones lives on the surplus
-        ([0, 0, 0], 5, 10, [5, 5, 5]),  # all zero weights share uniformly
-        ([1, 1, 1, 0.5], 2, 10, [3, 2, 2, 1]),  # remainders go to lower layers
-    ],
-)
-def test_layers_share_by_weight(weights, entries, available, budgets):
-    assert budgets_of(weights, entries, available) == budgets
-
-
 def test_only_the_proportions_of_weights_matter():
     for scale in (1e-30, 1.0, 1e30):
-        assert budgets_of([3 * scale, 2 * scale, scale], 100, 1000, 4) == [600, 400, 200]
+        weights = torch.tensor([[3 * scale, 2 * scale, scale]], dtype=torch.float64)
+        assert adaptive_budgets(weights, *torch.tensor([[100], [1000]]), 4, 3).tolist() == [[600, 400, 200]]
 
 
 def test_a_large_model_stays_exact():

@@ -5,13 +5,10 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 
-from kvpass import builtin
+from eval_models import MODEL, TOKENIZER
 from kvpass.eval.harness.model import KVPassLM
-from tiny_models import tiny_model
 
 TIGHT: dict[str, Any] = {"policy": "lava", "budget": 16, "window": 6}
-TOKENIZER = builtin.load()[1]
-MODEL = tiny_model("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER), eos_token_id=4)
 
 
 def build(cls: Any = KVPassLM, *, model: Any = MODEL, tokenizer: Any = TOKENIZER, **arguments: Any) -> Any:

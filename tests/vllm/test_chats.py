@@ -5,15 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
+from byte_tokenizer import byte_tokenizer
 from kvpass.vllm.chats import DocumentChat, named_document
+from pairwise import quick
 
 TEMPLATES = Path(__file__).parents[1] / "support" / "chat_templates"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<bos>", "<s>", "<|user|>", "<|end|>", "<|start|>", "<|message|>"]
 TEXT = "dusk falls at nine.\nLamps are lit then, and put out at dawn; so it was ever.\n" * 3
 SYSTEM = "Answer briefly."
+UNLIKE = ("deepseek", "gemma2", "gpt_oss", "mistral", "qwen3")
+"""Templates that the quick suite tries: the others write turns as one of these does, with other words."""
 TURNS = [
     {"role": "user", "content": "When does dusk fall?"},
     {"role": "assistant", "content": "At nine."},
@@ -25,15 +27,10 @@ FUNCTION = {"type": "function", "function": {"name": "look", "description": "Loo
 @pytest.fixture(scope="module")
 def tokenizer():
     """Byte-level BPE with some special tokens."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=350, special_tokens=SPECIAL, initial_alphabet=alphabet)
-    raw.train_from_iterator([TEXT], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=SPECIAL)
+    return byte_tokenizer([TEXT], 350, SPECIAL, additional_special_tokens=SPECIAL)
 
 
-@pytest.fixture(params=[path.stem for path in sorted(TEMPLATES.iterdir())])
+@pytest.fixture(params=quick([path.stem for path in sorted(TEMPLATES.iterdir())], UNLIKE))
 def templated(request, tokenizer):
     tokenizer.chat_template = (TEMPLATES / f"{request.param}.jinja").read_text()
     return request.param, tokenizer

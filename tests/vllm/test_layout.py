@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvpass.config import Geometry
 from kvpass.operands import CODES
 from kvpass.vllm.layout import SLOTS, BlockLayout, BlockSize
+from pairwise import quick
 
 LAYOUTS = st.builds(
     BlockLayout,
@@ -71,7 +72,7 @@ def test_few_sizes_of_tails_serve_all_answers(appended, own):
         assert layout.size_of(900 + own, appended - own + 1, document=900) == (tail, 0)
 
 
-@pytest.mark.parametrize("entry_format", CODES)
+@pytest.mark.parametrize("entry_format", quick([*CODES], ["int8", "rot3"]))
 @given(LAYOUTS.filter(lambda layout: layout.head_dim == 8), st.integers(1, 3))
 def test_codes_and_scales_of_all_units_fill_the_memory_and_lie_equally_far_apart(entry_format, layout, blocks):
     layout = replace(layout, entry_format=entry_format)
@@ -92,7 +93,7 @@ def test_codes_and_scales_of_all_units_fill_the_memory_and_lie_equally_far_apart
     assert held["tail_k"].data_ptr() == keys.data_ptr()
 
 
-@pytest.mark.parametrize("entry_format", ["model", *CODES])
+@pytest.mark.parametrize("entry_format", quick(["model", *CODES], ["model", "fp8", "rot4"]))
 @given(LAYOUTS.filter(lambda layout: layout.head_dim == 8), st.integers(1, 40), st.booleans())
 def test_a_prompt_that_waits_has_memory_that_no_block_has(entry_format, layout, tokens, one_tail):
     layout = replace(layout, entry_format=entry_format, one_tail=one_tail)

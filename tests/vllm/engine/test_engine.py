@@ -372,16 +372,6 @@ def test_flags_that_are_not_exact_and_a_policy_for_another_model_are_refused_at_
     assert flag in ask("refused", LAVA | policy, options)
 
 
-@pytest.mark.parametrize("fault", ["no file", "another model"])
-def test_a_document_that_cannot_be_continued_is_refused_at_start(ask, folder, tmp_path, fault):
-    file = tmp_path / "small.kv"
-    if fault == "another model":
-        make_model(tmp_path / "other", seed=4)
-        compress_documents(tmp_path / "other", tmp_path, SHORT_QUESTIONS[:1], 1)
-    said = ask("refused", LAVA | {"documents": [f"a={file}"]}, {})
-    assert said.startswith("document 'a': ") and ("No such file" if fault == "no file" else "other weights") in said
-
-
 def test_a_model_whose_caches_would_not_be_compressed_is_refused_at_start(ask_alone, tmp_path):
     """Latent attention has backends of its own, which vLLM takes whatever is registered."""
     make_latent_model(tmp_path / "latents")

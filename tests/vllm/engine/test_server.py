@@ -253,19 +253,11 @@ FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"typ
             {"messages": [{"role": "system", "content": "the fox"}, *CHATS["asked of told"]]},
             "document 'told' was read with the system text None: leave that of the chat out",
         ),
+        ({"tools": [FUNCTION], "tool_choice": "none"}, "the chat template writes another text than document 'told'"),
         (
-            {"tools": [FUNCTION], "tool_choice": "none"},
-            "the chat template writes another text than document 'told'",
+            {"document": "small"},
+            "kvpass_document='small': of the documents of this server, ['small', 'fitted', 'told']",
         ),
-        *(
-            (
-                {"document": name},
-                f"kvpass_document='{name}': of the documents of this server, ['small', 'fitted', 'told'], ['told']",
-            )
-            for name in ("small", "tolled")
-        ),
-        ({"messages": CHATS["chat"][1:]}, "must begin with a question of the user"),
-        ({"messages": whole([{"role": "user", "content": ""}])}, "must begin with a question of the user"),
     ],
 )
 def test_a_chat_that_does_not_begin_as_the_document_is_a_bad_request(server, client, change, message, stream):
