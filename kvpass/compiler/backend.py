@@ -44,6 +44,7 @@ from kvpass.graphs.passes import (
     FINDING_PASSES,
     PassRecord,
     capture_passes,
+    dump_graph,
     part_passes,
     prompt_passes,
     run_passes,
@@ -226,6 +227,7 @@ class PhaseCompiler:
         passes.append(PassRecord(name="split_layers", sites=len(split.layers), seconds=seconds, op_diff=""))
         for index, part in enumerate({part.key: part for part in split.parts}.values()):
             passes += run_passes(part.gm, part_passes(), label=f"{label}.part_{index}")
+            dump_graph(f"{label}.part_{index}", part.gm)
         with self._shown(call, MOST_PARTS), compiled_for_any_length():
             examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))

@@ -1,14 +1,17 @@
 """Modules that other libraries changed: adapters and quantised weights; skipped where one is not installed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import kvpass
-from compiled_models import greedy
+from compiled_models import greedy, reloaded
+from kvpass.loading import load_model
 from pairwise import quick
 from tiny_models import random_ids, tiny_model
-from wrapping_tensor import HalfPrecision
+from wrapping_tensor import HalfPrecision, Int8Rows
 
 IDS = random_ids(1, 40)
 
@@ -46,10 +49,39 @@ def test_activations_quantised_by_torchao_are_refused_in_compiled_code_and_layer
 
 
 @pytest.mark.parametrize("config", quick(["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"], ["Int8WeightOnlyConfig"]))
-def test_weights_quantised_by_torchao_work_in_compiled_code(model, config):
+@pytest.mark.parametrize("rows", quick([1, 3], [1]))
+def test_weights_quantised_by_torchao_work_in_compiled_code(config, rows):
     torchao = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama", layers=1, dtype=torch.bfloat16)
     torchao.quantize_(model, getattr(torchao, config)())
-    assert_same_tokens(model)
+    fast, ids = kvpass.compile(model, policy="full"), random_ids(rows, 40)
+    out = fast(ids[:, :35], logits_to_keep=1)
+    tokens = ids[:, 35:].split(1, 1)
+    logits = [fast(token, past_key_values=out.past_key_values, logits_to_keep=1).logits for token in tokens]
+    expected = model(ids, logits_to_keep=6).logits
+    torch.testing.assert_close(torch.cat([out.logits, *logits], 1), expected, rtol=0.05, atol=0.05)
+    products = {record.name: record.sites for record in fast.report().compiled[-1].passes}["int8_linear"]
+    assert products == (8 if config == "Int8WeightOnlyConfig" else 0), "those of the layer, and that of the logits"
+
+
+def test_the_command_line_loads_models_of_int8_weights():
+    pytest.importorskip("torchao")
+    model, _ = load_model("builtin", dtype="int8", device="cpu")
+    assert type(model.lm_head.weight).__name__ == "Int8Tensor" and model.dtype == torch.bfloat16
+
+
+def test_a_cache_of_quantised_weights_is_continued_with_these_alone(model, tmp_path):
+    plain, model = kvpass.compile(model, policy="full", backend="eager"), copy.deepcopy(model)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(Int8Rows.of(layer.weight), requires_grad=False)
+    fast = kvpass.compile(model, policy="full", backend="eager")
+    cache, question = fast.compress(IDS), random_ids(1, 3, seed=1)
+    loaded = reloaded(cache, fast, tmp_path)
+    answers = [greedy(fast, question, past_key_values=given, min_new_tokens=6) for given in (loaded, cache)]
+    assert torch.equal(*answers)
+    with pytest.raises(kvpass.CacheMismatchError, match="weights"):
+        reloaded(cache, plain, tmp_path)
 
 
 @pytest.mark.parametrize("backend", quick(["eager", "inductor"], ["eager"]))

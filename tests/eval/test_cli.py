@@ -209,7 +209,7 @@ def test_a_bad_value_is_one_line_with_the_name_and_exit_code_2_and_nothing_is_wr
 
 
 OUT_OF_RANGE = [
-    "eval builtin --samples 0", "eval builtin --num-uncompressed-tokens -1", "eval builtin --dtype int8",
+    "eval builtin --samples 0", "eval builtin --num-uncompressed-tokens -1", "eval builtin --dtype int3",
     "bench --device tpu", "bench --repeats 0", "demo --facts 0", "demo --facts 513", "demo --backend jit",
     f"ask {__file__} who? --max-new-tokens 0",
 ]  # fmt: skip

@@ -1,15 +1,12 @@
-"""Passes that choose how a CPU computes products, on single layers and on a model of int8 weights."""
+"""Passes that choose how a CPU computes products, on single layers."""
 
 import pytest
 import torch
 
-import kvpass
-from compiled_models import greedy, reloaded
 from kvpass.graphs import widen_linear
 from kvpass.graphs.int8_linear import int8_linear_pass
 from kvpass.graphs.widen_linear import widen_linear_pass
-from kvpass.loading import load_model
-from tiny_models import random_ids, tiny_model
+from wrapping_tensor import Int8Rows
 
 
 def changed_by(graph_pass, module, x):
@@ -29,9 +26,8 @@ def changed_by(graph_pass, module, x):
 
 
 def int8_layer(bias):
-    torchao = pytest.importorskip("torchao.quantization")
     layer = torch.nn.Linear(64, 40, bias=bias).bfloat16()
-    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+    layer.weight = torch.nn.Parameter(Int8Rows.of(layer.weight), requires_grad=False)
     return layer
 
 
@@ -60,7 +56,7 @@ def test_int8_weights_are_multiplied_as_they_are(shape, bias):
     changed, result = changed_by(int8_linear_pass, layer, x)
     assert changed == 1 and result.dtype == torch.bfloat16
     torch.testing.assert_close(
-        result.double(), exact(layer.weight.dequantize(torch.float32), layer, x), rtol=0.01, atol=0.01
+        result.double(), exact(layer.weight.qdata * layer.weight.scale, layer, x), rtol=0.01, atol=0.01
     )
     assert changed_by(int8_linear_pass, layer, x.float())[0] == 0
 
@@ -71,37 +67,5 @@ def test_int8_weights_of_prompts_are_multiplied_in_fp32_where_the_cpu_has_no_ins
     changed, result = changed_by(widen_linear_pass, layer, x)
     assert changed == 1 and result.dtype == torch.bfloat16
     torch.testing.assert_close(
-        result.double(), exact(layer.weight.dequantize(torch.float32), layer, x), rtol=0.005, atol=1e-3
+        result.double(), exact(layer.weight.qdata * layer.weight.scale, layer, x), rtol=0.005, atol=1e-3
     )
-
-
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_a_model_of_int8_weights_gives_the_logits_of_the_uncompiled_one(rows):
-    torchao = pytest.importorskip("torchao.quantization")
-    model = tiny_model("llama", layers=1, dtype=torch.bfloat16)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
-    fast, ids, new = kvpass.compile(model, policy="full"), random_ids(rows, 40), random_ids(rows, 5, seed=1)
-    out = fast(ids)
-    logits = [out.logits, *(fast(token, past_key_values=out.past_key_values).logits for token in new.split(1, 1))]
-    plain = model(torch.cat([ids, new], 1)).logits
-    torch.testing.assert_close(torch.cat(logits, 1), plain, rtol=0.05, atol=0.05)
-    passes = {record.name: record.sites for record in fast.report().compiled[-1].passes}
-    assert passes["int8_linear"] == 8, "each product of the layer, and that of the logits"
-    assert torch.equal(greedy(fast, ids), greedy(model, ids))
-
-
-def test_a_cache_of_a_model_of_int8_weights_is_saved_and_of_no_other(tmp_path):
-    pytest.importorskip("torchao")
-    model, tokenizer = load_model("builtin", dtype="int8", device="cpu")
-    assert type(model.lm_head.weight).__name__ == "Int8Tensor" and model.dtype == torch.bfloat16
-    ids, question = (
-        tokenizer(text, return_tensors="pt").input_ids for text in ("the farmer carried the lamp", "river")
-    )
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    cache = fast.compress(ids)
-    loaded = reloaded(cache, fast, tmp_path)
-    answers = [greedy(fast, question, past_key_values=given, min_new_tokens=6) for given in (loaded, cache)]
-    assert torch.equal(*answers)
-    plain = kvpass.compile(load_model("builtin", dtype="bfloat16", device="cpu")[0], policy="full", backend="eager")
-    with pytest.raises(kvpass.CacheMismatchError, match="weights"):
-        reloaded(cache, plain, tmp_path)
