@@ -8,8 +8,8 @@ After::
 
     y = linear(x.float(), weight.float(), bias.float()).to(bfloat16)
 
-The library then multiplies number by number: on two cores with AVX2, 512 rows of 896 numbers and a weight of 4864 rows
-took 485 ms in bf16 and 67 ms so. The sums are the library's, of fp32 numbers, rounded once.
+The library otherwise multiplies number by number, several times slower (docs/figures.md has seconds). The sums are those
+of fp32 numbers, rounded once.
 """
 
 from __future__ import annotations

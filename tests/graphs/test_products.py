@@ -4,17 +4,20 @@ import pytest
 import torch
 
 from kvpass.graphs import widen_linear
+from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.int8_linear import int8_linear_pass
 from kvpass.graphs.widen_linear import widen_linear_pass
 from wrapping_tensor import Int8Rows
 
 
 def changed_by(graph_pass, module, x):
-    """Return how many products a pass changes in the graph of ``module(x)``, and what the changed graph gives."""
-    counts = []
+    """Return how many products a pass changes in the graph of ``module(x)``, their dtypes, and what that then gives."""
+    counts, dtypes = [], []
 
     def backend(gm, example_inputs):
         counts.append(graph_pass(gm))
+        products = gm.graph.find_nodes(op="call_function", target=torch.nn.functional.linear)
+        dtypes.extend(recorded(product).dtype for product in products)
         gm.graph.lint()
         gm.recompile()
         return gm.forward
@@ -22,11 +25,11 @@ def changed_by(graph_pass, module, x):
     torch._dynamo.reset()
     with torch.no_grad():
         result = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)(x)
-    return counts[0], result
+    return counts[0], dtypes, result
 
 
-def int8_layer(bias):
-    layer = torch.nn.Linear(64, 40, bias=bias).bfloat16()
+def int8_layer(bias, dtype=torch.bfloat16):
+    layer = torch.nn.Linear(64, 40, bias=bias).to(dtype)
     layer.weight = torch.nn.Parameter(Int8Rows.of(layer.weight), requires_grad=False)
     return layer
 
@@ -42,7 +45,8 @@ def test_products_of_several_rows_are_added_in_fp32_where_the_cpu_has_no_instruc
     layer, x = torch.nn.Linear(64, 40, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     for has_instructions in (True, False):
         monkeypatch.setattr(widen_linear, "multiplies", lambda _, is_so=has_instructions: is_so)
-        changed, result = changed_by(widen_linear_pass, layer, x)
+        changed, dtypes, result = changed_by(widen_linear_pass, layer, x)
+        assert dtypes == [torch.float32 if changed else dtype]
         assert changed == (not has_instructions and shape != (1, 1, 64))
         assert result.dtype == dtype
         close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6} if changed else {"rtol": 0.02, "atol": 0.02}
@@ -53,19 +57,21 @@ def test_products_of_several_rows_are_added_in_fp32_where_the_cpu_has_no_instruc
 @pytest.mark.parametrize("bias", [True, False])
 def test_int8_weights_are_multiplied_as_they_are(shape, bias):
     layer, x = int8_layer(bias), torch.randn(shape).bfloat16()
-    changed, result = changed_by(int8_linear_pass, layer, x)
-    assert changed == 1 and result.dtype == torch.bfloat16
+    changed, dtypes, result = changed_by(int8_linear_pass, layer, x)
+    assert changed == 1 and not dtypes and result.dtype == torch.bfloat16
     torch.testing.assert_close(
         result.double(), exact(layer.weight.qdata * layer.weight.scale, layer, x), rtol=0.01, atol=0.01
     )
-    assert changed_by(int8_linear_pass, layer, x.float())[0] == 0
+    assert changed_by(int8_linear_pass, int8_layer(bias, torch.float32), x.float())[0] == 0
 
 
 def test_int8_weights_of_prompts_are_multiplied_in_fp32_where_the_cpu_has_no_instructions(monkeypatch):
+    torchao = pytest.importorskip("torchao.quantization")
     monkeypatch.setattr(widen_linear, "multiplies", lambda _: False)
-    layer, x = int8_layer(True), torch.randn(2, 7, 64).bfloat16()
-    changed, result = changed_by(widen_linear_pass, layer, x)
-    assert changed == 1 and result.dtype == torch.bfloat16
+    layer, x = torch.nn.Linear(64, 40).bfloat16(), torch.randn(2, 7, 64).bfloat16()
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+    changed, dtypes, result = changed_by(widen_linear_pass, layer, x)
+    assert changed == 1 and dtypes == [torch.float32] and result.dtype == torch.bfloat16
     torch.testing.assert_close(
-        result.double(), exact(layer.weight.qdata * layer.weight.scale, layer, x), rtol=0.005, atol=1e-3
+        result.double(), exact(layer.weight.dequantize(torch.float32), layer, x), rtol=0.005, atol=1e-3
     )

@@ -40,7 +40,7 @@ class HalfPrecision(Tensor):
 
 
 class Int8Rows(Tensor):
-    """A weight of int8 numbers ``[out, in]`` and a scale for each row, which computes in the dtype that it meets."""
+    """A weight of int8 numbers ``[out, in]`` and a scale for each row."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     qdata: Tensor
@@ -73,6 +73,7 @@ class Int8Rows(Tensor):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             made = cls(function(args[0].qdata), function(args[0].scale), args[0].dtype)
             return return_and_correct_aliasing(function, args, kwargs, made)
-        met = next((x.dtype for x in args if isinstance(x, Tensor) and not isinstance(x, cls)), None)
-        plain = tree_map(lambda x: (x.qdata * x.scale).to(met or x.dtype) if isinstance(x, cls) else x, args)
+        if function is torch.ops.aten.view.default:
+            raise NotImplementedError("as torchao's")
+        plain = tree_map(lambda x: (x.qdata * x.scale).to(x.dtype) if isinstance(x, cls) else x, args)
         return function(*plain, **kwargs)
