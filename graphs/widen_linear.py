@@ -8,8 +8,8 @@ After::
 
     y = linear(x.float(), weight.float(), bias.float()).to(bfloat16)
 
-The library otherwise multiplies number by number, several times slower (docs/figures.md has seconds). The sums are those
-of fp32 numbers, rounded once.
+The library otherwise multiplies number by number, several times slower (docs/figures.md has seconds). The sums are
+those of fp32 numbers, rounded once.
 """
 
 from __future__ import annotations
