@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.graphs.fx_utils import arguments_of, dim_of, recorded, replace_node
-from kvpass.torch_compat import force_stride_order
+from kvpass.torch_compat import force_stride_order, is_traceable_wrapper_subclass
 
 _TO = torch.ops.aten.to.dtype
 _LINEAR = torch.nn.functional.linear
@@ -48,10 +48,10 @@ def decompose_linear_pass(gm: GraphModule) -> int:
     for node in gm.graph.find_nodes(op="call_function", target=_LINEAR):
         x, weight, bias = arguments_of(node).values()
         value, weights = recorded(x), recorded(weight)
-        made_of_others = hasattr(weights, "__tensor_flatten__")  # as torchao's: those have linear, but seldom mul
+        wraps_others = is_traceable_wrapper_subclass(weights)  # as torchao's: those have linear, but seldom mul
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES or value.device.type != "cpu":
             continue
-        if made_of_others or weights.nbytes >= most or any(size != 1 for size in map(dim_of, value.shape[:-1])):
+        if wraps_others or weights.nbytes >= most or any(size != 1 for size in map(dim_of, value.shape[:-1])):
             continue
         with gm.graph.inserting_before(node):
             total = _reduction(gm, x, weight, bias)

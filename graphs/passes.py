@@ -41,7 +41,6 @@ yours                       :data:`PROGRAM_PASSES`
 ``offset_positions``        marked positions start at the number of tokens in the cache
 ``one_token``               of a decode step: values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
-``int8_linear``             decode on the CPU: products with int8 weights of torchao -> torch's operator for them
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
 ``widen_linear``            as above
 ==========================  =====================================================================================
@@ -69,7 +68,6 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.inline_layers import DistinctLayers
-from kvpass.graphs.int8_linear import int8_linear_pass
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -103,9 +101,7 @@ CANONICAL_PASSES = (*FINDING_PASSES, self_check_pass, fold_alibi_pass)
 PROGRAM_PASSES: list[GraphPass] = []
 """Your passes over the programs of prompts; append them before the first prompt."""
 
-_PRODUCT_PASSES = (int8_linear_pass, decompose_linear_pass, widen_linear_pass)
-
-_STEP_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, *_PRODUCT_PASSES)
+_STEP_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass, widen_linear_pass)
 
 
 def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLayers | None) -> list[GraphPass]:
@@ -143,7 +139,7 @@ def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, 
     """
     positions: GraphPass = partial(offset_positions_pass, seen=seen)
     passes = [positions, rewrite] if one_token is None else [positions, one_token, rewrite]
-    return [*passes, *(_PRODUCT_PASSES if decomposes else [widen_linear_pass])]
+    return [*passes, *([decompose_linear_pass] if decomposes else []), widen_linear_pass]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +49,12 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no CUDA device")
-    shared: dict[str, Any] = {}
-    if dtype == "int8" and launched()[1] > 1:
-        raise ValueError("dtype='int8': torchrun divides models in 16 or 32 bits only")
-    if (processes := launched()[1]) > 1:
+    processes, quantise, shared = launched()[1], None, dict[str, Any]()
+    if dtype == "int8":
+        if processes > 1:
+            raise ValueError("dtype='int8': torchrun divides models in 16 or 32 bits only")
+        dtype, quantise = "bfloat16", _int8_quantiser()
+    if processes > 1:
         from transformers.distributed import DistributedConfig
 
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -61,13 +63,13 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         transformers.utils.logging.disable_progress_bar()
         dtype = "float32" if dtype == "auto" else dtype
     with located(name) as place:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype="bfloat16" if dtype == "int8" else dtype, **shared)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **shared)
         tokenizer = AutoTokenizer.from_pretrained(place)
     model.eval()
     if not shared:
         model.to(target)  # type: ignore[arg-type]
-        if dtype == "int8":
-            _quantise(model)
+        if quantise is not None:
+            quantise(model)
         return model, tokenizer
     if model.device.type != target.type:
         raise ValueError(
@@ -76,16 +78,17 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     return model, tokenizer
 
 
-def _quantise(model: PreTrainedModel) -> None:
-    """Replace the weights of linear layers by int8 numbers and a scale for each row."""
-    logging.disable(logging.WARNING)  # of torchao's import, about code for other devices
+def _int8_quantiser() -> Callable[[PreTrainedModel], None]:
+    """Return what replaces the weights of linear layers by int8 numbers and a scale for each row.
+
+    Raises:
+        ValueError: torchao is missing.
+    """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise ValueError(f"dtype='int8' needs torchao, pip install 'kvpass[int8]': {error}") from None
-    finally:
-        logging.disable(logging.NOTSET)
-    quantize_(model, Int8WeightOnlyConfig())
+    return partial(quantize_, config=Int8WeightOnlyConfig())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kvpass.cache.model_state import Global, ModelState
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
+from kvpass.torch_compat import is_traceable_wrapper_subclass, wrapped_tensors
 
 SAMPLES = 256
 """Evenly spaced elements of each tensor that the digest of the weights reads."""
@@ -184,22 +185,16 @@ def weights_digest(model: nn.Module, whole: Mapping[str, Any], *, rounded: bool 
     for name, tensor in _checkpoint(model):
         if name in whole:
             tensor = whole[name].full_tensor()
-        for stored in _stored(tensor.detach()):
+        tensor = tensor.detach()
+        for stored in (tensor, *wrapped_tensors(tensor)):
+            if is_traceable_wrapper_subclass(stored):
+                continue  # its numbers are those of what it wraps
             flat = stored.reshape(-1)
             sample = flat[:: max(flat.numel() // SAMPLES, 1)].contiguous().cpu()
             sample = sample.bfloat16() if rounded and sample.is_floating_point() else sample
             found.update(f"{name} {list(stored.shape)} {sample.dtype}\n".encode())
             found.update(sample.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold the numbers of one: several where it wraps others, as weights of torchao do."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _stored(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def settings_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -5,9 +5,7 @@ import torch
 
 from kvpass.graphs import widen_linear
 from kvpass.graphs.fx_utils import recorded
-from kvpass.graphs.int8_linear import int8_linear_pass
 from kvpass.graphs.widen_linear import widen_linear_pass
-from wrapping_tensor import Int8Rows
 
 
 def changed_by(graph_pass, module, x):
@@ -28,12 +26,6 @@ def changed_by(graph_pass, module, x):
     return counts[0], dtypes, result
 
 
-def int8_layer(bias, dtype=torch.bfloat16):
-    layer = torch.nn.Linear(64, 40, bias=bias).to(dtype)
-    layer.weight = torch.nn.Parameter(Int8Rows.of(layer.weight), requires_grad=False)
-    return layer
-
-
 def exact(weight, layer, x):
     bias = None if layer.bias is None else layer.bias.double()
     return torch.nn.functional.linear(x.double(), weight.double(), bias)
@@ -51,18 +43,6 @@ def test_products_of_several_rows_are_added_in_fp32_where_the_cpu_has_no_instruc
         assert result.dtype == dtype
         close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6} if changed else {"rtol": 0.02, "atol": 0.02}
         torch.testing.assert_close(result.double(), exact(layer.weight, layer, x), **close)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 64), (3, 1, 64), (5, 64)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_int8_weights_are_multiplied_as_they_are(shape, bias):
-    layer, x = int8_layer(bias), torch.randn(shape).bfloat16()
-    changed, dtypes, result = changed_by(int8_linear_pass, layer, x)
-    assert changed == 1 and not dtypes and result.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        result.double(), exact(layer.weight.qdata * layer.weight.scale, layer, x), rtol=0.01, atol=0.01
-    )
-    assert changed_by(int8_linear_pass, int8_layer(bias, torch.float32), x.float())[0] == 0
 
 
 def test_int8_weights_of_prompts_are_multiplied_in_fp32_where_the_cpu_has_no_instructions(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap other tensors, as quantised weights do."""
+"""A tensor subclass that wraps another tensor."""
 
 from __future__ import annotations
 
@@ -36,44 +36,6 @@ class HalfPrecision(Tensor):
         kwargs = kwargs or {}
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return return_and_correct_aliasing(function, args, kwargs, cls(function(args[0].wrapped)))
-        return function(*tree_map(lambda x: x.wrapped.float() if isinstance(x, cls) else x, args), **kwargs)
-
-
-class Int8Rows(Tensor):
-    """A weight of int8 numbers ``[out, in]`` and a scale for each row."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    qdata: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls: Any, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
-        made.qdata, made.scale = qdata, scale
-        return made
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Int8Rows:
-        """Quantise a weight."""
-        scale = weight.detach().float().abs().amax(1, keepdim=True) / 127
-        return cls((weight.detach() / scale).round().to(torch.int8), scale, weight.dtype)
-
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["qdata", "scale"], self.dtype
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: torch.dtype, *_: Any) -> Any:
-        return cls(inner["qdata"], inner["scale"], dtype)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any, kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            made = cls(function(args[0].qdata), function(args[0].scale), args[0].dtype)
-            return return_and_correct_aliasing(function, args, kwargs, made)
         if function is torch.ops.aten.view.default:
             raise NotImplementedError("as torchao's")
-        plain = tree_map(lambda x: (x.qdata * x.scale).to(x.dtype) if isinstance(x, cls) else x, args)
-        return function(*plain, **kwargs)
+        return function(*tree_map(lambda x: x.wrapped.float() if isinstance(x, cls) else x, args), **kwargs)
