@@ -58,11 +58,11 @@ def _excludes_only_one(guard: sympy.Basic, symbols: Set[sympy.Symbol]) -> bool:
 
 
 @contextmanager
-def several_tokens(shapes: ShapeEnv, tokens: Dim) -> Iterator[None]:
-    """What is compiled inside may take two tokens or more for granted; the graph of one has none of the symbol."""
+def several_tokens(shapes: ShapeEnv, tokens: Dim, fewest: int = 2) -> Iterator[None]:
+    """What is compiled inside may take so many tokens or more for granted; the graph of one has none of the symbol."""
     before = {symbol: shapes.bound_sympy(symbol) for symbol in symbols_of([tokens])}
     for symbol, bounds in before.items():
-        set_symbol_bounds(shapes, symbol, ValueRanges(max(bounds.lower, 2), bounds.upper))
+        set_symbol_bounds(shapes, symbol, ValueRanges(max(bounds.lower, fewest), bounds.upper))
     try:
         yield
     finally:

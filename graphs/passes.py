@@ -26,6 +26,7 @@ find a faulty one; results may then be wrong. docs/add-a-pass.md says how to wri
 
 ==========================  =====================================================================================
 ``offset_positions``        marked positions start at the number of tokens seen: at each block of the prompt
+``keep_logits``             ``logits_to_keep``: logits of all tokens -> those of the last ones
 yours                       :data:`PROGRAM_PASSES`
 ==========================  =====================================================================================
 
@@ -39,6 +40,7 @@ yours                       :data:`PROGRAM_PASSES`
 
 ==========================  =====================================================================================
 ``offset_positions``        marked positions start at the number of tokens in the cache
+``keep_logits``             as above
 ``one_token``               of a decode step: values recorded again for one token
 ``rewrite_cached``          ``kvpass::site`` -> attention against the cache, for policies that append or evict
 ``decompose_linear``        decode of one row on the CPU: matrix-vector products -> reductions that Inductor fuses
@@ -68,6 +70,7 @@ from kvpass.graphs.find.flash import find_flash_attention_pass
 from kvpass.graphs.find.repeat_kv import strip_repeat_kv_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
 from kvpass.graphs.inline_layers import DistinctLayers
+from kvpass.graphs.keep_logits import keep_logits_pass
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.rewrite_attention import rewrite_cached_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
@@ -101,7 +104,14 @@ CANONICAL_PASSES = (*FINDING_PASSES, self_check_pass, fold_alibi_pass)
 PROGRAM_PASSES: list[GraphPass] = []
 """Your passes over the programs of prompts; append them before the first prompt."""
 
-_STEP_PASSES = (offset_positions_pass, one_token_pass, rewrite_cached_pass, decompose_linear_pass, widen_linear_pass)
+_STEP_PASSES = (
+    offset_positions_pass,
+    keep_logits_pass,
+    one_token_pass,
+    rewrite_cached_pass,
+    decompose_linear_pass,
+    widen_linear_pass,
+)
 
 
 def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLayers | None) -> list[GraphPass]:
@@ -115,9 +125,19 @@ def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLaye
     return [inline, *FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
 
 
-def prompt_passes(seen: Node) -> list[GraphPass]:
-    """Return the passes over a copy of a capture for prompts; ``seen``: the input from which positions are counted."""
-    return [partial(offset_positions_pass, seen=seen)]
+def _common_passes(seen: Node, logits: int) -> list[GraphPass]:
+    """Return the passes over each copy of a capture."""
+    positions: GraphPass = partial(offset_positions_pass, seen=seen)
+    return [positions, partial(keep_logits_pass, logits=logits)] if logits else [positions]
+
+
+def prompt_passes(seen: Node, logits: int) -> list[GraphPass]:
+    """Return the passes over a copy of a capture for prompts.
+
+    Args:
+        seen: the input from which positions are counted. logits: of so many last tokens; 0: of all.
+    """
+    return _common_passes(seen, logits)
 
 
 def program_passes() -> list[GraphPass]:
@@ -130,16 +150,19 @@ def part_passes() -> list[GraphPass]:
     return [widen_linear_pass]
 
 
-def step_passes(seen: Node, rewrite: GraphPass, one_token: GraphPass | None, *, decomposes: bool) -> list[GraphPass]:
+def step_passes(
+    seen: Node, logits: int, rewrite: GraphPass, one_token: GraphPass | None, *, decomposes: bool
+) -> list[GraphPass]:
     """Return the passes over a copy of a capture for calls that continue a cache.
 
     Args:
-        seen: the input that is the number of tokens in the cache. rewrite, one_token: ``rewrite_cached`` and
-            ``one_token`` with their settings; None where the call has several tokens.
+        seen: the input that is the number of tokens in the cache. logits: of so many last tokens; 0: of all.
+        rewrite, one_token: ``rewrite_cached`` and ``one_token`` with their settings; None where the call has several
+            tokens.
     """
-    positions: GraphPass = partial(offset_positions_pass, seen=seen)
-    passes = [positions, rewrite] if one_token is None else [positions, one_token, rewrite]
-    return [*passes, *([decompose_linear_pass] if decomposes else []), widen_linear_pass]
+    one_token_only = [] if one_token is None else [one_token]
+    decompose = [decompose_linear_pass] if decomposes else []
+    return [*_common_passes(seen, logits), *one_token_only, rewrite, *decompose, widen_linear_pass]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,7 +180,7 @@ class PhaseCompiler:
         began, cache, phase = time.perf_counter(), call.cache, call.phase
         is_prompt = phase == "prefill"
         names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
-        kind = phase if is_prompt else (phase, cache.entry_format)
+        kind = (phase, call.logits, None if is_prompt else cache.entry_format)
         made = None if names_policy else captured.shared.get(kind)
         if made is None:
             made = (self._prefill if is_prompt else self._rewritten)(captured, call)
@@ -217,7 +217,7 @@ class PhaseCompiler:
         layout, _, device = layout_of(unsplit)
         seen = torch.zeros((), dtype=torch.int64, device=device)
         nodes, fakes = add_state_placeholders(unsplit, {"seen": seen}, {}, mode)
-        passes = run_passes(unsplit, prompt_passes(nodes["seen"]), label=label)
+        passes = run_passes(unsplit, prompt_passes(nodes["seen"], call.logits), label=label)
         gm = copy_graph(unsplit)
         try:
             split = split_layers(gm, placeholders(gm)[-1])
@@ -283,7 +283,7 @@ class PhaseCompiler:
             rewrite_cached_pass, state=nodes, layout=layout, policy=cache.policy, impl=impl, ranks=cache.ranks
         )
         decomposes = phase == "decode" and impl == "cpp"
-        passes = step_passes(nodes["seen"], rewrite, one_token, decomposes=decomposes)
+        passes = step_passes(nodes["seen"], call.logits, rewrite, one_token, decomposes=decomposes)
         return gm, inputs, run_passes(gm, passes, label=f"{phase}.{len(self.records):02d}")
 
     def _compile_step(
@@ -328,7 +328,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool, int], Runner] = {}
 
     def admit_one_token(self) -> None:
         """Let Dynamo call this capture with one token too. To be called last in its trace."""
@@ -346,12 +346,12 @@ class Capture:
         """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
         policy = call.cache.policy
         # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = type(policy), policy.spec, call.cache.entry_format, call.phase, call.observed
+        key = type(policy), policy.spec, call.cache.entry_format, call.phase, call.observed, call.logits
         if key in self._runners:
             return self._runners[key]
 
         def make() -> Runner:
-            with tracing(self._context), several_tokens(self._shapes, self._tokens):
+            with tracing(self._context), several_tokens(self._shapes, self._tokens, max(2, call.logits + 1)):
                 return self.compiler.compile(self, call)
 
         with compile_lock, no_garbage_collection():

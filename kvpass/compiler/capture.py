@@ -1,4 +1,4 @@
-"""The captures of one model, which Dynamo makes: for one row and for several, by logits_to_keep."""
+"""The captures of one model, which Dynamo makes: for one row and for several, of ids or embeddings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ log = logging.getLogger(__name__)
 Further = Callable[[Tensor], dict[str, Any]]
 """Makes arguments of a forward from the positions; traced with it."""
 
-Key = tuple[int, int, bool]
+Key = tuple[int, bool]
+"""Rows (2: any number from 2 on), and whether ids are embeddings."""
 
 MAX_STATES = 8
 """States of a model of which captures are kept, as other adapters; that of the longest ago is dropped first."""
@@ -174,10 +175,11 @@ class CaptureCache:
         captures = self._captures()
         scope, watch = {"L": {"forward": forward}, "G": globals()}, partial(self._watch, captures)
         call.take_over_guards = partial(take_over_guards, scope, watch)
-        key, ends = self._key(captures, ids, logits_to_keep), captures.ends
+        key, ends = (min(len(ids), 2), ids.ndim == 3), captures.ends
+        call.logits = logits_to_keep if logits_to_keep < ids.shape[1] else 0
         if key not in captures.compiled:
             # a capture is made of several tokens, also where the call has one, and serves one as well
-            compiled = _make_compiled_forward(forward, self.further, self.compiler, key, ends)
+            compiled = _make_compiled_forward(forward, self.further, self.compiler, key[1], ends)
             self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
             captures.compiled[key] = compiled
         seen = 0 if call.phase == "prefill" else call.cache.columns
@@ -232,17 +234,6 @@ class CaptureCache:
 
         run_on_all_ranks(self.compiler.ranks, what, capture)
 
-    def _key(self, captures: _Captures, ids: Tensor, logits_to_keep: int) -> Key:
-        """Rows (2: any number from 2 on), number of logits (0 = all) and whether ids are embeddings.
-
-        One token takes any that has its logits.
-        """
-        rows, tokens, embedded = min(len(ids), 2), ids.shape[1], ids.ndim == 3
-        if tokens == 1:
-            fits = (key for key in captures.compiled if key[::2] == (rows, embedded) and key[1] <= 1)
-            return next(fits, (rows, 0, embedded))
-        return rows, logits_to_keep if logits_to_keep < tokens else 0, embedded
-
 
 def check_length(longest: int | None, seen: int, tokens: int) -> None:
     """Check that a decoder takes ``tokens`` more tokens after ``seen``, of ``longest`` in all (None: of any number)."""
@@ -294,10 +285,9 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
 
 
 def _make_compiled_forward(
-    forward: types.MethodType, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
+    forward: types.MethodType, further: Further | None, compiler: PhaseCompiler, embedded: bool, ends: _LengthLimits
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
-    _, logits_to_keep, embedded = key
 
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
         if position_ids.shape != input_ids.shape[:2]:  # never; tells Dynamo that both have one size
@@ -306,7 +296,7 @@ def _make_compiled_forward(
             **{"inputs_embeds" if embedded else "input_ids": input_ids},
             position_ids=position_ids,
             use_cache=False,
-            logits_to_keep=logits_to_keep,
+            logits_to_keep=0,
             return_dict=True,
             **({} if further is None else further(position_ids)),
         ).logits
@@ -316,7 +306,7 @@ def _make_compiled_forward(
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         call: Call = CALL.get()
         decoder = compiler.canonicalize(gm, example_inputs)
-        _find_ends(decoder.gm, key, ends)
+        _find_ends(decoder.gm, ends)
 
         def run(*inputs: Any) -> Any:
             call: Call = CALL.get()
@@ -330,11 +320,11 @@ def _make_compiled_forward(
         call.take_over_guards()
         return run
 
-    # dynamic=False: what earlier captures of this line saw, another logits_to_keep, makes nothing a symbol in this one
+    # dynamic=False: what earlier captures of this line saw makes nothing a symbol in this one
     return torch.compile(_own_code(step), backend=backend, fullgraph=True, dynamic=False)
 
 
-def _find_ends(gm: GraphModule, key: Key, ends: _LengthLimits) -> None:
+def _find_ends(gm: GraphModule, ends: _LengthLimits) -> None:
     """Add the ends of a capture.
 
     Raises:
@@ -344,8 +334,7 @@ def _find_ends(gm: GraphModule, key: Key, ends: _LengthLimits) -> None:
     if batch_and_tokens(gm)[1] == 1:
         raise _OneTokenAlone("the decoder is another one for one token than for several")
     sizes = (size for size in map(recorded, inputs) if isinstance(size, torch.SymInt))
-    shortest = max(key[1] + 1, 2)  # tokens for which a capture of several must hold
-    ends.columns.update(most for size in sizes if (most := longest_length(gm, size, shortest)) is not None)
+    ends.columns.update(most for size in sizes if (most := longest_length(gm, size)) is not None)
     end = table_end(gm, [node for node in inputs if argument_of(node) == "position_ids"])
     ends.positions.update([] if end is None else [end])
 

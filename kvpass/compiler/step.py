@@ -27,6 +27,7 @@ class Call:
 
     Attributes:
         recompressions: whose scores the extension also computes.
+        logits: of so many last tokens, of more; 0: of all.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it. layers_once: trace layers of equal code once.
         block: tokens of a block of a prompt, "auto" or at least 2.
@@ -36,6 +37,7 @@ class Call:
     cache: CompressedCache
     phase: Phase
     recompressions: Sequence[Recompression] = ()
+    logits: int = 0
     has_begun: bool = False
     only_capture: bool = False
     layers_once: bool = False
