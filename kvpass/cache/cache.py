@@ -235,10 +235,6 @@ class CompressedCache(Cache):
         twin.reusable, twin.state = False, self.state.clone()
         return twin
 
-    def take_over(self, other: CompressedCache) -> None:
-        """Hold what another cache of the same text holds."""
-        self.state, self.record, self.longest = other.state, other.record, other.longest
-
     def to(self, device: torch.device | str) -> CompressedCache:
         """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""
         target, here = torch.device(device), self._filled.device
@@ -333,9 +329,8 @@ class CompressedCache(Cache):
 
         The file contains its checksum and the fingerprint of the model that filled the cache, so that it loads for no
         other model. Readers see the old file or the new one. Only its owner can read a new file; a replaced one keeps
-        its permissions. The next save in the folder removes what a killed process left. Where several processes share
-        the heads, all must call it; the first writes one file, which loads on any number of processes. The file holds
-        the token ids: whoever can read it can read the text.
+        its permissions. Where several processes share the heads, all must call it; the first writes one file, which
+        loads on any number of processes. The file holds the token ids: whoever can read it can read the text.
 
         Args:
             notes: metadata of the caller, stored in the file; anything JSON can represent.
