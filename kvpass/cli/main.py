@@ -259,8 +259,6 @@ def compress(options: CompressOptions) -> None:
         if first and policy.replays_prompt:
             reading = f"the question is not known yet: {policy.name}, which reads the text twice"
             typer.echo(f"{reading}; --policy compactor reads it once", err=True)
-        if options.window is not None:
-            chosen.setdefault("window", options.window)
         names = ("model", "entries", "dtype", "device", "backend", "system", "chat")
         document = read_document(text, **chosen, **{name: getattr(options, name) for name in names})
         document.save(output)

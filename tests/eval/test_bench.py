@@ -53,7 +53,6 @@ def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
         assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
         for name in ("hf-eager", "hf-static", "full"):
             assert systems[name]["attended_bytes"] == 2 * (48 + 3) * 2 * entry, name
-            assert systems[name]["same_tokens_as_hf_eager"], name
         assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * entry
         assert systems["lava"]["tokens_per_s"] == pytest.approx(2e3 / systems["lava"]["decode_ms"]["median"])
 
@@ -92,7 +91,7 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
     eager, lava, full = result["runs"][0]["systems"]
     assert eager == {"name": "hf-eager", "failure": "CUDA out of memory. Tried to allocate 9 GiB."}
     assert "hf-eager" not in lava["decode_speedup"] and lava["decode_speedup"]["full"] > 0
-    assert full["same_tokens_as_hf_eager"] is None
+    assert full["decode_ms"]["median"] > 0
     text = show(result).markdown()
     assert "| hf-eager | failed |" in text
     assert "hf-eager: CUDA out of memory. Tried to allocate 9 GiB." in text
