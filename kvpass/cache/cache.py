@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -165,8 +164,9 @@ class CompressedCache(Cache):
         """
         self._filler.check_weights(owner)
         if self.policy != policy:
-            ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
-            raise _differs(f"policy {ours}", theirs, "give the model the cache's policy (model.set_policy)")
+            raise _differs(
+                f"policy {self.policy.text}", policy.text, "give the model the cache's policy (model.set_policy)"
+            )
         if self.budget != budget and not self.own_budget:
             raise _differs(f"budget {self.budget}", budget, "give the model the cache's budget (model.set_budget)")
         if (ours := self.entry_format) != entry_format:
@@ -378,12 +378,3 @@ class CompressedCache(Cache):
 
 def _differs(ours: str, theirs: object, advice: str) -> CacheMismatchError:
     return CacheMismatchError(f"the cache has {ours}, the model {theirs}: {advice}, or prefill the prompt again")
-
-
-def _name_and_differences(policy: Policy, other: Policy) -> str:
-    """Return the name of a policy, with the options that differ where ``other`` has the same name."""
-    if policy.name != other.name:
-        return repr(policy.name)
-    theirs = json.loads(other.spec)
-    options = [(name, value) for name, value in sorted(json.loads(policy.spec).items()) if theirs[name] != value]
-    return f"{policy.name!r} with " + ", ".join(f"{name}={value!r}" for name, value in options)
