@@ -1,4 +1,4 @@
-"""How the bench measures: clocks, memory, bandwidth, scoring time."""
+"""How the bench measures: clocks, memory, bandwidth, share of scoring."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -83,15 +83,8 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
 
 
-class Scoring(NamedTuple):
-    """Seconds that compression adds to a prefill, and of the whole prefill in the same run."""
-
-    seconds: float
-    prefill: float
-
-
-def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None:
-    """What compression adds to a prefill, measured in one profiled run.
+def scoring_share(run: Callable[[], Any], device: torch.device) -> float | None:
+    """Return the share of a prefill that compression takes, measured in one profiled run.
 
     Counted is all that kvpass does but the attention itself: window statistics, scores, schedule, selection, gather and
     pack; of replays everything. On CUDA it is time of the device, kernel by kernel; on the CPU time of the thread that
@@ -113,7 +106,7 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
         total = meter.seconds(marks)[0]
     ours = [event for event in profiler.events() or () if event.name in KVPASS_OPERATORS]
     parts = [part for event in ours for part in _beyond_attention(event, meter.is_cuda)]
-    return Scoring(sum(parts) / 1e6, total) if parts else None
+    return sum(parts) / 1e6 / total if parts else None
 
 
 def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> Iterator[float]:

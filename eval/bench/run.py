@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, Geometry
-from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, spread, weight_bytes
+from kvpass.eval.bench.measure import Meter, copy_bandwidth, first_line, spread, weight_bytes
 from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
@@ -53,7 +53,7 @@ class Measurement:
     cache_bytes: int = 0  # storages of the cache at its end
     attended_bytes: int = 0  # of the entries the last step read
     peak_bytes: int | None = None  # most that was allocated at once, weights included
-    scoring: Scoring | None = None
+    scoring: float | None = None  # share of the prefill that compression takes
     failure: str | None = None  # why there are no figures
 
     def __post_init__(self) -> None:
@@ -262,7 +262,7 @@ class Bench:
             "tokens_per_s": 1e3 * measurement.batch / decode["median"],
             **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes")},
             "compile_s": measurement.compile_seconds,
-            "scoring": scoring and {"share": scoring.seconds / scoring.prefill},
+            "scoring": None if scoring is None else {"share": scoring},
             "share_of_bound": None if bound is None else bound / decode["median"],
             "decode_speedup": {name: median / decode["median"] for name, median in decodes.items()},
             "prefill_ratio": {name: prefill["median"] / median for name, median in prefills.items()},
