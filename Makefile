@@ -32,11 +32,10 @@ test: $(READY) ## run the quick tests that this machine can run
 test-exhaustive: $(READY) ## run the full products of policies and families that make test samples (hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
-lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package may import which; words of the docs
+lint: $(LINT_READY) ## ruff: style and formatting; import-linter: which package may import which
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports --no-logo --no-cache
-	@$(BIN)/python scripts/check-words
 
 typecheck: $(LINT_READY) ## mypy, and what it says of wrong uses of kvpass
 	@$(BIN)/mypy

@@ -152,7 +152,6 @@ class CompressOptions:
     model: Annotated[str, Option(envvar="KVPASS_MODEL", help=MODEL)] = "builtin"
     policy: Annotated[str, Option(help="With its options, such as 'compactor' or 'cake:tau1=1.6,tau2=0.4'.")] = "kvzip"
     budget: Budget = "0.5"
-    window: Annotated[int | None, Option(help="Last tokens, always kept; the policy's own default.")] = None
     entries: Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")] = "rot4"
     system: System = None
     chat: Chat = True

@@ -266,7 +266,8 @@ def plot(results: Sequence[Results], output: Path, *, policies: str = "", task: 
     labels = dict.fromkeys(row["policy"] for one in results for row in one.rows)
     chosen = policies_of(policies, labels) if policies else [label for label in labels if label != "full"]
     panels = []
-    for one, label in itertools.product(results, sorted(chosen, key=_is_built_in)):
+    chosen.sort(key=lambda label: label.split()[-1].partition(":")[0] in POLICIES)
+    for one, label in itertools.product(results, chosen):
         tasks = [row["task"] for row in one.rows]
         if task not in tasks and (task or (len({*tasks}) > 1 and one.rows[-1]["tasks"] == 1)):
             have = ", ".join(dict.fromkeys(tasks))
@@ -298,10 +299,6 @@ def plot(results: Sequence[Results], output: Path, *, policies: str = "", task: 
     figure.supylabel(f"score %, {panels[0][1][0]['task']}")
     with replacing(output, SHARED) as file:
         figure.savefig(file, format=suffix[1:], dpi=200)
-
-
-def _is_built_in(label: str) -> bool:
-    return label.split()[-1].partition(":")[0] in POLICIES
 
 
 def shown(record: Record) -> str:

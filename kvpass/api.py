@@ -165,9 +165,7 @@ def chosen(path: str | Path, model: PreTrainedModel) -> dict[str, Any]:
     return {"policy": from_spec(choice.policy), "budget": choice.budget, "entries": choice.entries}
 
 
-def load_cache(
-    path: str | Path, model: CompressedModel, *, device: torch.device | str | None = None
-) -> CompressedCache:
+def load_cache(path: str | Path, model: CompressedModel) -> CompressedCache:
     """Load a cache that :meth:`CompressedCache.save` wrote to ``path``, to continue with ``model``.
 
     Entries are bit for bit those that were saved; spare capacity was not saved. Where several processes share the heads
@@ -175,7 +173,6 @@ def load_cache(
 
     Args:
         model: what ``kvpass.compile`` returned, with the policy and budget of the cache.
-        device: of the cache; by default that of the model's first parameter.
     Raises:
         CacheMismatchError: the cache is of another model, dtype, policy or budget; the message says which.
         CacheFileError: the file is damaged, truncated, no cache of kvpass, or written by a newer one.
@@ -189,7 +186,7 @@ def load_cache(
     found = run_on_all_ranks(
         ranks, "kvpass.load_cache", lambda: read_saved(path), lambda found: {"file": _summary(*found)}
     )
-    return restore_cache(path, *found, model, device=device)
+    return restore_cache(path, *found, model)
 
 
 def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
@@ -200,12 +197,7 @@ def _summary(metadata: CacheMetadata, tensors: Mapping[str, Tensor]) -> str:
 
 @torch.inference_mode(False)
 def restore_cache(
-    path: str | Path,
-    metadata: CacheMetadata,
-    tensors: Mapping[str, Tensor],
-    model: Any,
-    *,
-    device: torch.device | str | None = None,
+    path: str | Path, metadata: CacheMetadata, tensors: Mapping[str, Tensor], model: Any
 ) -> CompressedCache:
     """Like :func:`load_cache`, for a caller that has read the file and compiled the model."""
     runtime, conditions, heads = model._kvpass, model._kvpass.conditions, model._kvpass.adapted.heads
@@ -227,6 +219,6 @@ def restore_cache(
         raise CacheFileError(path, f"holds no cache: {error}") from error
     cache.reusable, cache.own_budget = metadata.reusable, metadata.own_budget
     runtime.check_cache(cache, conditions)
-    cache = cache.to(model.device if device is None else device)
+    cache = cache.to(model.device)
     cache.state.reuse = runtime.captures.compiler.memory(cache.device)
     return cache

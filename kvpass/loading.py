@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -53,7 +53,11 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     if dtype == "int8":
         if processes > 1:
             raise ValueError("dtype='int8': torchrun divides models in 16 or 32 bits only")
-        dtype, quantise = "bfloat16", _int8_quantiser()
+        try:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        except ImportError as error:
+            raise ValueError(f"dtype='int8' needs torchao, pip install 'kvpass[int8]': {error}") from None
+        dtype, quantise = "bfloat16", partial(quantize_, config=Int8WeightOnlyConfig())
     if processes > 1:
         from transformers.distributed import DistributedConfig
 
@@ -76,19 +80,6 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
             f"device={device!r}: transformers divides a model among the {model.device.type} devices of this machine"
         )
     return model, tokenizer
-
-
-def _int8_quantiser() -> Callable[[PreTrainedModel], None]:
-    """Return what replaces the weights of linear layers by int8 numbers and a scale for each row.
-
-    Raises:
-        ValueError: torchao is missing.
-    """
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        raise ValueError(f"dtype='int8' needs torchao, pip install 'kvpass[int8]': {error}") from None
-    return partial(quantize_, config=Int8WeightOnlyConfig())
 
 
 @contextmanager

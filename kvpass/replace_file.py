@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import stat
@@ -21,7 +20,7 @@ def replacing(path: str | Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     """Yield a file to write, which replaces ``path`` after the block; if the block raises, nothing changes.
 
     A symbolic link stays, and its target is written. A replaced file keeps its permissions, and its owner where the
-    system allows it. A process that is killed leaves a draft; the next call in the folder removes it.
+    system allows it. A process that is killed leaves a draft, ``.kvpass-*.draft``.
 
     Args:
         mode: :data:`PRIVATE` or :data:`SHARED`.
@@ -30,10 +29,9 @@ def replacing(path: str | Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     """
     try:
         target, old = _target(path)
-        _remove_stale_drafts(target.parent)
-        draft, descriptor = _open_draft(target.parent, mode)
+        draft = target.parent / f".kvpass-{secrets.token_hex(8)}.draft"  # short, whatever the target's name is
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 yield file
                 file.flush()
                 if old is not None:
@@ -67,27 +65,3 @@ def _target(path: str | Path) -> tuple[Path, os.stat_result | None]:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
     return Path(target), found
-
-
-def _open_draft(folder: Path, mode: int) -> tuple[Path, int]:
-    """Create a file with a short name, whatever the target's is; it is locked while open."""
-    while True:
-        draft = folder / f".kvpass-{secrets.token_hex(8)}.draft"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with suppress(OSError):  # without locks in the file system, no process removes drafts
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if draft.exists():
-            return draft, descriptor
-        os.close(descriptor)  # another process removed it between its creation and its lock
-
-
-def _remove_stale_drafts(folder: Path) -> None:
-    """Remove drafts of processes that have ended: a lock ends with its process."""
-    for draft in folder.glob(".kvpass-*.draft"):
-        with suppress(OSError):  # locked, renamed meanwhile, or of another user
-            descriptor = os.open(draft, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                draft.unlink()
-            finally:
-                os.close(descriptor)

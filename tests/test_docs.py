@@ -38,6 +38,13 @@ Block = tuple[str, str | None]
 _BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 _SAME = doctest.OutputChecker()
 _LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
+"""Code, and targets of links."""
+_OWN_WORDS = (
+    r"certificate|door|fed back|gist|judge[ds]?|judging|ledger|losers?|native(ly)?|occasions?|recut|refusals?|"
+    r"survivors?|vouche?[ds]?|witness(es)?"
+)
+"""Of this project alone, and no terms of the field."""
 
 
 def blocks_of(page: Path) -> list[Block]:
@@ -178,6 +185,13 @@ def test_links_to_files_lead_to_files(page):
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     found = [page.parent / link for link in links if link not in made]
     assert [str(path) for path in found if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.name)
+def test_a_page_uses_terms_of_the_field_or_links_to_those_of_design(page):
+    text = page.read_text()
+    words = _OWN_WORDS if "DESIGN.md" in text or page.name == "DESIGN.md" else f"{_OWN_WORDS}|ring|site|tail"
+    assert [match[0] for match in re.finditer(rf"\b(?:{words})\b", _CODE.sub("", text), re.IGNORECASE)] == []
 
 
 def test_the_floors_of_design_are_those_that_are_linted():

@@ -1,9 +1,9 @@
 """Speed of kvpass's kernels alone, on a CUDA device: ``python -m kvpass.eval.bench.kernels --json FILE``.
 
-Three questions. Does decode attention read a ragged cache as fast as a uniform one of equal bytes, and how near is it
-to a plain copy? How long does it take for as many entries in 8, 4 and 2 bits? What does compression add to the
-attention of a prompt? Two shapes in bf16: that of Llama-3.1-8B, and the latent rows of DeepSeek-V3. Inputs are random,
-results are compared with the eager reference before anything is timed.
+Two questions. Does decode attention read a ragged cache as fast as a uniform one of equal bytes, and how near is it to
+a plain copy? How long does it take for as many entries in 8, 4 and 2 bits? Two shapes in bf16: that of Llama-3.1-8B,
+and the latent rows of DeepSeek-V3. Inputs are random, results are compared with the eager reference before anything is
+timed. What compression adds to a prompt, ``kvpass bench`` measures in a model.
 """
 
 from __future__ import annotations
@@ -13,37 +13,27 @@ import itertools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
-from kvpass.cache.prefill import PrefillLayers
-from kvpass.cache.state import KVState
-from kvpass.config import EntryFormat, Geometry, LayerGroup, PoolFacts
-from kvpass.eval.bench.measure import copy_bandwidth, first_line, median_seconds, scoring_time
+from kvpass.config import EntryFormat, Geometry
+from kvpass.eval.bench.measure import copy_bandwidth, first_line
 from kvpass.eval.environment import machine, save_json, versions
 from kvpass.eval.tables import Tables
 from kvpass.operands import BUFFERS, AppendBuffers, Attention, Entries
 from kvpass.ops import reference
-from kvpass.ops.compress import compress_layer
 from kvpass.ops.entry_formats import packed
-from kvpass.ops.schemas import implementation
-from kvpass.policies import resolve
-from kvpass.ranks import ONE_PROCESS
 
 BUDGET = 1024
 WINDOW = 32
 BATCHES = (1, 8, 32)
 AT_LEAST = 0.15  # seconds for each figure
-PROMPTS = (8192, 32768, 131072)
-PREFILL_LAYERS = 4  # so that a prompt fits beside everything else; figures are per layer
-POLICIES: dict[str, dict[str, float]] = {"lava": {}, "cake": {"tau1": 1.6, "tau2": 0.4}}
 WORST_ERROR = 1e-2
 """Norm of the difference from the fp32 reference over the norm of the reference; bf16 gives a few 1e-3."""
 
@@ -92,7 +82,6 @@ class Shape:
 
 
 LATENT = Shape(heads=128, kv_heads=1, dim=576, latent=512)  # of DeepSeek-V3, with fewer layers
-LATENT_PROMPTS = (8192,)
 
 
 def ragged_lengths(shape: Shape, rows: int, entries: int) -> Tensor:
@@ -165,96 +154,46 @@ def time_graph(function: Callable[[], Any]) -> float:
     return float(do_bench_cudagraph(function, rep=int(100 * AT_LEAST), return_mode="median")) / 1e3  # ten times so long
 
 
-def time_prompt(shape: Shape, tokens: int, policy: str) -> dict[str, Any]:
-    """What scoring, cascade and pack add to the attention of a prompt of batch 1, milliseconds a layer."""
-    resolved = resolve(policy, window=WINDOW, **POLICIES[policy])
-    start = torch.zeros(1, dtype=torch.int64)
-    first, call = start.to(shape.device), shape.tokens(1, tokens)
-    group = LayerGroup(geometry=shape.geometry, layers=tuple(range(shape.layers)))
-    ops = implementation(call.q)
-
-    def compress() -> None:
-        state = KVState(policy=resolved, budget=None, start=start, columns=tokens, budgets=[BUDGET])
-        buffers = PrefillLayers(group, PoolFacts(1, plain=False), state, shape.dtype, shape.device).buffers
-        for layer in range(shape.layers):
-            _, lse = ops.attend_prompt(call, start)
-            compress_layer(ops, call, lse, start, first, layer, resolved, buffers, ONE_PROCESS)
-        with record_function("kvpass::pack"):
-            ops.pack(buffers)
-
-    compress()
-    attention = 1e3 * median_seconds(lambda: torch.ops.kvpass.site(*call[:4]), AT_LEAST)
-    scoring = scoring_time(compress, shape.device)
-    if scoring is None:
-        return {"attention_ms": attention, "added_ms": None, "added_over_attention": None, "parts_ms": {}}
-    added = 1e3 * scoring.seconds / shape.layers
-    parts = {name: 1e3 * seconds / shape.layers for name, seconds in list(scoring.parts.items())[:12]}
-    return {
-        "attention_ms": attention,
-        "added_ms": added,
-        "added_over_attention": added / attention,
-        "parts_ms": parts,
-    }
-
-
-def measured(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """The figures, or under ``failure`` why there are none."""
-    try:
-        return function(*arguments)
-    except Exception as error:  # the other figures do not need this one; the exit status says that it is missing
-        traceback.print_exc()
-        return {"failure": first_line(error)}
-
-
-def figures(decode: list[dict[str, Any]], prefill: list[dict[str, Any]], bandwidth: float) -> Iterator[None]:
-    """Add a record for each batch, and one for each prompt and policy; yields after each figure."""
-    usual = Shape()
-    for (shape, columns), rows in itertools.product(((usual, tuple(FORMATS)), (LATENT, ("ragged",))), BATCHES):
+def figures(decode: list[dict[str, Any]], bandwidth: float) -> Iterator[None]:
+    """Add a record for each batch; yields after each figure."""
+    for (shape, columns), rows in itertools.product(((Shape(), tuple(FORMATS)), (LATENT, ("ragged",))), BATCHES):
         record: dict[str, Any] = {"batch": rows, **shape.named}
         decode.append(record)
         for column in columns:
             lengths = ragged_lengths(shape, rows, BUDGET - WINDOW)
             if column == "uniform":
                 lengths.fill_(BUDGET - WINDOW)
-            check = rows == BATCHES[0]
-            record[column] = measured(time_decode, shape, lengths, bandwidth, check, FORMATS[column])
+            try:
+                record[column] = time_decode(shape, lengths, bandwidth, rows == BATCHES[0], FORMATS[column])
+            except (
+                Exception
+            ) as error:  # the other figures do not need this one; the exit status says that it is missing
+                traceback.print_exc()
+                record[column] = {"failure": first_line(error)}
             times = [record.get(name, {}).get("us_per_layer") for name in ("ragged", "uniform")]
             if all(times):
                 record["ragged_over_uniform"] = times[0] / times[1]
             yield
-    for shape, prompts in ((usual, PROMPTS), (LATENT, LATENT_PROMPTS)):
-        for tokens, policy in itertools.product(prompts, POLICIES):
-            record = measured(time_prompt, replace(shape, layers=PREFILL_LAYERS), tokens, policy)
-            prefill.append({"prompt": tokens, "policy": policy, **shape.named, **record})
-            yield
 
 
 def shown(result: dict[str, Any]) -> Tables:
-    """The decode table and the prefill table; the parts of what is added to a prompt are in the record only."""
-
-    def cells(record: dict[str, Any], first: str, *names: str) -> list[str]:
-        return [f"{record[first]} {record.get('rows', '')}".strip(), *(_cell(record, name) for name in names)]
-
+    """A line for each batch."""
     columns = [(name, figure) for name in FORMATS for figure in ("us_per_layer", "share_of_copy")]
-    decode = [
+    rows = [
         [
-            *cells(record, "batch"),
+            f"{record['batch']} {record.get('rows', '')}".strip(),
             *(_cell(record.get(name, {}), figure) for name, figure in columns),
             _cell(record, "ragged_over_uniform"),
         ]
         for record in result["decode"]
     ]
-    names = ("policy", "attention_ms", "added_ms", "added_over_attention")
-    prefill = [cells(record, "prompt", *names) for record in result["prefill"]]
     header = ["batch", *(f"{name}\n{figure}" for name, figure in columns), "ragged over\nuniform"]
-    return Tables([("", header, decode), ("", ["prompt", *names], prefill)])
+    return Tables([("", header, rows)])
 
 
 def _cell(record: dict[str, Any], name: str) -> str:
     value = record.get(name)
-    if "failure" in record and value is None:
-        return "failed"
-    return "-" if value is None else value if isinstance(value, str) else f"{value:.3g}"
+    return f"{value:.3g}" if value is not None else "failed" if "failure" in record else "-"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -273,17 +212,15 @@ def main(arguments: list[str] | None = None) -> int:
         "command": ["python", "-m", "kvpass.eval.bench.kernels"],
         "machine": {**machine(device), "copy_bandwidth": bandwidth},
         "versions": versions(),
-        "shape": {**described, "prefill_layers": PREFILL_LAYERS, "budget": BUDGET, "window": WINDOW},
+        "shape": {**described, "budget": BUDGET, "window": WINDOW},
         "complete": False,
         "decode": [],
-        "prefill": [],
     }
     with torch.no_grad():
-        for _ in figures(result["decode"], result["prefill"], bandwidth):
+        for _ in figures(result["decode"], bandwidth):
             save_json(path, result)
     Console().print(shown(result))
-    records = [*result["decode"], *result["prefill"]]
-    parts = [part for record in records for part in (record, *record.values()) if isinstance(part, dict)]
+    parts = [part for record in result["decode"] for part in record.values() if isinstance(part, dict)]
     result["complete"] = not any("failure" in part for part in parts)
     save_json(path, result)
     return int(not result["complete"])

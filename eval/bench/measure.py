@@ -1,4 +1,4 @@
-"""How the bench measures: clocks, memory, bandwidth, scoring time."""
+"""How the bench measures: clocks, memory, bandwidth, share of scoring."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import gc
 import itertools
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -70,12 +69,6 @@ class Meter:
             torch.cuda.empty_cache()
 
 
-def median_seconds(run: Callable[[], Any], at_least: float | None = None) -> float:
-    """Median seconds of one ``run``; ``at_least``: seconds that all runs take together, if not the usual ones."""
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=at_least or _LEAST_SECONDS).median
-
-
 def first_line(error: Exception) -> str:
     """Type and first line of an exception."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -85,23 +78,13 @@ def copy_bandwidth(device: torch.device) -> float:
     """Median bytes per second, read and written, of a large copy on the device."""
     size = _COPY_BYTES[device.type]
     source = torch.randint(256, (size // 16,), dtype=torch.uint8, device=device).repeat(16)
-    target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source))
+    tensors = {"source": source, "target": torch.empty_like(source)}
+    timer = Timer("target.copy_(source)", globals=tensors, num_threads=torch.get_num_threads())
+    return 2 * size / timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
 
 
-class Scoring(NamedTuple):
-    """Seconds that compression adds to a prefill, and of the whole prefill in the same run.
-
-    ``parts``: seconds by kernel (on the CPU by operator), longest first.
-    """
-
-    seconds: float
-    prefill: float
-    parts: dict[str, float]
-
-
-def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None:
-    """What compression adds to a prefill, measured in one profiled run.
+def scoring_share(run: Callable[[], Any], device: torch.device) -> float | None:
+    """Return the share of a prefill that compression takes, measured in one profiled run.
 
     Counted is all that kvpass does but the attention itself: window statistics, scores, schedule, selection, gather and
     pack; of replays everything. On CUDA it is time of the device, kernel by kernel; on the CPU time of the thread that
@@ -121,25 +104,21 @@ def scoring_time(run: Callable[[], Any], device: torch.device) -> Scoring | None
         run()
         marks.append(meter.mark())
         total = meter.seconds(marks)[0]
-    parts: defaultdict[str, float] = defaultdict(float)
-    for event in profiler.events() or ():
-        if event.name in KVPASS_OPERATORS:
-            for name, microseconds in _beyond_attention(event, meter.is_cuda):
-                parts[name] += microseconds / 1e6
-    longest_first = dict(sorted(parts.items(), key=lambda part: -part[1]))
-    return Scoring(sum(parts.values()), total, longest_first) if parts else None
+    ours = [event for event in profiler.events() or () if event.name in KVPASS_OPERATORS]
+    parts = [part for event in ours for part in _beyond_attention(event, meter.is_cuda)]
+    return sum(parts) / 1e6 / total if parts else None
 
 
-def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> Iterator[tuple[str, float]]:
+def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> Iterator[float]:
     """Microseconds of each kernel (CPU: operator) of a profiled operator, without attention but in replays."""
     replays = replays or event.name == REPLAY
     if event.name == WAITING or (event.name in ATTENTION_OPERATORS and not replays):
         return
     if not is_cuda:
-        yield event.name, event.self_cpu_time_total
+        yield event.self_cpu_time_total
     for kernel in event.kernels if is_cuda else ():
         if replays or ATTENTION_KERNEL not in kernel.name:
-            yield kernel.name, kernel.duration
+            yield kernel.duration
     for child in event.cpu_children:
         yield from _beyond_attention(child, is_cuda, replays=replays)
 

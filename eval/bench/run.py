@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, Geometry
-from kvpass.eval.bench.measure import Meter, Scoring, copy_bandwidth, first_line, spread, weight_bytes
+from kvpass.eval.bench.measure import Meter, copy_bandwidth, first_line, spread, weight_bytes
 from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
@@ -50,11 +50,10 @@ class Measurement:
     steps: list[list[float]] = field(default_factory=list)  # seconds of each timed decode step, a list a repeat
     warm_up: float | None = None  # seconds of the first prefill and decode steps, compilation included
     generate: float | None = None  # seconds a token of ``generate``, on the cache of the last repeat
-    tokens: list[int] = field(default_factory=list)  # greedy continuation of the first row
     cache_bytes: int = 0  # storages of the cache at its end
     attended_bytes: int = 0  # of the entries the last step read
     peak_bytes: int | None = None  # most that was allocated at once, weights included
-    scoring: Scoring | None = None
+    scoring: float | None = None  # share of the prefill that compression takes
     failure: str | None = None  # why there are no figures
 
     def __post_init__(self) -> None:
@@ -113,20 +112,18 @@ class Measurement:
         logits, cache = system.prefill(ids)
         marks.append(meter.mark())
         cache = system.decoding_cache(cache, repeats)
-        tokens = [logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)]
+        token = logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)
         del logits
         steps = [meter.mark()]
         for position in range(prompt, prompt + new_tokens):
-            logits = system.step(tokens[-1], position, cache)
-            tokens.append(logits[:, -1].argmax(-1, keepdim=True))
+            token = system.step(token, position, cache)[:, -1].argmax(-1, keepdim=True)
             steps.append(meter.mark())
         (prefill,), seconds, peak = meter.seconds(marks), meter.seconds(steps), meter.peak()
         if peak is not None:  # the most of all runs: replayed steps allocate next to nothing
             self.peak_bytes = max(self.peak_bytes or 0, peak)
-        self.tokens = torch.cat(tokens, 1)[0].tolist()
         self.cache_bytes = system.nbytes(cache)
         self.attended_bytes = system.attended_bytes(cache, prompt + new_tokens)
-        return prefill, seconds, tokens[-1], cache
+        return prefill, seconds, token, cache
 
 
 class Bench:
@@ -253,7 +250,7 @@ class Bench:
         decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in BASELINES}
         prefills = {name: spread(others[name].prefill)["median"] for name in decodes if name != "hf-eager"}
         prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
-        weights, eager = self.step_weight_bytes, others.get("hf-eager")
+        weights = self.step_weight_bytes
         bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / self.bandwidth
         return {
             "name": measurement.system.name,
@@ -265,11 +262,10 @@ class Bench:
             "tokens_per_s": 1e3 * measurement.batch / decode["median"],
             **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes")},
             "compile_s": measurement.compile_seconds,
-            "scoring": scoring and {"share": scoring.seconds / scoring.prefill},
+            "scoring": None if scoring is None else {"share": scoring},
             "share_of_bound": None if bound is None else bound / decode["median"],
             "decode_speedup": {name: median / decode["median"] for name, median in decodes.items()},
             "prefill_ratio": {name: prefill["median"] / median for name, median in prefills.items()},
-            "same_tokens_as_hf_eager": None if eager is None else measurement.tokens == eager.tokens,
         }
 
 

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvpass
-from kvpass.eval.bench.measure import Scoring, scoring_time
+from kvpass.eval.bench.measure import scoring_share
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -215,7 +215,7 @@ class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none, ``options`` are of kvpass.compile."""
 
     def __init__(self, model: PreTrainedModel, name: str, *, policy: Policy, budget: Any, **options: Any) -> None:
-        self.scorings: dict[torch.Size, Scoring | None] = {}
+        self.scorings: dict[torch.Size, float | None] = {}
         budget = budget if policy.needs_budget else None
         super().__init__(name, kvpass.compile(model, policy=policy, budget=budget, **options))
 
@@ -223,10 +223,10 @@ class Kvpass(System):
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out[CACHE]
 
-    def scoring(self, ids: Tensor) -> Scoring | None:
-        """What compression adds to a prefill of ids; measured once for each shape."""
+    def scoring(self, ids: Tensor) -> float | None:
+        """Return the share of a prefill of ids that compression takes; measured once for each shape."""
         if ids.shape not in self.scorings:
-            self.scorings[ids.shape] = scoring_time(functools.partial(self.prefill, ids), ids.device)
+            self.scorings[ids.shape] = scoring_share(functools.partial(self.prefill, ids), ids.device)
         return self.scorings[ids.shape]
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> None:

@@ -133,7 +133,11 @@ class Manual:
         """All samples of the longest manual of which the prompt with the longest question fits."""
 
         def build(size: int) -> list[Sample]:
-            return _samples(size, name=str(number), seed=f"manual/{seed}/{number}")
+            text, questions = write_manual(size, f"manual/{seed}/{number}")
+            return [
+                Sample(f"{number}.{n}", text, f"\n\n{question}", (answer,), max_new_tokens=NEW_TOKENS)
+                for n, (question, answer) in enumerate(questions)
+            ]
 
         def with_longest_question(size: int) -> Sample:
             return max(build(size), key=lambda sample: len(tokenizer(sample.question)["input_ids"]))
@@ -144,11 +148,3 @@ class Manual:
         """1 if the answer stands in the prediction, as words of its own, case aside."""
         (answer,) = sample.answers
         return float(contains(prediction, answer))
-
-
-def _samples(sentences: int, *, name: str, seed: str) -> list[Sample]:
-    text, questions = write_manual(sentences, seed)
-    return [
-        Sample(id=f"{name}.{n}", context=text, question=f"\n\n{question}", answers=(answer,), max_new_tokens=NEW_TOKENS)
-        for n, (question, answer) in enumerate(questions)
-    ]

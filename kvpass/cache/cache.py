@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -165,8 +164,9 @@ class CompressedCache(Cache):
         """
         self._filler.check_weights(owner)
         if self.policy != policy:
-            ours, theirs = _name_and_differences(self.policy, policy), _name_and_differences(policy, self.policy)
-            raise _differs(f"policy {ours}", theirs, "give the model the cache's policy (model.set_policy)")
+            raise _differs(
+                f"policy {self.policy.text}", policy.text, "give the model the cache's policy (model.set_policy)"
+            )
         if self.budget != budget and not self.own_budget:
             raise _differs(f"budget {self.budget}", budget, "give the model the cache's budget (model.set_budget)")
         if (ours := self.entry_format) != entry_format:
@@ -234,10 +234,6 @@ class CompressedCache(Cache):
         twin = copy.copy(self)
         twin.reusable, twin.state = False, self.state.clone()
         return twin
-
-    def take_over(self, other: CompressedCache) -> None:
-        """Hold what another cache of the same text holds."""
-        self.state, self.record, self.longest = other.state, other.record, other.longest
 
     def to(self, device: torch.device | str) -> CompressedCache:
         """Return the cache if it is on ``device``, else a copy there with the same ``reusable``."""
@@ -333,9 +329,8 @@ class CompressedCache(Cache):
 
         The file contains its checksum and the fingerprint of the model that filled the cache, so that it loads for no
         other model. Readers see the old file or the new one. Only its owner can read a new file; a replaced one keeps
-        its permissions. The next save in the folder removes what a killed process left. Where several processes share
-        the heads, all must call it; the first writes one file, which loads on any number of processes. The file holds
-        the token ids: whoever can read it can read the text.
+        its permissions. Where several processes share the heads, all must call it; the first writes one file, which
+        loads on any number of processes. The file holds the token ids: whoever can read it can read the text.
 
         Args:
             notes: metadata of the caller, stored in the file; anything JSON can represent.
@@ -383,12 +378,3 @@ class CompressedCache(Cache):
 
 def _differs(ours: str, theirs: object, advice: str) -> CacheMismatchError:
     return CacheMismatchError(f"the cache has {ours}, the model {theirs}: {advice}, or prefill the prompt again")
-
-
-def _name_and_differences(policy: Policy, other: Policy) -> str:
-    """Return the name of a policy, with the options that differ where ``other`` has the same name."""
-    if policy.name != other.name:
-        return repr(policy.name)
-    theirs = json.loads(other.spec)
-    options = [(name, value) for name, value in sorted(json.loads(policy.spec).items()) if theirs[name] != value]
-    return f"{policy.name!r} with " + ", ".join(f"{name}={value!r}" for name, value in options)

@@ -107,8 +107,8 @@ class FullAttentionLayers(CachePart):
         """Return the most slots of the tail that a head needs while decoding evicts."""
         rule, b = self.policy.decode_rule(), self.buffers
         assert rule is not None and b.slot_positions is not None and b.quota is not None
-        needed = rule.slots_needed(b.quota, (b.slot_positions >= 0).sum(-1)) - self.pool_lengths.transpose(0, 1)
-        return max(int(needed.max()), 1)
+        needed = torch.maximum(b.quota + (rule.window + rule.every), (b.slot_positions >= 0).sum(-1) + 1)
+        return max(int((needed - self.pool_lengths.transpose(0, 1)).max()), 1)
 
     # -- decode and extend ------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def plan(
 
     keep = _kept(cache, n, n)
     available = torch.full_like(entries, n - min(chosen.window, n))
-    budgets = chosen.recorded_budgets(record.weights, entries, available, kv_heads)
+    budgets = chosen.layer_budgets(record.weights, entries, available, kv_heads, layers)
     return Plan(
         policy=chosen,
         budget=parsed,

@@ -98,6 +98,6 @@ class GenerateHooks(CompressedForward):
         read: Any = outputs.get(CACHE)
         has_moved = isinstance(given, CompressedCache) and not given.reusable and given is not read
         if self._kvpass.adapted.longrope_limit is not None and has_moved and given.batch_size == read.batch_size:
-            given.take_over(read)
+            given.state, given.record, given.longest = read.state, read.record, read.longest
             outputs[CACHE] = given
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import ModuleType
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from kvpass.operands import NO_POLICY_INPUTS, Attention, Candidates, PolicyInputs, PrefillBuffers
 from kvpass.policies.base import Policy
@@ -36,10 +35,8 @@ def compress_layer(
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window.
     """
     asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows)
-    with record_function("kvpass::score_layer"):
-        scores, stats, weight = ops.score_layer(
-            call, lse, start, first, layer, buffers.layer_weights.shape[1], policy, asked, ranks
-        )
+    layers = buffers.layer_weights.shape[1]
+    scores, stats, weight = ops.score_layer(call, lse, start, first, layer, layers, policy, asked, ranks)
     keep_entries(ops, buffers, Candidates(call.k, call.v, scores, stats, weight, first), layer, policy, ranks)
     return scores
 
@@ -54,7 +51,5 @@ def keep_entries(
 ) -> None:
     """Keep the entries of a layer that the policy chooses, once they are scored."""
     scores, weight, first = candidates.scores, candidates.weight, candidates.start
-    with record_function("kvpass::cascade_step"):
-        shares = ops.cascade_step(buffers, scores, weight, first, layer, policy, ranks)
-    with record_function("kvpass::gather_layer"):
-        ops.gather_layer(buffers, candidates.stored_in(buffers), shares, None, layer, policy, ranks)
+    shares = ops.cascade_step(buffers, scores, weight, first, layer, policy, ranks)
+    ops.gather_layer(buffers, candidates.stored_in(buffers), shares, None, layer, policy, ranks)

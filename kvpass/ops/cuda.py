@@ -20,18 +20,15 @@ from kvpass.kernels.gather import gather_winners
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.operands import (
-    NO_POLICY_INPUTS,
     AppendBuffers,
     Attention,
     Candidates,
-    PolicyInputs,
     PrefillBuffers,
     SlotCache,
 )
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
-from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import rotated_call, rotated_output
 
 SPLIT_TOKENS = 8
@@ -51,8 +48,7 @@ def score_layer(
     layer: int,
     num_layers: int,
     policy: Policy,
-    policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
-    ranks: Ranks = ONE_PROCESS,
+    *operands: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.score_layer`; one launch per statistic covers all rows."""
     call = readable(call)
@@ -61,22 +57,13 @@ def score_layer(
     def observed(obs: Observation, rows: slice, column: int) -> Observation:
         return KernelObservation(**vars(obs), site=site, rows=rows, column=column)
 
-    return reference.score_layer(call, None, start, first, layer, num_layers, policy, policy_inputs, ranks, observed)
+    return reference.score_layer(call, None, start, first, layer, num_layers, policy, *operands, observed=observed)
 
 
-def gather_layer(
-    buffers: PrefillBuffers,
-    candidates: Candidates,
-    shares: Tensor | None,
-    ranking: Tensor | None,
-    layer: int,
-    policy: Policy,
-    ranks: Ranks = ONE_PROCESS,
-) -> None:
+def gather_layer(buffers: PrefillBuffers, candidates: Candidates, *operands: Any) -> None:
     """See :func:`kvpass.ops.reference.gather_layer`; an overfull pool is a device-side assertion."""
     k, v = _last_dim_contiguous(candidates.k), _last_dim_contiguous(candidates.v)
-    candidates = candidates._replace(k=k, v=v)
-    reference.gather_layer(buffers, candidates, shares, ranking, layer, policy, ranks, gather_winners)
+    reference.gather_layer(buffers, candidates._replace(k=k, v=v), *operands, move=gather_winners)
 
 
 cascade_step = reference.cascade_step

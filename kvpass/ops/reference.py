@@ -196,6 +196,7 @@ def score_layer(
     policy: Policy,
     policy_inputs: PolicyInputs = NO_POLICY_INPUTS,
     ranks: Ranks = ONE_PROCESS,
+    *,
     observed: Callable[[Observation, slice, int], Observation] = lambda obs, rows, column: obs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The policy's scores and statistics of one layer of a prompt.
@@ -302,6 +303,7 @@ def gather_layer(
     layer: int,
     policy: Policy,
     ranks: Ranks = ONE_PROCESS,
+    *,
     move: Callable[[Tensor, Tensor, Candidates, PrefillBuffers, int], None] | None = None,
 ) -> None:
     """Gather the entries of a layer that are within its share into free slots of the pool.

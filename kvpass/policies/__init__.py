@@ -48,12 +48,6 @@ POLICIES: dict[str, type[Policy]] = {}
 _BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
 """Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""
 
-_OLD_FLAGS = (
-    "needs_question", "of_one_model", "only_prompts", "reads_projection", "reads_replays", "reads_rotation",
-    "scores_keys", "scores_tokens", "sums_columns", "weighs_replays",
-)  # fmt: skip
-"""What classes said before there was :attr:`Policy.inputs`."""
-
 P = TypeVar("P", bound=type[Policy])
 
 PolicyName = Literal[
@@ -90,9 +84,6 @@ def register_policy(policy: P) -> P:
     inputs, choices = policy.inputs, get_args(Input)
     if not isinstance(inputs, Set) or not inputs <= {*choices}:
         raise ValueError(f"{policy.__qualname__}.inputs={inputs!r}: must be a set, each of {', '.join(choices)}")
-    for flag in _OLD_FLAGS:
-        if hasattr(policy, flag):
-            raise ValueError(f"{policy.__qualname__}.{flag}: say it in inputs, a set, each of {', '.join(choices)}")
     other = POLICIES.get(name)
     if other is not None and other.__qualname__ != policy.__qualname__:
         raise ValueError(f"name={name!r} of {policy.__qualname__}: already the policy {other.__qualname__}")

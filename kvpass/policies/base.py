@@ -252,10 +252,6 @@ class Policy(ABC):
         spare = self.layers().overspend(entries, num_layers, kv_heads)
         return entries * num_layers * kv_heads + spare + num_layers * self.heads().overspend(entries, kv_heads)
 
-    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        """Return the final schedule for reports; differs from :meth:`layer_budgets` if released code does."""
-        return self.layer_budgets(weights, entries, available, kv_heads, weights.shape[1])
-
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
         """Return how many entries a head may hold while decoding, besides those its decode rule protects.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from kvpass.config import Budget, BudgetLike
@@ -111,13 +110,6 @@ class Cake(WindowAttention):
             group=self.group,
             released=self.parity == "code",
         )
-
-    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        """As in the base class; for a prompt that it spared, the released code records the uniform budget."""
-        budgets = super().recorded_budgets(weights, entries, available, kv_heads)
-        if self.parity == "paper":
-            return budgets
-        return torch.where((available <= entries + self.window)[:, None], (entries * kv_heads)[:, None], budgets)
 
     def decode_quota(self, kept: Tensor, entries: Tensor, available: Tensor, ranks: Ranks = ONE_PROCESS) -> Tensor:
         """As in the base class; the released code cuts a prompt that it spared at the first new token."""

@@ -53,26 +53,16 @@ def read_conditions(
     if policy == "cake" and not {"tau1", "tau2"} & all_options.keys():
         all_options["tau1"], all_options["tau2"] = temperatures(model_name, budget)
     resolved = check_registered(resolve(policy, **all_options))
-    checked, again = resolve_budget(resolved, budget), check_recompress(recompress, resolved)
+    checked, again = resolve_budget(resolved, budget), one_of("recompress", recompress, THRESHOLDS)
+    if again != "never" and (refusal := _refusal(resolved)) is not None:
+        raise ValueError(f"recompress={recompress!r} with policy {resolved.name!r}: {refusal}")
     return Conditions(resolved, checked, again, one_of("entries", entries, ENTRY_FORMATS))
 
 
-def check_recompress(recompress: str, policy: Policy) -> Recompress:
-    """Return the recompression option if the policy can score entries after the prompt is gone.
-
-    A policy that evicts while decoding needs no recompression and accepts every option.
-
-    Raises:
-        ValueError: unknown name, or the policy cannot; the message says why.
-    """
-    option = one_of("recompress", recompress, THRESHOLDS)
-    refusal = None if option == "never" or policy.decode_rule() is not None else _refusal(policy)
-    if refusal is not None:
-        raise ValueError(f"recompress={recompress!r} with policy {policy.name!r}: {refusal}")
-    return option
-
-
 def _refusal(policy: Policy) -> str | None:
+    """Return why a policy cannot score entries after the prompt is gone; one that evicts while decoding need not."""
+    if policy.decode_rule() is not None:
+        return None
     if not policy.needs_budget:
         return "it keeps everything, there is no budget to return to"
     if policy.parity == "code":

@@ -143,10 +143,6 @@ class DecodeRule:
         """Return the quota of a step, int64 ``[B, K]``: all slots for heads that are not due. ``worth``: the scores."""
         return quota if due is None else torch.where(due, quota, position.shape[2])
 
-    def slots_needed(self, quota: Tensor, held: Tensor) -> Tensor:
-        """Return the slots that a head needs, from its quota and the entries it holds, int64 of any shape."""
-        return torch.maximum(quota + (self.window + self.every), held + 1)
-
     @property
     def numbers_per_entry(self) -> int:
         """Numbers that the cache holds for each entry, outside the budget: :attr:`Slots.decode_state`."""

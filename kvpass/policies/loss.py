@@ -32,30 +32,30 @@ class OutputLoss:
 
 
 def attention_output_loss(
-    queries: Layers, keys: Layers, values: Layers, keep: Tensor, output_weights: Layers, *, scale: float | None = None
+    queries: Layers, keys: Layers, values: Layers, keep: Tensor, output_weights: Layers
 ) -> OutputLoss:
     """Measure how much the last query's attention output changes if it attends only kept entries.
 
-    ``y = concat_h(a_h v_h) W_O`` is over the whole prompt; ``y_kept`` is the same with a masked to the kept entries and
-    renormalised. Both bounds follow from ``|a - a_kept|_1 = 2 * (dropped attention)``. Computed in fp64.
+    ``y = concat_h(a_h v_h) W_O`` is over the whole prompt, with logits times ``D ** -0.5``; ``y_kept`` is the same with
+    a masked to the kept entries and renormalised. Both bounds follow from
+    ``|a - a_kept|_1 = 2 * (dropped attention)``. Computed in fp64.
 
     Args:
         queries, keys, values: as for :func:`kvpass.plan`; only the last query is read.
         keep: a plan's ``keep``, bool ``[L, B, K, N]``, at least one entry per head.
         output_weights: ``o_proj.weight`` of each layer, ``[L, E, H * Dv]`` (``[out, in]`` as in ``torch.nn.Linear``).
-        scale: factor of the attention logits; ``D ** -0.5`` by default.
     Raises:
         ValueError: shapes that do not fit together, or a head that kept nothing.
     """
     layers = [
-        _layer_loss(layer, *tensors, scale)
+        _layer_loss(layer, *tensors)
         for layer, tensors in enumerate(zip(queries, keys, values, keep, output_weights, strict=True))
     ]
     return OutputLoss(*(torch.stack(column) for column in zip(*layers, strict=True)))
 
 
 def _layer_loss(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, weight: Tensor, scale: float | None
+    layer: int, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, Ada-KV's bound and LAVa's bound of one layer, each fp64 ``[B]``."""
     batch, kv_heads, length, dim = k.shape
@@ -66,7 +66,7 @@ def _layer_loss(
         raise ValueError(f"output_weights[{layer}].shape={tuple(weight.shape)}: must be [E, {heads * value_dim}]")
     if not bool(keep.any(2).all()):
         raise ValueError(f"keep[{layer}]: every head must keep at least 1 entry")
-    obs = Observation(q[:, :, -1:], k, v, dim**-0.5 if scale is None else scale, 0, layer, 1)
+    obs = Observation(q[:, :, -1:], k, v, dim**-0.5, 0, layer, 1)
     a = obs.last_row.double().unflatten(1, (kv_heads, heads // kv_heads))
     kept = a * keep[:, :, None]
     mass = kept.sum(3, keepdim=True)

@@ -110,6 +110,3 @@ class TwoPolicies(Policy):
 
     def replays(self, ids: Tensor) -> Sequence[Replay]:
         return self.prompt.replays(ids)
-
-    def recorded_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int) -> Tensor:
-        return self.prompt.recorded_budgets(weights, entries, available, kv_heads)

@@ -1,7 +1,6 @@
 """Files of caches without a model: damage, forged headers, killed savers, full disks, links, permissions, names."""
 
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -113,8 +112,6 @@ OTHER_FILES = [
 TEXTS = [
     *"format [1] 1 {}".split(),
     *(f'{{"format": {value}}}' for value in ["true", '"1"', "1.0", "null", "0", "-1", "4", "1e999", "1" * 5000]),
-    '{"format": 2, "format": 1}',
-    '{"format": 1, "notes": {"a": [{"b": 1, "b": 2}]}}',
     *(f'{{"format": 1, "columns": {value}}}' for value in ("NaN", "-Infinity", "1e999")),
     '{"format": 1, "notes": {"a": "\\ud800"}}',
     '{"format": 1, "\\udfff": 1}',
@@ -239,14 +236,12 @@ def saves_until_killed(at=None):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     metadata, tensors = read_cache_file(path)
     assert bool((tensors["x"] == metadata["version"]).all()), "half of one save and half of another"
-    return len(os.listdir(folder)) - 1
 
 save(0)
 for name in ("fchmod", "fsync", "replace"):
-    assert saves_until_killed(name) == 1, "the save after a kill removes what it left"
+    saves_until_killed(name)
 for _ in range(kills):
-    assert saves_until_killed() <= 1
-save(7)
+    saves_until_killed()
 """
 SLOW_WRITER = """
 from kvpass.replace_file import replacing
@@ -290,11 +285,10 @@ def cache(fast):
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(25, marks=pytest.mark.exhaustive)])
-def test_a_save_that_is_killed_leaves_the_old_file_or_the_new_and_a_draft_that_the_next_removes(tmp_path, kills):
+def test_a_save_that_is_killed_leaves_the_old_file_or_the_new(tmp_path, kills):
     process = child(KILLS, tmp_path, kills, stderr=subprocess.PIPE)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert os.listdir(tmp_path) == ["cache.kv"]
 
 
 @pytest.mark.parametrize("name", ["quick", "slow"], ids=["another file", "the same file"])
@@ -309,52 +303,7 @@ def test_the_draft_of_a_living_process_is_left_alone_and_the_last_to_finish_wins
     assert set(os.listdir(tmp_path)) == {name, "slow"}
 
 
-def test_a_draft_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    lock, removed = fcntl.flock, []
-
-    def removing(descriptor, how):
-        if not removed:
-            (draft,) = tmp_path.glob(".kvpass-*.draft")
-            draft.unlink()
-            removed.append(draft)
-        lock(descriptor, how)
-
-    monkeypatch.setattr(replace_file.fcntl, "flock", removing)
-    write_cache_file(tmp_path / "cache.kv", some(), {})
-    assert removed and saved_value(tmp_path / "cache.kv") == 1.0 and os.listdir(tmp_path) == ["cache.kv"]
-
-
-def test_a_folder_without_locks_and_odd_things_with_the_name_of_a_draft_stop_no_save(tmp_path, monkeypatch):
-    (tmp_path / "target").write_text("mine")
-    (tmp_path / ".kvpass-link.draft").symlink_to("target")
-    (tmp_path / ".kvpass-folder.draft").mkdir()
-    os.mkfifo(tmp_path / ".kvpass-pipe.draft")
-    (tmp_path / "kvpass.draft").touch()
-    write_cache_file(tmp_path / "cache.kv", some(), {})
-    left = {"cache.kv", "target", ".kvpass-folder.draft", "kvpass.draft"}
-    assert set(os.listdir(tmp_path)) == left and (tmp_path / "target").read_text() == "mine"
-
-    def unsupported(*args):
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-
-    monkeypatch.setattr(replace_file.fcntl, "flock", unsupported)
-    (tmp_path / ".kvpass-0123.draft").touch()
-    write_cache_file(tmp_path / "cache.kv", some(2.0), {})
-    assert set(os.listdir(tmp_path)) == left | {".kvpass-0123.draft"} and saved_value(tmp_path / "cache.kv") == 2.0
-
-
 # -- full disks -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("this machine does not let tests mount a small tmpfs")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture
@@ -378,12 +327,6 @@ def check_refused_for_room(path, cache, number):
 
 def test_a_file_that_may_not_grow_is_an_os_error_and_the_old_file_stays(tmp_path, cache, small_files):
     check_refused_for_room(tmp_path / "cache.kv", cache, errno.EFBIG)
-
-
-def test_a_stale_draft_that_fills_the_disk_is_removed_first(small_disk, cache):
-    (small_disk / ".kvpass-0123.draft").write_bytes(bytes(200_000))
-    cache.save(small_disk / "cache.kv")
-    assert os.listdir(small_disk) == ["cache.kv"]
 
 
 # -- permissions, links, names ----------------------------------------------------------------------------------------

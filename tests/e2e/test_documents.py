@@ -12,7 +12,6 @@ from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import load_document, read_document
 from kvpass.frontends import transformers as frontend
-from pairwise import quick_rows
 from tiny_models import sharing_captures
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
@@ -96,16 +95,12 @@ def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tm
     assert result.exit_code == 2 and "dtype is torch.float32, here it is" in result.output
 
 
-WINDOWS = {"lava:window=8": 8, "lava:window=9 --window 8": 9, "lava --window 8": 8, "lava": 32}
-
-
-@pytest.mark.parametrize(("words", "window"), quick_rows([*WINDOWS.items()], [*WINDOWS.items()][1:2]))
-def test_the_window_is_an_option_of_the_policy_or_of_the_command(text, tmp_path, words, window):
+def test_the_command_takes_options_of_a_policy(text, tmp_path):
     path = tmp_path / "new" / "doc.kv"
-    result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", "--policy", *words.split())
+    result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", "--policy", "lava:window=9")
     assert result.exit_code == 0, result.output
     assert "entries kept" in result.output and "written" in result.output
-    assert json.loads(read_cache_file(path)[0]["policy"])["window"] == window
+    assert json.loads(read_cache_file(path)[0]["policy"])["window"] == 9
 
 
 def test_standard_input_and_a_byte_order_mark_are_read_as_the_same_text(text, tmp_path):

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench import run as bench
 from kvpass.eval.bench import systems as bench_systems
-from kvpass.eval.bench.measure import scoring_time, weight_bytes
+from kvpass.eval.bench.measure import scoring_share, weight_bytes
 from kvpass.eval.bench.report import show
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
@@ -53,7 +53,6 @@ def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
         assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
         for name in ("hf-eager", "hf-static", "full"):
             assert systems[name]["attended_bytes"] == 2 * (48 + 3) * 2 * entry, name
-            assert systems[name]["same_tokens_as_hf_eager"], name
         assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * entry
         assert systems["lava"]["tokens_per_s"] == pytest.approx(2e3 / systems["lava"]["decode_ms"]["median"])
 
@@ -92,7 +91,7 @@ def test_a_system_that_runs_out_of_memory_is_named_and_the_others_go_on(micro, m
     eager, lava, full = result["runs"][0]["systems"]
     assert eager == {"name": "hf-eager", "failure": "CUDA out of memory. Tried to allocate 9 GiB."}
     assert "hf-eager" not in lava["decode_speedup"] and lava["decode_speedup"]["full"] > 0
-    assert full["same_tokens_as_hf_eager"] is None
+    assert full["decode_ms"]["median"] > 0
     text = show(result).markdown()
     assert "| hf-eager | failed |" in text
     assert "hf-eager: CUDA out of memory. Tried to allocate 9 GiB." in text
@@ -140,7 +139,7 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
     def full(run, device):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(bench_systems, "scoring_time", full)
+    monkeypatch.setattr(bench_systems, "scoring_share", full)
     compressed = named(Bench(settings(micro)).run())["lava"]
     assert compressed["failure"] is None and compressed["scoring"] is None and compressed["decode_ms"]["median"] > 0
 
@@ -242,21 +241,18 @@ def test_a_folder_brings_its_weights(micro, tmp_path, monkeypatch):
         find_model(str(tmp_path / "empty"))
 
 
-def test_scoring_time_counts_the_operators_of_kvpass_but_not_attention(micro):
+def test_the_share_of_scoring_counts_the_operators_of_kvpass_but_not_attention(micro):
     model = build(find_model(micro), 0)
     ids = torch.randint(64, (1, 200))
     compressed = Kvpass(model, "lava", policy=resolve("lava", window=8), budget=16, backend="eager")
     with torch.no_grad():
         compressed.prefill(ids)
-        found = scoring_time(lambda: compressed.prefill(ids), torch.device("cpu"))
-        assert found is not None
-        assert 0 < found.seconds < found.prefill
-        assert found.seconds == pytest.approx(sum(found.parts.values()))
-        assert "kvpass::cascade_step" in found.parts and "aten::scaled_dot_product_attention" not in found.parts
-        assert scoring_time(lambda: HfEager(model).prefill(ids), torch.device("cpu")) is None
+        found = scoring_share(lambda: compressed.prefill(ids), torch.device("cpu"))
+        assert found is not None and 0 < found < 1
+        assert scoring_share(lambda: HfEager(model).prefill(ids), torch.device("cpu")) is None
 
 
-def test_scoring_time_adds_up_what_is_not_attention():
+def test_the_share_of_scoring_adds_up_what_is_not_attention():
     def event(name, own, children=(), kernels=()):
         return SimpleNamespace(name=name, self_cpu_time_total=own, cpu_children=list(children), kernels=list(kernels))
 
@@ -275,12 +271,11 @@ def test_scoring_time_adds_up_what_is_not_attention():
         ],
         [kernel("_window_kernel", 10.0), kernel("_prefill_kernel", 500.0)],
     )
-    on_cpu, on_cuda = (dict(bench_measure._beyond_attention(site, is_cuda=cuda)) for cuda in (False, True))
-    assert on_cpu == {"kvpass::score_layer": 5.0, "aten::topk": 30.0}
-    assert on_cuda == {"_window_kernel": 10.0, "sort": 2.0, "scan": 3.0}
+    on_cpu, on_cuda = (list(bench_measure._beyond_attention(site, is_cuda=cuda)) for cuda in (False, True))
+    assert on_cpu == [5.0, 30.0] and on_cuda == [10.0, 2.0, 3.0]
     replay = event("kvpass::replay", 2.0, [site])
     for cuda, total in ((False, 1246.0), (True, 647.0)):
-        assert sum(dict(bench_measure._beyond_attention(replay, is_cuda=cuda)).values()) == total
+        assert sum(bench_measure._beyond_attention(replay, is_cuda=cuda)) == total
 
 
 def test_a_prompt_of_a_million_tokens_may_be_asked_for():

@@ -302,9 +302,10 @@ def test_a_cache_of_another_policy_or_budget_is_not_said_to_be_of_another_model(
     budget, policy = "cache's budget (model.set_budget)", "cache's policy (model.set_policy)"
     assert refusals == [
         f"the cache has budget 16, the model 20: give the model the {budget}, or prefill the prompt again",
-        f"the cache has policy 'lava' with pool='max', window=8, the model 'lava' with pool='avg', window=9: give the "
+        'the cache has policy lava {"window": 8}, the model lava {"pool": "avg", "window": 9}: give the '
         f"model the {policy}, or prefill the prompt again",
-        f"the cache has policy 'lava', the model 'tova': give the model the {policy}, or prefill the prompt again",
+        f'the cache has policy lava {{"window": 8}}, the model tova: give the model the {policy}, or prefill the '
+        "prompt again",
         "the cache was filled by another model, with weights of its own: continue it with that model, or prefill the "
         "prompt again",
     ]

@@ -115,7 +115,11 @@ def test_contract_5_parity_with_the_released_code(path):
     found = plan(case.policy, *case.prompt, budget=case.budget, decode=case.decode, **case.options)
     keep, lengths, scores = found.keep[:, 0], found.lengths[:, 0], found.scores[:, 0].nan_to_num(nan=torch.inf)
 
-    assert torch.equal(found.layer_budgets[:, 0], want["layer_budgets"].double())
+    layer_budgets, length = found.layer_budgets[:, 0], keep.shape[2]
+    if case.policy == "cake" and length <= case.budget + found.policy.window:  # spared, and recorded as if it were not
+        assert bool((layer_budgets == length - found.policy.window).all())
+        layer_budgets = torch.full_like(layer_budgets, case.budget - found.policy.window)
+    assert torch.equal(layer_budgets, want["layer_budgets"].double())
     if case.ties:
         assert ((lengths.sum(1) - want["head_kept"].sum(1)).abs() <= keep.shape[1]).all()
     else:

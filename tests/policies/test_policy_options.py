@@ -310,7 +310,6 @@ def test_register_policy_refuses_what_cannot_work(registry):
         return policy_class(type("Saying", (SnapKV,), {"name": "saying", **attributes}))
 
     wrong = {int: "derived from", Loose: "dataclass", Thief: r"'snapkv'.*SnapKV", Ranking: "follows from heads"}
-    wrong[saying(reads_projection=True)] = r"Saying.reads_projection: say it in inputs, .*projection"
     wrong[saying(inputs={"keys", "query"})] = r"Saying.inputs=.*'query'.*each of .*queries"
     wrong[saying(inputs="keys")] = r"Saying.inputs='keys': must be a set"
     for kind, said in wrong.items():
