@@ -6,6 +6,7 @@ from torch import nn
 
 import kvpass
 from compiled_models import padded, prompts_of, two_layers
+from kvpass.frontends import generation
 from small_decoders import SmallDecoder, recomputed
 from tiny_models import random_ids, raw
 
@@ -31,6 +32,26 @@ def test_the_tokens_are_those_of_recomputing_everything(decoder, fast, positions
     ids = random_ids(2, 37)
     out = kvpass.generate(fast, ids, max_new_tokens=NEW, positions=positions)
     assert torch.equal(out, recomputed(decoder, ids, NEW))
+
+
+def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_now_and_then(
+    decoder, fast, monkeypatch
+):
+    ids = random_ids(2, 37)
+    free = recomputed(decoder, ids, NEW)[:, 37:]
+    end = int(free[0, 2])
+    out = kvpass.generate(fast, ids, max_new_tokens=NEW, eos_token_id=end)
+    for row in range(2):
+        said = free[row].tolist()
+        stop = said.index(end) if end in said else NEW
+        assert out[row, 37:].tolist() == (said[: stop + 1] + [end] * NEW)[: out.shape[1] - 37]
+    both = ids[:1].repeat(2, 1)
+    expected = kvpass.generate(fast, both, max_new_tokens=NEW, eos_token_id=end)
+    assert expected[0, -1] == end and expected.shape[1] <= 37 + 3 < 37 + NEW
+    for every in (2, 16):
+        monkeypatch.setattr(generation, "LOOK_EVERY", {"cpu": every})
+        for text, answer in ((ids, out), (both, expected)):
+            assert torch.equal(kvpass.generate(fast, text, max_new_tokens=NEW, eos_token_id=end), answer)
 
 
 def test_bad_arguments_are_refused(decoder, fast):
