@@ -170,7 +170,7 @@ class GlobalLayers(LayerSplit):
         return zero_unseen_layers(seen, weights.long())
 
 
-Shape = Literal["linear", "entropy", "gini"]
+Shape = Literal["linear", "geometric", "exponential", "entropy", "gini"]
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,14 @@ class PyramidLayers(LayerSplit):
 
     The top layer gets ``least = entries / beta``, the bottom layer ``most = 2 * entries - least``, or all evictable
     positions if there are fewer (``most = M``, ``least = 2 * entries - M``). A prompt shorter than ``2 * entries`` is
-    divided uniformly. With ``linear``, the layers between lie on the straight line. ``entropy`` and ``gini`` depend on
-    the prompt: shares in proportion to the entropy of the layer's window attention (mean over query heads), or to one
-    minus its Gini coefficient.
+    divided uniformly. The layers between lie
+
+    * ``linear``: on the straight line,
+    * ``geometric``: on the curve of constant ratio between neighbours,
+    * ``exponential``: on ``most - (most - least) * (e^x - 1) / (e - 1)``, x from 0 to 1.
+
+    The latter two are scaled to the total. ``entropy`` and ``gini`` depend on the prompt: shares in proportion to the
+    entropy of the layer's window attention (mean over query heads), or to one minus its Gini coefficient.
 
     With ``parity="code"``, linear budgets are the released whole numbers, which divide a short prompt uniformly only
     with ``short_uniform``.
@@ -195,10 +200,10 @@ class PyramidLayers(LayerSplit):
 
     @property
     def cascades(self) -> bool:
-        return self.shape != "linear"
+        return self.shape in ("entropy", "gini")
 
     def weight(self, obs: Observation, scores: Tensor) -> Tensor | None:
-        if self.shape == "linear":
+        if self.shape not in ("entropy", "gini"):
             return None
         a = obs.all_heads(obs.mean[..., : obs.evictable]).double()
         if obs.evictable < 2:
@@ -212,26 +217,40 @@ class PyramidLayers(LayerSplit):
 
     def budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
         layers = weights.shape[1]
-        if self.shape != "linear":
+        if self.shape in ("entropy", "gini"):
             return adaptive_budgets(weights, entries, available, kv_heads, seen)
-        if self.parity == "code":
+        if self.parity == "code" and self.shape == "linear":
             released = pyramid_budgets(
                 entries, available, layers, kv_heads, self.window, self.beta, short_uniform=self.short_uniform
             )
             return zero_unseen_layers(seen, released)
+        return fixed_budgets(self._curve(layers, entries, available), entries, available, kv_heads, seen)
+
+    def _curve(self, layers: int, entries: Tensor, available: Tensor) -> Tensor:
+        """Return weights fp64 ``[B, L]`` of a shape that does not depend on the prompt."""
         n, m = entries.double()[:, None], available.double()[:, None]
         most = 2 * n - n / self.beta
         least = torch.where(most >= m, 2 * n - m, n / self.beta)
         most = torch.minimum(most, m)
         x = torch.arange(layers, dtype=torch.float64, device=entries.device) / max(layers - 1, 1)
+        match self.shape:
+            case "geometric":
+                curve = most * (least.clamp(min=1e-9) / most.clamp(min=1e-9)) ** x
+            case "exponential":
+                curve = most - (most - least) * x.expm1() / math.expm1(1.0)
+            case _:
+                curve = most - (most - least) * x
         uniform = m + self.window < 2 * n
-        line = torch.where(uniform | (layers == 1), 1.0, most - (most - least) * x)
-        return fixed_budgets(line, entries, available, kv_heads, seen)
+        return torch.where(uniform | (layers == 1), 1.0, curve)
 
     def overspend(self, entries: int, num_layers: int, kv_heads: int) -> int:
-        if self.shape != "linear":
-            return num_layers
-        return kv_heads * num_layers * num_layers // 2 if self.parity == "code" else 0
+        match self.shape, self.parity:
+            case "entropy" | "gini", _:
+                return num_layers
+            case "linear", "code":
+                return kv_heads * num_layers * num_layers // 2
+            case _:
+                return 0
 
 
 def zero_unseen_layers(seen: int, budgets: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class PyramidKV(WindowAttention):
 
     Args:
         beta: how flat the top is, int >= 1; the top layer keeps ``B / beta`` entries.
-        shape: ``"linear"`` (the paper's choice), ``"entropy"`` or ``"gini"``.
+        shape: ``"linear"`` (the paper's choice), ``"geometric"``, ``"exponential"``, ``"entropy"`` or ``"gini"``.
         short_uniform: True: prompts shorter than ``2 * B`` are divided uniformly, as in KVCache-Factory; False: as in
             the pyramid option of the Ada-KV repository. Only used with ``parity="code"``.
     """

@@ -337,7 +337,11 @@ def test_layers_that_compete_go_with_heads_that_do_and_a_pyramid_is_an_exact_ari
     assert budgets(resolve("pyramidkv", parity="code"), 32, 1000, 1) == [32]
 
 
-def test_pyramids_of_a_prompt_prefer_layers_that_look_everywhere(obs):
+def test_other_pyramid_shapes_fall_and_keep_the_total_or_prefer_layers_that_look_everywhere(obs):
+    for shape in ("geometric", "exponential"):
+        found = budgets(resolve("pyramidkv", shape=shape), 100, 5000, 6)
+        assert sum(found) == 600 and found == sorted(found, reverse=True) and found[0] > 2 * found[-1]
+        assert found != budgets(resolve("pyramidkv"), 100, 5000, 6)
     sharp = dataclasses.replace(obs, queries=obs.queries * 20)
     flat = dataclasses.replace(obs, queries=obs.queries * 0)
     for shape in ("entropy", "gini"):

@@ -20,7 +20,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("snapkv", TAUS | {"layer_split": "cake"}),
     ("snapkv", {"layer_split": "random", "seed": 3}),
     ("h2o", TAUS | {"layer_split": "cake"}),
-    *(("pyramidkv", {"shape": shape}) for shape in ("entropy", "gini")),
+    *(("pyramidkv", {"shape": shape}) for shape in ("geometric", "exponential", "entropy", "gini")),
     ("ada_snapkv", {"normalize": True, "alpha": 0.5}),
     ("lava", {"alpha": 0.3}),
     ("vatp", {"indicator": "h2o", "sinks": 3}),
