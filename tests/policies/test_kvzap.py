@@ -14,7 +14,7 @@ from kvpass.compiler import backend
 from kvpass.graphs.decompose_linear import decompose_linear_pass
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import each_value, quick
 from recorded_calls import inputs_and_outputs
 from tiny_models import (
     VOCABULARY,
@@ -119,8 +119,7 @@ def test_padded_rows_in_blocks_keep_what_the_maps_say_by_hand(split, kind, tmp_p
         assert torch.equal(plan("kvzap", q, k, v, budget=BUDGET, entering=x, **options).keep[:, 0], wanted)
 
 
-@pytest.mark.parametrize("budget", [1.0, 16, WINDOW + 1])
-@pytest.mark.parametrize("quantile", [0.0, 0.6, 1.0])
+@each_value(budget=[1.0, 16, WINDOW + 1], quantile=[1.0, 0.6, 0.0])
 def test_a_threshold_keeps_what_scores_as_much_up_to_the_budget(quantile, budget):
     path = kvzap_file()
     model, fast = full()
