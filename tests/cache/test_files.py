@@ -306,27 +306,18 @@ def test_the_draft_of_a_living_process_is_left_alone_and_the_last_to_finish_wins
 # -- full disks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_files():
-    """Files of this process may have no more than 50,000 bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def check_refused_for_room(path, cache, number):
-    """Saving a cache of more bytes than there is room for raises OSError and leaves the old file alone."""
+def test_a_file_that_may_not_grow_is_an_os_error_and_the_old_file_stays(tmp_path, cache):
+    path, limits = tmp_path / "cache.kv", resource.getrlimit(resource.RLIMIT_FSIZE)
     write_cache_file(path, some(), {})
     before = path.read_bytes()
-    with pytest.raises(OSError) as caught:
-        cache.save(path)
-    assert str(caught.value) == f"[Errno {number}] {os.strerror(number)}: {str(path)!r}"
-    assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
-
-
-def test_a_file_that_may_not_grow_is_an_os_error_and_the_old_file_stays(tmp_path, cache, small_files):
-    check_refused_for_room(tmp_path / "cache.kv", cache, errno.EFBIG)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            cache.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == f"[Errno {errno.EFBIG}] {os.strerror(errno.EFBIG)}: {str(path)!r}"
+    assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
 
 
 # -- permissions, links, names ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import kvpass
 from kvpass.compiler import backend
 from numeric_checks import assert_close
 from pairwise import quick
+from small_decoders import DIM, WIDTH, SmallDecoder
 from tiny_models import FAMILIES, in_session, random_ids, raw, step_logits, tiny_model
 
 UNLIMITED = 10**6
@@ -41,25 +42,12 @@ def test_a_deep_model_has_as_many_parts_as_one_of_two_layers():
     assert counts == [{"prefill": (layers, 4), "decode": (layers, 3)} for layers in (2, 3)]
 
 
-class Adding(nn.Module):
-    """A decoder whose layers add to one tensor, in place or not."""
+class Adding(SmallDecoder):
+    """A decoder whose layers add to one tensor in place."""
 
-    def __init__(self, *, in_place: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.in_place = in_place
-        self.embedding, self.layers = nn.Embedding(64, 16), nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in layer(x).chunk(3, -1))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            if self.in_place:
-                x += y
-            else:
-                x = x + y
-        return x @ self.embedding.weight.T
+    def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+        x += self.attended(x, positions, i)
+        return x
 
 
 @pytest.mark.parametrize("compiler", quick(["eager", "inductor"], ["eager"]))
@@ -70,9 +58,8 @@ def test_a_decoder_that_adds_in_place_runs_over_the_prompt_at_once_and_answers_t
     options = {"policy": policy, "compiler": compiler, "compile_regions": True}
     if policy == "lava":
         options |= {"budget": 12, "window": 4}
-    ids, found = random_ids(2, 40) % 64, []
-    for in_place in (False, True):
-        model = Adding(in_place=in_place)
+    ids, found = random_ids(2, 40), []
+    for model in (SmallDecoder(layers=3), Adding(layers=3)):
         found.append(in_session(raw(model, options), [30, 5, 1, 1, 1, 1, 1], ids)[0])
     if policy == "full":
         assert_close("of the module", found[1], model(ids), atol=1e-5)
@@ -80,21 +67,6 @@ def test_a_decoder_that_adds_in_place_runs_over_the_prompt_at_once_and_answers_t
     said = [record.not_in_blocks.split(" ", 1)[-1] for record in records if record.phase == "prefill"]
     assert said == ["", "writes into a tensor of another part"]
     assert all(record.parts > 1 for record in records)
-
-
-class SharingMemory(nn.Module):
-    """A decoder that adds in place to a tensor of which another part has made a view, which is read afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(64, 16), nn.Linear(16, 48)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        view = x.view(ids.shape[0], -1, 16)
-        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.layer(x).chunk(3, -1))
-        x += F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return (x.cos() + view) @ self.embedding.weight.T
 
 
 class Summing(nn.Module):
@@ -128,19 +100,22 @@ def test_a_part_without_results_that_writes_into_an_input_runs(returns, compiler
         assert_close("sum", found, summed(model, x), atol=1e-5)
 
 
-class WritingIntoValues(nn.Module):
+class SharingMemory(SmallDecoder):
+    """A decoder that adds in place to a tensor of which another part has made a view, which is read afterwards."""
+
+    def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+        view = x.view(x.shape[0], -1, WIDTH)
+        x += self.attended(x, positions, i)
+        return x.cos() + view
+
+
+class WritingIntoValues(SmallDecoder):
     """A decoder whose values are a view of the tensor to which it adds in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.layers = nn.Embedding(64, 16), nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (*layer(x).chunk(2, -1), x))
-            x += F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return x @ self.embedding.weight.T
+    def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+        keys, values = (y.unflatten(-1, (-1, DIM)).transpose(1, 2) for y in (x.cos(), x))
+        x += self.attend(keys, keys, values, i).transpose(1, 2).flatten(2)
+        return x
 
 
 REFUSED = {
@@ -153,7 +128,7 @@ REFUSED = {
 def test_a_write_into_what_is_kept_or_read_elsewhere_is_refused(decoder):
     compiled = raw(decoder(), {"policy": "full", "compiler": "eager"})
     with pytest.raises(ValueError, match=REFUSED[decoder]), torch.no_grad(), kvpass.session():
-        compiled(random_ids(1, 30) % 64)
+        compiled(random_ids(1, 30))
 
 
 @pytest.mark.parametrize("given", ["yes", 2, None])

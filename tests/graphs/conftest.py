@@ -159,7 +159,7 @@ def run_each(
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def capture_each() -> Callable[..., list[UnsupportedAttentionError | None]]:
     return run_each
 

@@ -10,6 +10,7 @@ from kvpass.ops import reference
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from recorded_calls import inputs_and_outputs
+from small_decoders import WIDTH, SmallDecoder
 from tiny_models import ALIBI, FAMILIES, HYBRIDS, LATENT, ROTATED, compiled_once, kvzap_file, random_ids, tiny_model
 
 PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -101,29 +102,22 @@ BETWEEN = {
 }
 
 
-class Decoder(nn.Module):
+class Decoder(SmallDecoder):
     """One layer of attention; ``between`` changes its output before the projection."""
 
     def __init__(self, between: str) -> None:
         super().__init__()
-        self.embed, self.qkv, self.out = nn.Embedding(50, 32), nn.Linear(32, 96), nn.Linear(32, 32)
-        self.head, self.between = nn.Linear(32, 50), BETWEEN[between]
+        self.out, self.between = nn.Linear(WIDTH, WIDTH), BETWEEN[between]
 
-    def forward(self, ids):
-        x = self.embed(ids)
-        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.permute(0, 2, 1, 3).flatten(2)
-        return self.head(x + self.out(self.between(y, x)))
+    def layer(self, x, positions, i):
+        return x + self.out(self.between(self.attended(x, positions, i), x))
 
 
 @pytest.mark.parametrize("between", sorted(BETWEEN))
 def test_another_module_is_compressed_if_its_linear_layer_reads_attention_at_most_gated(between, judged):
-    torch.manual_seed(0)
-    module = Decoder(between).eval()
+    module, ids = Decoder(between), random_ids(1, 30)
     options = {"policy": "criticalkv", "budget": 16, "window": 4, "compiler": "eager"}
     compiled = torch.compile(module, backend="kvpass", dynamic=True, options=options)
-    ids = torch.randint(50, (1, 30))
     if between not in ("a gate", "a gate in front"):
         refused = pytest.raises(kvpass.UnsupportedAttentionError, match="needs the output projection of the layer")
         with refused, torch.no_grad(), kvpass.session():

@@ -1,4 +1,4 @@
-"""Passes over the captured graph, one at a time: their order, one token, attributes, linear layers."""
+"""Passes over the captured graph, one at a time: their order, one token, attributes."""
 
 import pytest
 import torch
@@ -9,15 +9,11 @@ from torch.nn import functional as F
 
 import kvpass
 from compiled_models import GIVEN
-from kvpass.graphs import decompose_linear
 from kvpass.graphs.canonical import find_sites
-from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.find.sdpa import find_attention_pass
-from kvpass.graphs.fx_utils import target_name
 from kvpass.graphs.one_token import one_token_pass
 from kvpass.graphs.specialize_attributes import specialize_attributes_pass
 from kvpass.torch_compat import FakeTensorMode
-from numeric_checks import assert_close
 from small_decoders import SmallDecoder
 from tiny_models import compiled_once, random_ids, raw, tiny_model
 
@@ -108,46 +104,3 @@ def test_float_attributes_are_numbers_again_and_guarded():
 def test_floats_made_from_sizes_are_no_reason_to_start_again(capture, inputs):
     _, counts = capture(lambda ids, positions: ids * positions.shape[1] ** 0.5, inputs(), [specialize_attributes_pass])
     assert counts == [0]
-
-
-def capture(module, x):
-    """What the pass does to the graph of ``module(x)``: changed calls, calls of linear left, and the result."""
-    seen = []
-
-    def backend(gm, example_inputs):
-        changed = decompose_linear_pass(gm)
-        gm.graph.lint()
-        gm.recompile()
-        seen.append((changed, sum(target_name(node) == "linear" for node in gm.graph.nodes)))
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        result = torch.compile(module, backend=backend, fullgraph=True)(x)
-    return *seen[0], result
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 24), (1, 3, 24), (24,)])
-def test_only_a_single_row_is_changed(shape):
-    changed, left, _ = capture(torch.nn.Linear(24, 40), torch.randn(shape))
-    assert changed + left == 1 and changed == (shape == (24,))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_multiplied_and_added_in_fp32(dtype):
-    module, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
-    changed, left, result = capture(module, x)
-    assert (changed, left) == (1, 0)
-    assert result.dtype == dtype
-    exact = torch.nn.functional.linear(x.double(), module.weight.double(), module.bias.double())
-    torch.testing.assert_close(result, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
-
-
-@pytest.mark.parametrize(("is_faster", "counts"), [(True, (1, 1)), (False, (2, 0))])
-def test_large_weights_keep_their_library_call_where_it_is_faster(is_faster, counts, monkeypatch):
-    monkeypatch.setattr(decompose_linear, "reads_large_weights_faster", lambda: is_faster)
-    layers = nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 2**17, bias=False)
-    module, x = nn.Sequential(*layers), torch.randn(1, 1, 64)
-    *found, result = capture(module, x)
-    assert tuple(found) == counts
-    assert_close("result", result, module(x), atol=1e-6)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from kvpass.graphs import widen_linear
+from kvpass.graphs import decompose_linear, widen_linear
+from kvpass.graphs.decompose_linear import decompose_linear_pass
 from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.widen_linear import widen_linear_pass
+from numeric_checks import assert_close
 
 
-def changed_by(graph_pass, module, x):
+def changed_by(graph_pass, module, x, *, dynamic=True):
     """Return how many products a pass changes in the graph of ``module(x)``, their dtypes, and what that then gives."""
     counts, dtypes = [], []
 
@@ -22,7 +24,7 @@ def changed_by(graph_pass, module, x):
 
     torch._dynamo.reset()
     with torch.no_grad():
-        result = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)(x)
+        result = torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)(x)
     return counts[0], dtypes, result
 
 
@@ -55,3 +57,28 @@ def test_int8_weights_of_prompts_are_multiplied_in_fp32_where_the_cpu_has_no_ins
     torch.testing.assert_close(
         result.double(), exact(layer.weight.dequantize(torch.float32), layer, x), rtol=0.005, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 24), (1, 3, 24), (24,)])
+def test_only_a_single_row_is_decomposed(shape):
+    changed, left, _ = changed_by(decompose_linear_pass, torch.nn.Linear(24, 40), torch.randn(shape), dynamic=False)
+    assert changed + len(left) == 1 and changed == (shape == (24,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_decomposed_layer_in_half_precision_is_multiplied_and_added_in_fp32(dtype):
+    layer, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
+    changed, left, result = changed_by(decompose_linear_pass, layer, x, dynamic=False)
+    assert (changed, left, result.dtype) == (1, [], dtype)
+    wanted = exact(layer.weight, layer, x).to(dtype)
+    torch.testing.assert_close(result, wanted, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize(("is_faster", "counts"), [(True, (1, 1)), (False, (2, 0))])
+def test_large_weights_keep_their_library_call_where_it_is_faster(is_faster, counts, monkeypatch):
+    monkeypatch.setattr(decompose_linear, "reads_large_weights_faster", lambda: is_faster)
+    layers = torch.nn.Linear(64, 48), torch.nn.GELU(), torch.nn.Linear(48, 2**17, bias=False)
+    module, x = torch.nn.Sequential(*layers), torch.randn(1, 1, 64)
+    changed, left, result = changed_by(decompose_linear_pass, module, x, dynamic=False)
+    assert (changed, len(left)) == counts
+    assert_close("result", result, module(x), atol=1e-6)

@@ -8,6 +8,7 @@ import torch
 
 from kvpass.operands import Attention
 from kvpass.policies.compaction import MOST_QUERIES, Reference, fit_entries, references
+from pairwise import pairwise
 
 
 def made(queries: int, entries: int, dim: int = 8, dtype: torch.dtype = torch.float32):
@@ -52,10 +53,13 @@ def test_the_errors_are_those_of_queries_that_were_not_fitted_to(softcap):
     assert errors[1] < 0.9 * errors[0]
 
 
-@pytest.mark.parametrize(("queries", "entries", "every"), [(6, 90, 2), (1, 40, 4), (300, 3, 3), (50, 50, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["any", "equal keys", "zeros", "large"])
-def test_bad_inputs_give_numbers_that_are_no_worse_than_the_entries_as_they_were(queries, entries, every, dtype, how):
+@pairwise(
+    sizes=[(6, 90, 2), (1, 40, 4), (300, 3, 3), (50, 50, 1)],
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+    how=["any", "equal keys", "zeros", "large"],
+)
+def test_bad_inputs_give_numbers_that_are_no_worse_than_the_entries_as_they_were(sizes, dtype, how):
+    queries, entries, every = sizes
     k, v, reference = made(queries, entries, dtype=dtype)
     if how == "equal keys":
         k[:] = k[0]

@@ -3,13 +3,12 @@
 import math
 from fractions import Fraction
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets, rank_entries, water_fill
+from kvpass.policies.scheduler import adaptive_budgets, fixed_budgets, rank_entries
 
 NONE = -math.inf
 ALPHAS = (0.0, 0.2, 0.37, 0.5, 1.0)
@@ -84,7 +83,7 @@ def models(draw):
         ]
         entries, weights = draw(st.integers(0, 8)), [draw(weight) for _ in range(layers)]
         rows.append({"available": available, "entries": entries, "weights": weights, "scores": scores})
-    return rows, draw(st.sampled_from(ALPHAS))
+    return rows, draw(st.floats(0, 1) | st.sampled_from(ALPHAS))
 
 
 def tensors(rows: list[dict]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,6 +127,7 @@ def test_contract_3_cascade_equals_one_shot_equals_brute_force(model, adaptive):
         kept &= ranks < budgets[:, :, None, None]
         assert (kept.flatten(1).sum(1) <= capacity).all()
 
+    assert torch.equal(budgets.sum(1), torch.minimum(entries, available) * layers * heads)
     once = (ranks < split(weights, entries, available, heads, layers)[:, :, None, None]) & eligible
     assert torch.equal(kept, once)
     assert torch.equal(kept.flatten(1).sum(1), torch.minimum(entries, available) * layers * heads)
@@ -135,29 +135,6 @@ def test_contract_3_cascade_equals_one_shot_equals_brute_force(model, adaptive):
         by_hand = kept_by_hand(row, alpha)
         for layer in range(layers):
             assert set(map(tuple, found[layer].nonzero().tolist())) == by_hand[layer]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=40), st.integers(0, 10**6), st.data())
-def test_shares_are_bounded_and_add_up(weights, total, data):
-    cap = data.draw(st.integers(0, 10**5))
-    shares = water_fill(torch.tensor([weights], dtype=torch.float64), torch.tensor([total]), torch.tensor([cap]))
-    assert (shares >= 0).all() and (shares <= cap).all()
-    assert shares.sum().item() == pytest.approx(min(total, cap * len(weights)), rel=1e-12, abs=1e-6)
-
-
-@settings(max_examples=200, deadline=None)
-@given(models(), st.floats(0, 1) | st.sampled_from(ALPHAS))
-def test_the_order_of_entry_equals_the_brute_force(model, alpha):
-    """Ranks are a permutation, in which entries that cannot be kept come last."""
-    for layer in range(len(model[0][0]["weights"])):
-        scores = tensors(model[0])[0][:, layer]
-        ranks = rank_entries(scores, alpha)
-        assert ranks.dtype == torch.int32
-        for rank, row in zip(ranks, model[0], strict=True):
-            order = order_by_hand(row["scores"][layer], alpha)
-            assert [rank[head, position].item() for head, position in order] == list(range(len(order)))
-            assert sorted(rank.flatten().tolist()) == list(range(rank.numel()))
 
 
 def test_negative_scores_and_signed_zeros_rank_by_value_and_entries_that_cannot_be_kept_last():

@@ -54,12 +54,16 @@ class SmallDecoder(nn.Module):
         """Attention output of a layer, ``[B, HEADS, T, DIM]``."""
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
-        """What leaves a layer that ``x`` enters, ``[B, T, WIDTH]``."""
+    def attended(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+        """Attention output of a layer that ``x`` enters, ``[B, T, WIDTH]``."""
         b, t, _ = x.shape
         q, k, v = (part.view(b, t, -1, DIM).transpose(1, 2) for part in self.layers[i](x).split(self.sizes, -1))
         y = self.attend(self.turned(q, positions), self.turned(k, positions), v, i)
-        return x + y.transpose(1, 2).reshape(b, t, WIDTH)
+        return y.transpose(1, 2).reshape(b, t, WIDTH)
+
+    def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+        """What leaves a layer that ``x`` enters, ``[B, T, WIDTH]``."""
+        return x + self.attended(x, positions, i)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedded(ids, positions)

@@ -5,7 +5,6 @@ All masks of a table are captured as one graph of as many attention calls, since
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from kvpass.graphs.canonical import find_sites
-from kvpass.graphs.find.sdpa import find_attention_pass, is_raw_attention
-from kvpass.graphs.fx_utils import DataFlow, shape_of
-from kvpass.graphs.verify.causal_mask import MaskPart, prove_causal
-from kvpass.graphs.verify.examples import NotCausalError
+from kvpass.graphs.find.sdpa import find_attention_pass
 
 HEADS, TOKENS, DIM = 2, 11, 4
 
@@ -163,44 +159,38 @@ REFUSED: dict[str, tuple[str, Mask]] = {
 }
 
 
-def decide_masks(
-    masks: list[Mask], batch: int, *, dynamic: bool = True, dynamic_batch: bool = False, content: Tensor | None = None
-) -> list[int | str | None]:
-    """Sliding window or reason of refusal of every mask, all captured in one graph.
+@pytest.fixture(scope="module")
+def decide_masks(capture_each) -> Callable[..., list[int | str | None]]:
+    """A function of masks that gives the sliding window or reason of refusal of each."""
 
-    Args:
-        content: of the integer input ``[B, T]``; positions by default.
-    """
-    stored = Stored()
-    decided: list[int | str | None] = []
+    def decide(
+        masks: list[Mask],
+        batch: int,
+        *,
+        dynamic: bool = True,
+        dynamic_batch: bool = False,
+        content: Tensor | None = None,
+    ) -> list[int | str | None]:
+        """``content``: of the integer input ``[B, T]``; positions by default."""
+        stored, windows = Stored(), []
 
-    def attend(q: Tensor, positions: Tensor) -> list[Tensor]:
-        return [F.scaled_dot_product_attention(q, q, q, mask(stored, q.shape[2], positions)) for mask in masks]
+        def attend(q: Tensor, positions: Tensor, mask: Mask) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, mask(stored, q.shape[2], positions))
 
-    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
-        flow = DataFlow(gm)
-        for node in gm.graph.nodes:
-            if is_raw_attention(node):
-                try:
-                    batch, _, tokens, _ = shape_of(node.args[0])
-                    part = MaskPart(flow, node.args[3], before=node, batch=batch, tokens=tokens)
-                    decided.append(prove_causal(part, HEADS).window)
-                except NotCausalError as error:
-                    decided.append(str(error))
-        return gm.forward
+        def note_window(gm: GraphModule) -> int:
+            windows.extend(site.sliding_window for site in find_sites(gm))
+            return 0
 
-    torch._dynamo.reset()
-    q, positions = torch.randn(batch, HEADS, TOKENS, DIM), torch.arange(TOKENS).repeat(batch, 1)
-    positions = positions if content is None else content
-    if dynamic:
-        torch._dynamo.mark_dynamic(q, 2)
-        torch._dynamo.mark_dynamic(positions, 1)
-    if dynamic_batch:
-        torch._dynamo.mark_dynamic(q, 0)
-        torch._dynamo.mark_dynamic(positions, 0)
-    torch.compile(attend, backend=backend, fullgraph=True)(q, positions)
-    assert len(decided) == len(masks)
-    return decided
+        q, positions = torch.randn(batch, HEADS, TOKENS, DIM), torch.arange(TOKENS).repeat(batch, 1)
+        given = q, positions if content is None else content
+        for x in given if dynamic_batch else ():
+            torch._dynamo.mark_dynamic(x, 0)
+        forms = [functools.partial(attend, mask=mask) for mask in masks]
+        refusals = capture_each(forms, given, [find_attention_pass, note_window], dynamic=dynamic)
+        of_sites = iter(windows)
+        return [next(of_sites) if refusal is None else str(refusal) for refusal in refusals]
+
+    return decide
 
 
 MASKS: dict[str, tuple[int | str | None, Mask]] = {
@@ -212,7 +202,7 @@ MASKS: dict[str, tuple[int | str | None, Mask]] = {
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.exhaustive), 2], ids=["B1", "B2"])
-def decided(request: pytest.FixtureRequest) -> dict[str, int | str | None]:
+def decided(request: pytest.FixtureRequest, decide_masks) -> dict[str, int | str | None]:
     """What became of each mask of the table."""
     return dict(zip(MASKS, decide_masks([mask for _, mask in MASKS.values()], request.param), strict=True))
 
@@ -223,7 +213,7 @@ def test_a_mask_is_proved_causal_or_banded_or_refused(name, decided):
     assert expected in found if isinstance(expected, str) else found == expected
 
 
-def test_every_row_of_a_batch_of_any_size_counts():
+def test_every_row_of_a_batch_of_any_size_counts(decide_masks):
     def second_row_sees_all(m: Stored, t: int, p: Tensor) -> Tensor:
         return causal(t) | (torch.arange(p.shape[0]) == 1)[:, None, None, None]
 
@@ -240,36 +230,26 @@ CONTENT: dict[str, Mask] = {
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_a_mask_that_depends_on_what_is_no_row_of_positions_is_refused(dynamic):
+def test_a_mask_that_depends_on_what_is_no_row_of_positions_is_refused(dynamic, decide_masks):
     types = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 2, 2, 2, 2]])
     reasons = decide_masks([*CONTENT.values()], 1, dynamic=dynamic, content=types)
     assert all("no row of positions" in str(reason) for reason in reasons)
 
 
-def test_positions_after_left_padding_are_positions():
+def test_positions_after_left_padding_are_positions(decide_masks):
     padded = torch.stack([torch.arange(TOKENS), (torch.arange(TOKENS) - 4).clamp(min=0)])
     assert decide_masks([CAUSAL["compared positions"]], 2, content=padded) == [None]
 
 
-def test_writes_between_two_calls_are_seen():
+def test_writes_between_two_calls_are_seen(capture):
     def attend(q: Tensor) -> Tensor:
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
         first = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         mask.logical_and_(torch.ones_like(mask).triu(-3))
         return first + F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
-    windows: list[int | None] = []
-
-    def backend(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
-        find_attention_pass(gm)
-        windows.extend(site.sliding_window for site in find_sites(gm))
-        return gm.forward
-
-    torch._dynamo.reset()
-    q = torch.randn(1, HEADS, TOKENS, DIM)
-    torch._dynamo.mark_dynamic(q, 2)
-    torch.compile(attend, backend=backend, fullgraph=True)(q)
-    assert windows == [None, 4]
+    gm, _ = capture(attend, [torch.randn(1, HEADS, TOKENS, DIM)], [find_attention_pass], execute=False)
+    assert [site.sliding_window for site in find_sites(gm)] == [None, 4]
 
 
 def test_a_mask_made_from_an_input_is_refused_with_module_path_and_node(decoder, capture_each, inputs):
