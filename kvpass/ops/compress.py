@@ -35,7 +35,7 @@ def compress_layer(
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window.
     """
-    asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows)
+    asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows, protected=buffers.protected)
     with record_function("kvpass::score_layer"):
         scores, stats, weight = ops.score_layer(
             call, lse, start, first, layer, buffers.layer_weights.shape[1], policy, asked, ranks
