@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
@@ -17,6 +17,7 @@ from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.config import Spans
 from kvpass.errors import CacheFileError
 from kvpass.frontends.transformers import CompressedModel
 from kvpass.look import page
@@ -26,6 +27,10 @@ from kvpass.transformers_compat import CACHE
 log = logging.getLogger("kvpass")
 
 Message = dict[str, str]
+
+ROLES = ("system", "tools")
+Protect = Sequence[str] | Spans
+"""Roles whose text stands before the first message of the user, or spans of tokens."""
 
 _MARKS = ("a.", "1!", "Éa?", "(x)", "中.")
 """Texts in the place of a question; they begin and end with characters of different classes."""
@@ -72,6 +77,10 @@ class Template:
         *earlier, last = messages
         texts = [self.text([*earlier, last | {"content": last["content"] + mark}]) for mark in _MARKS]
         return _common(*texts)
+
+    def head(self, system: str | None) -> int:
+        """Return how many tokens are before the text of the user's first message: those of system text and tools."""
+        return len(_common(*(self.ids(self.text(opening(system, mark, "a"))) for mark in _MARKS)))
 
     def with_document(self, text: str, system: str | None, before: str) -> str | None:
         """Put a document into the text of a chat that has "d" in its place (:func:`opening`).
@@ -140,6 +149,7 @@ class Document:
         *,
         system: str | None = None,
         chat: bool = True,
+        protect: Protect = (),
         **options: Any,
     ) -> Document:
         """Compress a text, as the begin of a chat if the tokenizer has a chat template.
@@ -148,7 +158,9 @@ class Document:
 
         Args:
             model: from ``kvpass.compile``. tokenizer: of the model. system: text of a system message before it.
-            chat: False: a plain text, which the model continues. options: of the chat template, such as
+            chat: False: a plain text, which the model continues. protect: what every head keeps, in the budget:
+                ``("system", "tools")`` is all before the text; or spans of tokens of the chat so far, as of
+                :meth:`kvpass.CompressedModel.compress`. options: of the chat template, such as
                 ``enable_thinking=False``.
         Raises:
             ValueError: the text is empty, or longer than the model takes; or the template refuses it.
@@ -160,7 +172,8 @@ class Document:
         ids = _common(*(template.ids(before + mark) for mark in _MARKS))
         _check_length(model, len(ids) + 1, "the document")
         with reading(len(ids)):
-            cache = model.compress(torch.tensor([ids], device=model.device))
+            spans = _spans(protect, lambda: template.head(system))
+            cache = model.compress(torch.tensor([ids], device=model.device), protect=spans)
         return cls(model, tokenizer, cache, before=before, system=system, options=template.options)
 
     @classmethod
@@ -238,6 +251,8 @@ class Chat:
     Args:
         model: from ``kvpass.compile``; with ``recompress`` the cache stays within its budget. tokenizer: of the model.
         system: text of a system message. document: that the chat is about. chat: False: messages are plain text.
+        protect: ``("system", "tools")``: what comes before the first message stays in every head, and counts in the
+            budget; ``()``: it may be dropped. By default it stays, unless the policy evicts while decoding.
         options: of the chat template.
     Attributes:
         messages: of the user and the assistant so far, as ``apply_chat_template`` takes them.
@@ -253,16 +268,21 @@ class Chat:
         system: str | None = None,
         document: Document | None = None,
         chat: bool = True,
+        protect: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        if document is not None and (system is not None or options or not chat):
-            raise ValueError("system, chat and options of the template are those of the document: leave them out")
+        if document is not None and (system is not None or options or protect is not None or not chat):
+            raise ValueError(
+                "system, chat, protect and options of the template are those of the document: leave them out"
+            )
         self.model, self.tokenizer = model, tokenizer
         self.messages: list[Message] = []
         self.cache: CompressedCache | None = None
         self.notice = ""
         self._document, self._system = document, system
         self._template = Template(tokenizer, options if chat else None) if document is None else document.template
+        stays = model.policy.needs_budget and model.policy.decode_rule() is None
+        self._protect = (ROLES if stays else ()) if protect is None else protect
 
     def send(self, message: str, **options: Any) -> str:
         """Return the answer to a message.
@@ -285,7 +305,8 @@ class Chat:
         _check_length(self.model, len(ids) + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
-        options |= {} if cache is None else {"past_key_values": cache}
+        spans = _spans(self._protect, lambda: self._template.head(self._system))
+        options |= {"protect": spans} if cache is None else {"past_key_values": cache}
         mask = torch.ones(1, len(ids), dtype=torch.int64, device=new.device)  # over what the cache holds too
         options = {"eos_token_id": self._ends(), **options, "attention_mask": mask, "return_dict_in_generate": True}
         before = None if cache is None else cache.record
@@ -368,6 +389,22 @@ class Chat:
         """Return the tokens that end an answer."""
         ends = self.model.generation_config.eos_token_id
         return sorted({*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *self._template.end()})
+
+
+def _spans(protect: Protect, head: Callable[[], int]) -> Spans | None:
+    """Return the spans of a chat's tokens; ``head``: how many come before the first message of the user.
+
+    Raises:
+        ValueError: a role has no text before that message.
+    """
+    if isinstance(protect, Tensor):
+        return protect
+    spans = [part for part in protect if not isinstance(part, str)]
+    if roles := {part for part in protect if isinstance(part, str)}:
+        if roles - {*ROLES}:
+            raise ValueError(f"protect={protect!r}: name {' or '.join(ROLES)}, or give spans of tokens")
+        spans += [(0, head())]
+    return spans or None
 
 
 def _common(*sequences: Any) -> Any:

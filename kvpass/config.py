@@ -288,6 +288,10 @@ class Budget:
 
 
 BudgetLike: TypeAlias = Budget | int | float | str | None
+
+Spans: TypeAlias = Sequence[tuple[int, int]] | torch.Tensor
+"""Parts of a prompt: ``(start, stop)`` in tokens of each row, counted from its first real one; or a mask of its
+columns, bool ``[B, N]``."""
 """A budget as users write it; None where a policy has none, or to take the model's."""
 
 

@@ -6,7 +6,8 @@ geometry, E pool slots, C tail slots, S slots of a line, P = L*K + 1 bounds of s
 Sizes in :data:`BUFFERS`: pool_batch: rows of the pool, as many as the batch or one for all of it; value_dim: 0 where
 values are stored in the keys only; pool, tail, ring: slots there; bounds: of segments of the pool; slots: of a line;
 window: at least 1; stat_planes: statistics of prompt entries; numbers_per_entry, rows_per_head: of a decode rule;
-group: query heads of a KV head; programs: of an attention kernel, one for each KV head of a row.
+group: query heads of a KV head; programs: of an attention kernel, one for each KV head of a row; protected: columns of
+the prompt, 0 where no span of it is protected.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ BUFFERS = {
     "tail_used": Buffer("", _I64, counter=True),
     "key_mean": Buffer("layers batch kv_heads key_dim", _F32, saved="key means", initial=0),
     "entries": Buffer("batch", _I64),
+    "protected": Buffer("batch protected", torch.bool, initial=0),
     "arrivals": Buffer("programs 64", _I32, initial=0),  # written, but as before at the end of each call
     "row_index": Buffer("*", _I64),  # of vLLM alone
     "output_errors": Buffer("3 layers batch kv_heads", _F32, initial=0),  # of compaction, written in a prompt
@@ -152,7 +154,8 @@ class PrefillBuffers(NamedTuple):
 
     slots: planes owner, order of entry, position of each slot; slot_stats, window_stats: planes attention mass, numbers
     of the decode rule, score where layers compete; entries: evictable entries per KV head per layer of each row.
-    rule_rows: as in :class:`EvictBuffers`. output_errors: where kept entries are compacted, of each head.
+    protected: columns that are kept in any case. rule_rows: as in :class:`EvictBuffers`. output_errors: where kept
+    entries are compacted, of each head.
     """
 
     pool_k: Tensor
@@ -165,6 +168,7 @@ class PrefillBuffers(NamedTuple):
     tail_v: Tensor
     offsets: Tensor
     entries: Tensor
+    protected: Tensor | None = None
     rule_rows: Tensor | None = None
     output_errors: Tensor | None = None
 
@@ -311,7 +315,7 @@ class PolicyInputs(NamedTuple):
     on. frequencies: inverse frequencies of the rotary embedding ``[D / 2]``. entries: evictable entries per KV head per
     layer of each row, int64 ``[B]``. summed: attention summed over all rows, fp32 ``[B, H, N]``. replayed: the most
     attention of a replay, fp32 ``[B, K, N]``. rule_rows: of :class:`EvictBuffers`; those of the layer are written.
-    entered: the policy's ``token_scores``, fp32 ``[B, K, N]``.
+    entered: the policy's ``token_scores``, fp32 ``[B, K, N]``. protected: of :class:`PrefillBuffers`.
     """
 
     projection: Tensor | None = None
@@ -321,6 +325,7 @@ class PolicyInputs(NamedTuple):
     replayed: Tensor | None = None
     rule_rows: Tensor | None = None
     entered: Tensor | None = None
+    protected: Tensor | None = None
 
     def of(self, layer: int, rows: slice, column: int) -> PolicyInputs:
         """Return the same for some rows of the batch, from a column on; of ``rule_rows`` those of the layer."""

@@ -156,6 +156,7 @@ class Report:
             "nbytes": self.prompt.nbytes,
             "ring_nbytes": self.prompt.ring_nbytes,
             "state_nbytes": self.prompt.state_nbytes,
+            "protected": self.prompt.protected,
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "output_errors": None if self.output_errors is None else self.output_errors.tolist(),
@@ -223,6 +224,12 @@ class Report:
 
     def _outside(self) -> Iterator[str]:
         """Sentences about what the budget does not count, and where things are."""
+        if self.prompt.protected:
+            tokens = int(self.prompt_lengths.sum())
+            beside = (
+                "; layers with a sliding window keep their newest tokens alone" if self.prompt.sliding_layers else ""
+            )
+            yield f"protected: {self.prompt.protected} of {tokens} tokens, in every head of these layers{beside}"
         if self.prompt.sliding_layers:
             count = sum(len(ring.layers) for ring in self.prompt.sliding_layers)
             yield (

@@ -239,6 +239,34 @@ def test_a_chat_stays_within_its_budget(model, qwen3):
     assert chat.notice == ""
 
 
+def heads_without(cache, tokens):
+    """How many heads lack one of the first tokens."""
+    kept = [set(head) for layer in cache.positions[0].tolist() for head in layer]
+    return sum(not head.issuperset(range(tokens)) for head in kept)
+
+
+def test_a_chat_keeps_what_its_system_text_says_and_a_document_where_it_is_asked_to(model, qwen3):
+    fast = kvpass.compile(model, policy="snapkv", budget=60, window=8, backend="eager", recompress="every_turn")
+    system = "Answer in one word."
+    head = len(qwen3(qwen3.apply_chat_template([{"role": "system", "content": system}], tokenize=False)).input_ids)
+    chats = [Chat(fast, qwen3, system=system), Chat(fast, qwen3, system=system, protect=())]
+    for turn in range(3):
+        for chat in chats:
+            chat.send(f"{turn}: {TEXT}", max_new_tokens=NEW)
+    assert [heads_without(chat.cache, head) > 0 for chat in chats] == [False, True]
+    documents = [Document.of_text(TEXT * 2, fast, qwen3, system=system, protect=p) for p in (("system",), (), [(0, 9)])]
+    assert [heads_without(document.cache, head) > 0 for document in documents] == [False, True, True]
+    assert heads_without(documents[2].cache, 9) == 0
+    with pytest.raises(ValueError, match=r"protect=\('sytem',\): name system or tools, or give spans of tokens"):
+        Document.of_text(TEXT, fast, qwen3, protect=("sytem",))
+    fast.set_policy("h2o", 60)
+    assert Chat(fast, qwen3, system=system).send("Why?", max_new_tokens=1) is not None, (
+        "it cannot, and drops nothing yet"
+    )
+    with pytest.raises(ValueError, match="'h2o': it evicts while decoding"):
+        Chat(fast, qwen3, system=system, protect=("system",)).send("Why?", max_new_tokens=1)
+
+
 def test_the_command_says_once_what_a_turn_dropped(model, qwen3, monkeypatch):
     monkeypatch.setattr("kvpass.loading.load_model", lambda *_, **__: (model, qwen3))
     options = ("--policy", "snapkv:window=8", "--budget", "40", "--max-new-tokens", NEW, "--backend", "eager")

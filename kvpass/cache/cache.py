@@ -20,8 +20,9 @@ from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint
 from kvpass.cache.prefill import CachePrefill
 from kvpass.cache.prompt_record import PromptRecord, layer_ids
 from kvpass.cache.shared_heads import joined, layout_of_all
+from kvpass.cache.spans import read_spans
 from kvpass.cache.state import KVState
-from kvpass.config import Budget, EntryFormat
+from kvpass.config import Budget, EntryFormat, Spans
 from kvpass.errors import CacheMismatchError
 from kvpass.policies.base import Policy
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -99,6 +100,7 @@ class CompressedCache(Cache):
         own_budget: its budget was given for it alone: calls continue it whatever the budget of the model is.
         begun_by: the capture of a raw module that prefilled it, and the inputs of the prompt by token.
         reusable: calls continue on a copy and do not change this cache.
+        protect: spans of its prompt that are kept in any case.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
@@ -130,6 +132,7 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Remove all entries; the cache can be filled again."""
         self.expected = 0
+        self.protect: Spans | None = None
         self.state = KVState(policy=self.policy, budget=self.budget, ranks=self.ranks, entry_format=self.entry_format)
         self.prefill: CachePrefill | None = None
         self.record: PromptRecord | None = None
@@ -141,9 +144,14 @@ class CompressedCache(Cache):
 
     def begin_prefill(self, start: Tensor, columns: int, ids: Tensor | None = None) -> None:
         """Clear the cache for a prompt of ``columns`` columns and these ids, with real tokens from ``start``."""
-        expected = self.expected
+        expected, protected = self.expected, read_spans(self.protect, start, columns)
+        if protected is not None and self.policy.decode_rule() is not None:
+            raise ValueError(
+                f"protect with policy {self.policy.name!r}: it evicts while decoding, what is protected too; where it "
+                "has the option, give evict_during_decode=False"
+            )
         self.reset()
-        self.expected, self.state.start = expected, start
+        self.expected, self.state.start, self.state.protected = expected, start, protected
         self.prefill = CachePrefill(self.state, columns, ids, expected)
 
     def finish_prefill(self) -> None:

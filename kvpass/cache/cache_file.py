@@ -151,6 +151,10 @@ def _header(content: bytes, path: Path) -> tuple[bytes, int]:
 # -- the tensors of a cache -------------------------------------------------------------------------------------------
 
 
+_OPTIONAL = ("ids", "mask", "protected")
+"""Tables of the tokens that not every cache has."""
+
+
 def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
     """Check that these are the tensors of the cache that the metadata describes; all on the CPU.
 
@@ -164,7 +168,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     for group in layout.pools:
         group.geometry.check_format(entry_format, torch.device("cpu"))
     buffers, sizes = _expected(metadata, rule)
-    buffers = {name: buffer for name, buffer in buffers.items() if name not in ("ids", "mask") or name in tensors}
+    buffers = {name: buffer for name, buffer in buffers.items() if name not in _OPTIONAL or name in tensors}
     if tensors.keys() != buffers.keys():
         raise ValueError(f"tensors {sorted(tensors.keys() ^ buffers.keys())} are missing or unknown")
     in_floats = ("ring_k", "ring_v", *(("tail_k", "tail_v") if entry_format == "model" else ()))
@@ -187,6 +191,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         _check_range("ids", tensors["ids"], torch.iinfo(torch.int32).max)
     if mask is not None and (mask.shape[1] > metadata.columns or not torch.equal((mask != 1).sum(1), start)):
         raise ValueError("mask: another number of columns is padding than start says")
+    if "protected" in tensors:
+        _check_range("protected", tensors["protected"], 1)
     seen = metadata.columns - start
     for part in layout.names[: len(layout.pools)]:
         store = of_part(tensors, part)
@@ -214,7 +220,7 @@ def _check_entries(metadata: CacheMetadata, policy: Policy) -> None:
 def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[str, Buffer], dict[str, dict[str, int]]]:
     """Return the buffers of a file by name, and the sizes in each part that the metadata says, by their names."""
     buffers = {"start": Buffer("batch", torch.int64), "ids": Buffer("batch columns", torch.int32)}
-    buffers["mask"] = Buffer("batch mask", torch.uint8)
+    buffers |= {name: Buffer(f"batch {name}", torch.uint8) for name in ("mask", "protected")}
     layout, rows = metadata.layout, dict.fromkeys(("batch", "pool_batch"), len(metadata.entries))
     sizes = {name: {**rows, "columns": metadata.columns} for name in buffers}
     for part, group in zip(layout.names, (*layout.pools, *layout.rings), strict=False):

@@ -15,6 +15,7 @@ from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, rounded_up
 from kvpass.cache.part import RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
+from kvpass.cache.spans import by_column
 from kvpass.cache.state import KVState, named
 from kvpass.config import LayerGroup, Layout, PoolFacts
 from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, names_of
@@ -53,6 +54,7 @@ class PrefillLayers:
         sizes = g.sizes | {"batch": len(entries), "tail": tail, "window": max(window, 1), "group": facts.group}
         sizes["pool"] = max(2, min(most, g.layers * g.kv_heads * max(n - window, 0) + g.layers))
         sizes |= {"rows_per_head": query_rows, "stat_planes": policy.stat_planes}
+        sizes["protected"] = 0 if state.protected is None else n
         # whether the pool of a prompt may stay partly empty, so that its entries then move to one of their size
         self._leaves_slots = state.ranks.several or policy.least_score > float("-inf")
         operands = names_of(AppendBuffers if self._rule is None else EvictBuffers)
@@ -68,6 +70,9 @@ class PrefillLayers:
         names = [name for name in PrefillBuffers._fields if optional.get(name, True)]
         self.buffers = PrefillBuffers(**{name: allocate(name) for name in names})
         self.buffers.entries.copy_(torch.tensor(entries, device="cpu"))
+        if state.protected is not None:
+            assert self.buffers.protected is not None
+            self.buffers.protected.copy_(by_column(state.protected, state.start))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -167,7 +172,7 @@ class CachePrefill:
         Args:
             pools: what the graph says of each pool of the layout.
         Raises:
-            ValueError: the budget cannot hold window + 1 entries of some row.
+            ValueError: the budget cannot hold window + 1 entries of some row, or what is protected of it.
             CacheMismatchError: the graph has another layout.
         """
         if not self._filled.layout.names:
@@ -188,6 +193,7 @@ class CachePrefill:
         if state.budget is not None and layout.pools:
             token_bytes = layout.token_bytes(state.entry_format) * state.ranks.size
             budgets = [state.budget.check(length, state.policy.window, token_bytes) for length in budgets]
+            self._check_protected(budgets)
         state = replace(state, layout=layout, budgets=budgets, reuse=reuse)
         to_come = self._expected - state.columns
         groups = zip(layout.pools, pools, strict=True)
@@ -195,6 +201,18 @@ class CachePrefill:
         rings = [SlidingWindowLayers.empty(group, rows, dtype, device, reuse) for group in layout.rings]
         states = [RecurrentState.empty(shape, rows, device, reuse) for shape in layout.states]
         self._filled, self._device = replace(state, parts=[*rings, *states]), device
+
+    def _check_protected(self, budgets: Sequence[int]) -> None:
+        """Raise ValueError if spans have more tokens than the budget keeps beside the window."""
+        state, window = self._filled, self._filled.policy.window
+        for row, (budget, start) in enumerate(zip(budgets, state.start.tolist(), strict=True)):
+            outside = max(state.columns - start - window, 0)
+            spans = 0 if state.protected is None else int(state.protected[row, :outside].sum())
+            if spans > max(budget - window, 0):
+                raise ValueError(
+                    f"protect: {spans} tokens of row {row} are to be kept beside the last {window}, the window, and "
+                    f"the budget is {budget} entries for both: {spans + window} are needed"
+                )
 
     def finish(self) -> tuple[KVState, PromptRecord]:
         """Return the cache after the prefill graph, and the record of what was kept."""
@@ -206,7 +224,9 @@ class CachePrefill:
         start = state.reuse.empty("start", state.start.shape, torch.int64, self._device).copy_(state.start)
         left = window - (state.start - (n - window)).clamp(min=0)
         budgets = torch.tensor(state.budgets, device="cpu")
-        state = replace(state, parts=[*(store for store, _ in kept), *state.parts], seen=seen, start=start)
+        protected = None if state.protected is None else state.protected.to(self._device)
+        parts = [*(store for store, _ in kept), *state.parts]
+        state = replace(state, parts=parts, seen=seen, start=start, protected=protected)
         return state, state.record(budgets, left, [record for _, record in kept])
 
 

@@ -49,6 +49,7 @@ class PromptRecord:
     ring_nbytes: int  # of the rings alone
     state_nbytes: int  # of the states of recurrent layers alone
     entry_format: EntryFormat = "model"
+    protected: int = 0  # tokens of all rows that were kept in any case
 
     def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""

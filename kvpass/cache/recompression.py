@@ -14,6 +14,7 @@ from kvpass.cache.prompt_record import LayersRecord
 from kvpass.cache.segments import POOL, TAIL, pool_of, segments_of
 from kvpass.operands import BUFFERS, RecompressBuffers
 from kvpass.ops.recompress import NOT_DUE, select_held
+from kvpass.policies.scores import PROTECTED
 
 
 class Recompression:
@@ -38,14 +39,19 @@ class Recompression:
             window.to(device),
         )
 
-    def finish(self, entries: Tensor, seen: Tensor) -> tuple[FullAttentionLayers, LayersRecord]:
+    def finish(
+        self, entries: Tensor, seen: Tensor, protected: Tensor | None = None
+    ) -> tuple[FullAttentionLayers, LayersRecord]:
         """Return a store of the kept entries, in buffers of its own, and its record.
 
         Args:
             entries: evictable entries per KV head per layer on average, int64 ``[B]``.
-            seen: real tokens seen of each row, new ones included, int64 ``[B]``.
+            seen: real tokens seen of each row, new ones included, int64 ``[B]``. protected: tokens that stay in any
+                case, bool ``[B, n]`` by true position.
         """
         store = self.store
+        if protected is not None:
+            self._protect(protected, seen)
         scores, masses, layer_weights, window = self.buffers
         available = (seen - window).clamp(min=0)
         stay = store.ranks.local_shard(select_held(scores, layer_weights, entries, available, store.policy), 2)
@@ -63,6 +69,15 @@ class Recompression:
             positions=left.buffers.pool_positions,
             offsets=left.buffers.offsets,
         )
+
+    def _protect(self, protected: Tensor, seen: Tensor) -> None:
+        """Give the evictable entries of protected tokens the score that keeps them."""
+        scores, positions = self.buffers.recompress_scores, self.store.positions(seen)
+        slots, tokens = scores.shape[3], protected.shape[1]
+        rows = protected[:, None, None].expand(*positions.shape[:3], -1)
+        stays = rows.gather(3, positions.clamp(min=0, max=tokens - 1)) & (positions >= 0) & (positions < tokens)
+        of_all = self.store.ranks.gather(pad(stays, (0, slots - stays.shape[3])).byte(), 2).bool()
+        scores.masked_fill_(of_all & (scores > float("-inf")), PROTECTED)
 
     def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> FullAttentionLayers:
         """Return a store of the kept entries; rows that are not due keep their pool, and all of their tail.

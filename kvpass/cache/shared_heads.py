@@ -110,7 +110,7 @@ def divided(tensors: Mapping[str, Tensor], layout: Layout, ranks: Ranks) -> tupl
 
 
 def _without_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x for name, x in tensors.items() if name in ("start", "ids", "mask")}
+    return {name: x for name, x in tensors.items() if name in ("start", "ids", "mask", "protected")}
 
 
 def _with_heads(layout: Layout, changed: Callable[[LayerGroup], LayerGroup]) -> Layout:

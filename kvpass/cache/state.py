@@ -45,6 +45,7 @@ class KVState:
     budgets: Sequence[int] = ()  # of each row, in entries
     start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))  # first real column
     ids: Tensor | None = None  # of the columns, padding included, int32 [B, columns]; None where they are not known
+    protected: Tensor | None = None  # prompt tokens kept in any case, bool [B, n] by true position; None: none
     columns: int = 0  # tokens seen, padding included
     prompt_columns: int = 0
     appended: int = 0  # after the prompt was compressed, or after the last call with padding
@@ -148,7 +149,8 @@ class KVState:
         """
         budgets = torch.tensor(self.budgets, device=self.device)
         window = budgets.clamp(max=self.policy.window)
-        done = [turn.finish(budgets - window, self.columns - self.start) for turn in recompressions]
+        seen = self.columns - self.start
+        done = [turn.finish(budgets - window, seen, self.protected) for turn in recompressions]
         self.parts = [*(store for store, _ in done), *self.parts[len(done) :]]
         self.appended = 0
         if not all(turn.every_row for turn in recompressions):
@@ -174,6 +176,7 @@ class KVState:
             ring_nbytes=sum(ring.nbytes for ring in self.sliding_layers),
             state_nbytes=sum(state.nbytes for state in self.states),
             entry_format=self.entry_format,
+            protected=0 if self.protected is None else int(self.protected.sum()),
         )
         return record_of_all(record, self.ranks, self.device) if self.ranks.several else record
 
@@ -182,7 +185,7 @@ class KVState:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages: spare slots, tail capacity, rings, states, positions, ids, all tables."""
-        tables = (self.start,) if self.ids is None else (self.start, self.ids)
+        tables = [x for x in (self.start, self.ids, self.protected) if x is not None]
         return sum(part.nbytes for part in self.parts) + sum(x.untyped_storage().nbytes() for x in tables)
 
     @property
@@ -226,6 +229,11 @@ class KVState:
 
     # -- rows, copies and files -------------------------------------------------------------------------------------
 
+    @property
+    def _of_tokens(self) -> tuple[Tensor | None, ...]:
+        """What may be known of the tokens of each row."""
+        return self.ids, self.padded, self.protected
+
     @torch.inference_mode(False)
     def clone(self) -> KVState:
         """Return an independent copy; buffers that no call writes are shared."""
@@ -238,8 +246,8 @@ class KVState:
         """Return a copy on another device."""
         parts = [part.to(device) for part in self.parts]
         start, seen = self.start.to(device), self.seen.to(device)
-        ids, padded = (None if x is None else x.to(device) for x in (self.ids, self.padded))
-        return replace(self, parts=parts, start=start, seen=seen, ids=ids, padded=padded)
+        ids, padded, protected = (None if x is None else x.to(device) for x in self._of_tokens)
+        return replace(self, parts=parts, start=start, seen=seen, ids=ids, padded=padded, protected=protected)
 
     @torch.inference_mode(False)
     def with_rows(self, index: Tensor) -> KVState:
@@ -247,10 +255,11 @@ class KVState:
         if index.numel() == 0:
             raise ValueError("no row of the cache is selected: select at least one, or reset the cache")
         index = index.clone().to(self.device)
-        ids, padded = (None if x is None else x[index] for x in (self.ids, self.padded))
+        ids, padded, protected = (None if x is None else x[index] for x in self._of_tokens)
         budgets = [self.budgets[row] for row in index.tolist()]
         parts = [part.with_rows(index) for part in self.parts]
-        return replace(self, parts=parts, start=self.start[index], ids=ids, padded=padded, budgets=budgets)
+        start = self.start[index]
+        return replace(self, parts=parts, start=start, ids=ids, padded=padded, protected=protected, budgets=budgets)
 
     @torch.inference_mode(False)
     def joined(self, states: Sequence[KVState], order: Tensor, mask: Tensor, ids: Tensor) -> KVState:
@@ -281,7 +290,9 @@ class KVState:
     @property
     def saved(self) -> dict[str, Tensor]:
         """What a file holds, by name."""
-        tables = {"start": self.start, "ids": self.ids, "mask": None if self.padded is None else self.padded.byte()}
+        masks = {"mask": self.padded, "protected": self.protected}
+        of_bytes = {name: None if x is None else x.byte() for name, x in masks.items()}
+        tables = {"start": self.start, "ids": self.ids, **of_bytes}
         parts = named(self.layout, [part.saved for part in self.parts])
         return parts | {name: x for name, x in tables.items() if x is not None}
 
@@ -308,6 +319,7 @@ class KVState:
             start=tensors["start"],
             ids=tensors.get("ids"),
             padded=(tensors["mask"] == 1).long() if "mask" in tensors else None,
+            protected=tensors["protected"] == 1 if "protected" in tensors else None,
             budgets=metadata.entries,
             columns=metadata.columns,
             prompt_columns=metadata.columns,

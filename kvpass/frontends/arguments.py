@@ -18,11 +18,13 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 ONLY_LOGITS = "a compiled graph does not return intermediate tensors; use the uncompiled model"
 _OF_WHOLE_TEXT = ("next_sequence_length", "is_first_iteration")
 TAKEN = (
-    "input_ids inputs_embeds attention_mask position_ids past_key_values cache use_cache logits_to_keep return_dict"
+    "input_ids inputs_embeds attention_mask position_ids past_key_values cache use_cache logits_to_keep return_dict "
+    "protect"
 ).split()
 """Arguments that a kvpass model's ``forward`` takes."""
 
 NO_IMAGES = "kvpass reads no images, videos or sound yet: use the uncompiled model for a prompt that has them"
+PROTECTS_PROMPTS = "protect: spans are of the prompt that fills a cache; give them with it"
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _OF_IMAGES = re.compile("pixel|image|video|audio|vision|patches|target_sizes|^(moe_)?mm_|^input_(features|values)")
 

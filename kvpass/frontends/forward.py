@@ -17,9 +17,11 @@ from kvpass.adapt.positions import check_rows_stay
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.compiler.step import Call, append, continued, prefill
+from kvpass.config import Spans
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
     NO_IMAGES,
+    PROTECTS_PROMPTS,
     TAKEN,
     UNSUPPORTED,
     check_cache,
@@ -70,6 +72,7 @@ class CompressedForward(_Base):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
+        protect: Spans | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Prefill a prompt and compress it, or continue on a compressed cache.
@@ -87,6 +90,7 @@ class CompressedForward(_Base):
                 a filled cache, nor with policies that replay ids.
             cache: the same as ``past_key_values``, by the name that transformers gives it from 5.24 on.
             logits_to_keep: compute logits of only this many last positions; 0 = all.
+            protect: parts of a prompt that are kept in any case, see :meth:`compress`.
         Returns:
             fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
             ``return_dict=False`` a tuple of those that are not None.
@@ -94,7 +98,7 @@ class CompressedForward(_Base):
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
         cache = take_cache({"past_key_values": past_key_values, "cache": cache})
-        inputs = Inputs(input_ids, inputs_embeds, attention_mask, position_ids, cache, logits_to_keep)
+        inputs = Inputs(input_ids, inputs_embeds, attention_mask, position_ids, cache, logits_to_keep, protect)
         runtime, check = self._kvpass, partial(_check, self, inputs, kwargs)
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1:
             check()
@@ -117,6 +121,7 @@ class Inputs(NamedTuple):
     position_ids: Tensor | None
     cache: Any  # a CompressedCache when they have been checked, or None
     logits_to_keep: int
+    protect: Spans | None
 
     @property
     def text(self) -> Tensor:
@@ -135,7 +140,12 @@ class Inputs(NamedTuple):
         """What all processes that share a model must be given alike."""
         tensors = {"input_ids": self.ids, "inputs_embeds": self.embeds}
         tensors |= {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
-        numbers = {"logits_to_keep": self.logits_to_keep, "tokens in the cache": getattr(self.cache, "columns", 0)}
+        spans = digest(self.protect) if isinstance(self.protect, Tensor) else str(self.protect)
+        numbers = {
+            "protect": spans,
+            "logits_to_keep": self.logits_to_keep,
+            "tokens in the cache": getattr(self.cache, "columns", 0),
+        }
         return {name: digest(x) for name, x in tensors.items()} | {name: str(n) for name, n in numbers.items()}
 
 
@@ -155,6 +165,8 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
         check_ids(inputs.ids, model.device)
     if not isinstance(inputs.logits_to_keep, int) or inputs.logits_to_keep < 0:
         raise ValueError(f"logits_to_keep={inputs.logits_to_keep!r}: must be an int >= 0")
+    if inputs.protect is not None and inputs.continues:
+        raise ValueError(PROTECTS_PROMPTS)
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
     if inputs.cache is not None:
@@ -173,6 +185,8 @@ def _read_prompt(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
     """Fill a cache with a prompt; return it and the logits. The ids of embeddings are not known to it."""
     runtime: Runtime = model._kvpass
     cache = runtime.new_cache() if inputs.cache is None else inputs.cache
+    if inputs.protect is not None:
+        cache.protect = inputs.protect
     text = inputs.text.clone(memory_format=torch.contiguous_format)
     start = first_real_column(inputs.attention_mask, *text.shape[:2])
     columns = torch.arange(text.shape[1], device=text.device)

@@ -16,6 +16,7 @@ from kvpass.config import Block
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
     NO_IMAGES,
+    PROTECTS_PROMPTS,
     UNSUPPORTED,
     check_cache,
     check_embeds,
@@ -83,9 +84,14 @@ class Request:
         self.arguments["disable_compile"] = True  # with a static cache, transformers would compile our forward
         self.ids_of_cache = 0
         text = self._check_text()
-        if self.cache is None and (self.assists or (text is not None and self._cache_is_default())):
+        if conditions.protect is not None and (text is None or self.columns or self.says("use_cache") is False):
+            raise ValueError(PROTECTS_PROMPTS)
+        makes = self._cache_is_default() or conditions.protect is not None
+        if self.cache is None and (self.assists or (text is not None and makes)):
             self.cache = self.runtime.new_cache(conditions)
             self.cache.assists = self.assists
+        if conditions.protect is not None and self.cache is not None:
+            self.cache.protect = conditions.protect
         if self.cache is not None and text is not None:
             self._reserve_and_join(self.cache, text)
 

@@ -73,12 +73,13 @@ class Runtime:
         cache.check_fingerprint(conditions.policy, conditions.budget, self.identity, conditions.entry_format)
 
     def new_cache(self, conditions: Conditions | None = None) -> CompressedCache:
-        """Return an empty cache, by default under the conditions of the call or the model."""
+        """Return an empty cache, by default under the conditions of the call or the model, without its spans."""
+        protect = None if conditions is None else conditions.protect
         conditions = self.conditions_now if conditions is None else conditions
         cache = CompressedCache(
             conditions.policy, conditions.budget, self.identity, self.adapted.heads, conditions.entry_format
         )
-        cache.own_budget = conditions.own_budget
+        cache.own_budget, cache.protect = conditions.own_budget, protect
         return cache
 
     def describe(self) -> dict[str, str]:

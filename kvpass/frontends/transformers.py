@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import forbid_pickling
 from kvpass.compiler.blocks import check_block
-from kvpass.config import Block, Budget, BudgetLike
+from kvpass.config import Block, Budget, BudgetLike, Spans
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.request import Request
 from kvpass.frontends.whole_text import by_name
@@ -40,6 +40,7 @@ class CompressedModel(GenerateHooks):
         generation_config: Any = None,
         *args: Any,
         budget: BudgetLike = None,
+        protect: Spans | None = None,
         **kwargs: Any,
     ) -> Any:
         """``generate`` of transformers; with a filled cache, the ids can be only the new tokens.
@@ -53,7 +54,8 @@ class CompressedModel(GenerateHooks):
         A reusable cache (see :meth:`compress`) is not changed; a call that begins with the last token of the answer
         before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
-        ``budget`` is that of this call, by default the model's. A filled cache keeps its own. What another thread sets
+        ``budget`` is that of this call, by default the model's. A filled cache keeps its own, and the spans of its
+        prompt; those of a new prompt are ``protect``, as of :meth:`compress`. What another thread sets
         meanwhile (:meth:`set_budget`, :meth:`set_policy`) does not change a call that has begun.
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
@@ -71,7 +73,7 @@ class CompressedModel(GenerateHooks):
         """
         given = by_name(super().generate, args, kwargs)  # type: ignore[misc]
         arguments = {"inputs": inputs, "generation_config": generation_config, **given}
-        request = Request(self, self._kvpass.conditions_now.with_budget(budget), arguments)
+        request = Request(self, self._kvpass.conditions_now.of_call(budget, protect), arguments)
         return request.run(super().generate)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -92,6 +94,7 @@ class CompressedModel(GenerateHooks):
         inputs_embeds: Tensor | None = None,
         reusable: bool = True,
         budget: BudgetLike = None,
+        protect: Spans | None = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
@@ -103,10 +106,17 @@ class CompressedModel(GenerateHooks):
             reusable: True: each later call continues from a copy, so you can ask any number of independent questions.
                 False: later calls continue the cache itself, as in a conversation.
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
+            protect: parts of the context that every head of every layer keeps, also when it is compressed again. They
+                count in the budget, and the policy divides what is left. ``(start, stop)`` in tokens of each row,
+                counted from its first real one; or a mask of columns, bool ``[B, N]``. Layers with a sliding window
+                keep their newest tokens alone, and recurrent ones a state.
+        Raises:
+            ValueError: the policy evicts while decoding; spans are not within the text, overlap or have more tokens
+                than the budget beside the window; or as for a call.
         """
         if "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
-        conditions = self._kvpass.conditions_now.with_budget(budget)
+        conditions = self._kvpass.conditions_now.of_call(budget, protect)
         cache = self._kvpass.new_cache(conditions)
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
         self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask))

@@ -34,7 +34,7 @@ def compress_layer(
     Returns:
         scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window.
     """
-    asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows)
+    asked = policy_inputs._replace(entries=buffers.entries, rule_rows=buffers.rule_rows, protected=buffers.protected)
     layers = buffers.layer_weights.shape[1]
     scores, stats, weight = ops.score_layer(call, lse, start, first, layer, layers, policy, asked, ranks)
     keep_entries(ops, buffers, Candidates(call.k, call.v, scores, stats, weight, first), layer, policy, ranks)

@@ -19,6 +19,7 @@ from kvpass.operands import AppendBuffers, RecompressBuffers
 from kvpass.ops.entry_formats import entries_of_head
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
+from kvpass.policies.scores import PROTECTED
 from kvpass.ranks import Ranks
 from kvpass.rotation import is_rotated, rotated_back
 
@@ -119,14 +120,15 @@ def select_held(scores: Tensor, layer_weights: Tensor, entries: Tensor, availabl
     Keeps as many as the budget allows, or all; a share that a layer cannot fill goes to other layers.
 
     Args:
-        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry. layer_weights: fp64
-            ``[B, L]``.
+        scores: fp32 ``[B, L, K, S]``, ``-inf`` where there is no evictable entry, ``inf`` for protected ones.
+        layer_weights: fp64 ``[B, L]``.
         entries: evictable entries per KV head per layer on average, int64 ``[B]``.
         available: evictable positions seen so far, int64 ``[B]``.
     """
     layers, kv_heads = scores.shape[1:3]
     eligible = scores > float("-inf")
-    budgets = policy.layer_budgets(layer_weights, entries, available, kv_heads, layers)
+    certain = (scores[:, 0, 0] == PROTECTED).sum(1)
+    budgets = policy.layer_budgets(layer_weights, entries, available, kv_heads, layers, certain)
     limits = fill_shares(budgets, eligible.sum((2, 3)))
     ranks = torch.stack([policy.rank(site, entries) for site in scores.unbind(1)], 1)
     return eligible & (ranks < limits[:, :, None, None])

@@ -28,7 +28,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order
 from kvpass.policies.observation import Observation, attention_weights
 from kvpass.policies.scheduler import best_over_layers
-from kvpass.policies.scores import reduce_group
+from kvpass.policies.scores import PROTECTED, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import rotated_output, rotated_queries
 
@@ -209,8 +209,9 @@ def score_layer(
         ranks: processes that share the heads of the layer.
         observed: returns what the policy is given for some rows, from their first column on.
     Returns:
-        scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window; stats of the heads of this process,
-        fp32 ``[F, B, K, N]``: the attention mass is a mean over window rows and group; weight fp64 ``[B]``.
+        scores of all heads, fp32 ``[B, K, N]``, ``-inf`` in padding and window, ``inf`` for protected entries; stats of
+        the heads of this process, fp32 ``[F, B, K, N]``: the attention mass is a mean over window rows and group;
+        weight fp64 ``[B]``.
     """
     b, kv_heads, n, _ = call.k.shape
     scored: list[Tensor] = []
@@ -237,7 +238,12 @@ def score_layer(
         layer_weight = policy.layer_weight(obs, every)
         if layer_weight is not None:
             weight[rows] = layer_weight
-    return torch.cat(scored), stats, weight
+    every, protected = torch.cat(scored), policy_inputs.protected
+    if protected is not None and protected.shape[1]:
+        every.masked_fill_(protected[:, None] & (every > float("-inf")), PROTECTED)
+        if policy.compares_layers:
+            stats[SCORE].masked_fill_(ranks.local_shard(every, 1) == PROTECTED, PROTECTED)
+    return every, stats, weight
 
 
 def write_first_rows(obs: Observation, policy: Policy) -> None:
@@ -291,8 +297,8 @@ def cascade_step(
 def layer_shares(buffers: PrefillBuffers, scores: Tensor, first: Tensor, layer: int, policy: Policy) -> Tensor:
     """Return the entries that each layer may hold, as :func:`cascade_step`, where no layer gives up any."""
     kv_heads, n = scores.shape[1:]
-    available = (n - first - policy.window).clamp(min=0)
-    return policy.layer_budgets(buffers.layer_weights, buffers.entries, available, kv_heads, layer + 1)
+    available, certain = (n - first - policy.window).clamp(min=0), (scores[:, 0] == PROTECTED).sum(1)
+    return policy.layer_budgets(buffers.layer_weights, buffers.entries, available, kv_heads, layer + 1, certain)
 
 
 def gather_layer(

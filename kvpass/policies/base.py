@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
-from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers
+from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers, zero_unseen_layers
 from kvpass.policies.observation import Observation
 from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
 from kvpass.policies.replay import Replay, repetitions
+from kvpass.policies.scores import PROTECTED
 from kvpass.ranks import ONE_PROCESS, Ranks
 
 Input = Literal[
@@ -223,17 +224,26 @@ class Policy(ABC):
         """Return the order of entry: an entry is kept if its layer may hold more than ``rank`` entries.
 
         Args:
-            scores: fp32 ``[B, K, N]``; ``-inf`` marks what is not evictable (padding and window), in any columns.
+            scores: fp32 ``[B, K, N]``; ``-inf`` marks what is not evictable (padding and window), in any columns, and
+                ``inf`` what is protected: it has rank -1.
             entries: evictable entries per KV head per layer on average (budget - window), int64 ``[B]``.
         Returns:
             int32 ``[B, K, N]``, counted over all KV heads. Within a row, ineligible columns rank after every eligible
             one. Under exact rules the ranks of a row are a permutation; ties go to the lower position, then to the
             lower head.
         """
-        return self.heads().rank(scores, entries)
+        return self.heads().rank(scores, entries).masked_fill(scores == PROTECTED, -1)
 
     @final
-    def layer_budgets(self, weights: Tensor, entries: Tensor, available: Tensor, kv_heads: int, seen: int) -> Tensor:
+    def layer_budgets(
+        self,
+        weights: Tensor,
+        entries: Tensor,
+        available: Tensor,
+        kv_heads: int,
+        seen: int,
+        certain: Tensor | None = None,
+    ) -> Tensor:
         """Return the entries each layer may hold, over all its KV heads, int64 ``[B, L]``.
 
         Args:
@@ -243,8 +253,14 @@ class Policy(ABC):
             seen: layers prefilled so far. If ``seen == L`` the result is the final, exact schedule. If ``seen < L`` it
                 bounds the final number of every seen layer from above, and the sum over seen layers is at most
                 :meth:`capacity`.
+            certain: entries of each head in every layer that are kept in any case, of those that ``entries`` and
+                ``available`` count, int64 ``[B]``: the split divides the others. Where layers compete, the weights
+                count them.
         """
-        return self.layers().budgets(weights, entries, available, kv_heads, seen)
+        if certain is None or self.compares_layers:
+            return self.layers().budgets(weights, entries, available, kv_heads, seen)
+        others = self.layers().budgets(weights, entries - certain, available - certain, kv_heads, seen)
+        return zero_unseen_layers(seen, others + (certain * kv_heads)[:, None])
 
     @final
     def capacity(self, entries: int, num_layers: int, kv_heads: int) -> int:

@@ -94,8 +94,9 @@ class SafeguardedHeads(HeadSplit):
 
 def normalized(scores: Tensor, entries: Tensor) -> Tensor:
     """Return scores * (sum of the head's best ``entries``) / (sum of all), fp32 ``[B, K, N]``."""
-    worth = torch.where(scores > float("-inf"), scores, 0.0)
+    worth = torch.where(scores.isinf(), 0.0, scores)
     running = torch.nn.functional.pad(worth.sort(dim=2, descending=True).values.cumsum(2), (1, 0))
     top = running.gather(2, entries.clamp(max=scores.shape[2])[:, None, None].expand(-1, scores.shape[1], 1))
     total = worth.sum(2, keepdim=True)
-    return scores * torch.where(total > 0, top / total, torch.ones_like(total))
+    share = torch.where(total > 0, top / total, torch.ones_like(total))
+    return torch.where(scores.isinf(), scores, scores * share)

@@ -30,6 +30,10 @@ def reduce_group(scores: Tensor, kv_heads: int, group: Group) -> Tensor:
     return grouped.sum(2) if group == "sum" else grouped.mean(2)
 
 
+PROTECTED = float("inf")
+"""Score of an entry that is kept in any case; those of policies are finite."""
+
+
 def above_all(place: Tensor) -> Tensor:
     """Return scores fp32 that are above all others, the lowest place (an int) highest."""
     return torch.finfo(torch.float32).max / (place + 2).clamp(min=1)
