@@ -226,7 +226,7 @@ def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
     assert tight(TOKEN, past_key_values=cache).logits.isfinite().all()
 
 
-def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_path):
+def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled_and_a_copy_has_weights_of_its_own(model, tmp_path):
     tight = compiled_apart(1, model, budget=16)
     ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
     cache = tight(ids).past_key_values
@@ -246,7 +246,13 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
     for twin in (copy.copy(tight), copy.deepcopy(tight)):
         assert type(twin) is type(tight)
         assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, expected)
-    assert all(map(torch.equal, copy.deepcopy(tight).parameters(), tight.parameters()))
+    cache = twin(ids).past_key_values
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, 2 * expected)
+    assert torch.equal(tight(token, past_key_values=tight(ids).past_key_values).logits, expected)
+    with pytest.raises(kvpass.CacheMismatchError, match="another model"):
+        tight(token, past_key_values=cache)
 
 
 # -- calls of forward, generate and compress -------------------------------------------------------------------------
