@@ -13,21 +13,12 @@ from command_line import invoke
 from eval_models import model_folder
 from kvpass.calibration import fit
 from kvpass.calibration.texts import generated_texts
-from kvpass.eval.environment import model_digest
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import random_ids, sharing_captures, tiny_model
+from tiny_models import random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("compile_once")
 PIECE = fit.Piece([3, 4, 5], random_ids(1, 30, seed=1)[0].tolist(), [9, 8])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_once():
-    """Models with the same weights share captures."""
-    compiled = fit.compile_model
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "compile_model", lambda x, **given: sharing_captures(compiled(x, **given), model_digest(x)))
-        yield
 
 
 class Letters:

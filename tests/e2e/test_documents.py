@@ -6,40 +6,23 @@ from pathlib import Path
 
 import pytest
 
-import kvpass
 from command_line import invoke
 from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import load_document, read_document
 from kvpass.frontends import transformers as frontend
 from pairwise import quick_rows
-from tiny_models import sharing_captures
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
 QUESTIONS = [". question the pin of lato gilum is", "is", "is 482"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    """The built-in model, captured once for every document and command of this process."""
-    original, made = kvpass.compile, {}
-
-    def compiled(model, *, policy, backend, budget=None, entries="model", **options):
-        key = backend, model.dtype, model.config.num_hidden_layers, entries
-        if key not in made:
-            fast = original(model, policy="full", backend=backend, entries=entries)
-            made[key] = sharing_captures(fast, "documents", *key[:-1])
-        made[key].set_policy(policy, budget, **options)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvpass, "compile", compiled)
-        yield
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
-def document():
+def document(compile_once):
     return read_document(TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
 
 
