@@ -1,13 +1,12 @@
 """The kernel bench without a GPU: its inputs, its operators on the eager reference."""
 
-import itertools
 import json
 
 import pytest
 import torch
 
 from kvpass.eval.bench import kernels as kernel_bench
-from kvpass.eval.bench.kernels import Shape, ragged_lengths, time_prompt
+from kvpass.eval.bench.kernels import Shape, ragged_lengths
 from kvpass.eval.bench.report import show
 
 CPU = Shape(layers=2, heads=4, kv_heads=2, dim=32, dtype=torch.float32, device=torch.device("cpu"))
@@ -20,16 +19,6 @@ def test_ragged_lengths_are_unequal_and_of_equal_bytes():
     assert ragged.sum((1, 2)).tolist() == 3 * [32 * 8 * 992]
     assert ragged.min() >= 0
     assert ragged.float().std() > 500
-
-
-def test_a_prompt_is_compressed_by_the_operators_of_the_package(monkeypatch):
-    monkeypatch.setattr(kernel_bench, "BUDGET", 48)
-    monkeypatch.setattr(kernel_bench, "AT_LEAST", 0.001)
-    for shape, policy in itertools.product((CPU, LATENT), ("lava", "cake")):
-        found = time_prompt(shape, 160, policy)
-        assert found["added_ms"] > 0
-        assert found["added_over_attention"] == pytest.approx(found["added_ms"] / found["attention_ms"])
-        assert "aten::scaled_dot_product_attention" not in found["parts_ms"]
 
 
 @pytest.fixture
@@ -65,6 +54,7 @@ def test_every_figure_is_saved_when_it_is_there_and_a_failure_loses_no_other(com
     assert [record["ragged_over_uniform"] for record in result["decode"][:2]] == [1.0, 1.0]
     assert [list(record) for record in result["decode"][2:]] == [["batch", "rows", "ragged"]] * 2
     assert [record.get("rows") for record in result["prefill"]] == [None, None, "latent", "latent"]
+    assert all(record["added_over_attention"] > 0 for record in result["prefill"])
 
     def broken(call, held, layer):
         if not bool((held.offsets.diff(dim=1) == 64).all()):
