@@ -60,16 +60,6 @@ def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatc
     assert opened.count(path) == 1
 
 
-def test_questions_are_answered_also_those_that_are_longer_than_the_document(document):
-    answers = [document.ask(question, max_new_tokens=6) for question in QUESTIONS]
-    assert answers[1] == "482 913 ." and len(set(answers)) == 3
-    given = {"model": "builtin", "policy": "full", "budget": None, "backend": "eager"}
-    short = read_document("the code of bara dador is 482 913 .", **given)
-    question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of bara dador is"
-    assert short.ask(question, max_new_tokens=6) == "482 913 ."
-    assert short.cache.columns < 15
-
-
 def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tmp_path):
     path = tmp_path / "doc.kv"
     document.save(path)
