@@ -1,5 +1,6 @@
 """What holds for every test: no network, no checkout on ``sys.path``, two threads, fixed seeds."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes, each of which imports torch
@@ -55,6 +57,27 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def compile_once() -> Iterator[None]:
+    """Models with the same weights share captures, also those that ``kvpass.calibrate`` compiles."""
+    import kvpass
+    from kvpass.calibration import fit
+    from kvpass.eval.environment import model_digest
+    from tiny_models import sharing_captures
+
+    original = kvpass.compile
+
+    @functools.wraps(original)
+    def with_captures(model: Any, *, backend: Any = "inductor", compile_regions: Any = "auto", **options: Any) -> Any:
+        made = original(model, backend=backend, compile_regions=compile_regions, **options)
+        return sharing_captures(made, model_digest(model), backend, compile_regions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvpass, "compile", with_captures)
+        patch.setattr(fit, "compile_model", with_captures)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

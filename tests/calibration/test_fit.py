@@ -13,21 +13,12 @@ from command_line import invoke
 from eval_models import model_folder
 from kvpass.calibration import fit
 from kvpass.calibration.texts import generated_texts
-from kvpass.eval.environment import model_digest
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
-from tiny_models import random_ids, sharing_captures, tiny_model
+from tiny_models import random_ids, tiny_model
 
+pytestmark = pytest.mark.usefixtures("compile_once")
 PIECE = fit.Piece([3, 4, 5], random_ids(1, 30, seed=1)[0].tolist(), [9, 8])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_once():
-    """Models with the same weights share captures."""
-    compiled = fit.compile_model
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "compile_model", lambda x, **given: sharing_captures(compiled(x, **given), model_digest(x)))
-        yield
 
 
 class Letters:
@@ -139,17 +130,12 @@ BEFORE_ROPE = [("llama", ("q_proj", "k_proj")), ("qwen3", ("q_norm", "k_norm"))]
 
 
 @pytest.mark.parametrize(("family", "names"), quick_rows(BEFORE_ROPE, BEFORE_ROPE[:1]))
-def test_queries_are_those_before_rope_and_distances_by_complex_numbers(family, names):
+def test_distances_are_those_by_complex_numbers_before_rope(family, names):
     model = tiny_model(family, layers=2)
     (found,) = layers_of(model, PIECE)
     speeds = model.model.rotary_emb.inv_freq.double()
     for layer, (q, k) in zip(found, before_rope(model, PIECE, names), strict=True):
-        distances, (total, moduli, products) = layer.queries
         heads, dim = len(q), 2 * len(speeds)
-        rows = torch.cat([q.real, q.imag], -1)
-        torch.testing.assert_close(total.view(heads, dim), rows.sum(1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(moduli.view(heads, dim // 2), q.abs().sum(1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(products.view(heads, dim, dim), rows.mT @ rows, atol=1e-3, rtol=1e-4)
         for head in range(len(k)):
             wanted = 0.0
             for query in q.mean(1)[head * heads // len(k) :][: heads // len(k)]:
@@ -158,7 +144,7 @@ def test_queries_are_those_before_rope_and_distances_by_complex_numbers(family, 
                 logits = torch.stack([(asking * one.conj()).sum().real / dim**0.5 for one in turned])
                 shares = [a * (500 - at) / 500 for at, a in enumerate(logits.softmax(0).tolist())]
                 wanted += sum(shares) / (heads // len(k))
-            assert float(distances[head]) == pytest.approx(wanted, abs=1e-5)
+            assert float(layer.queries.distances[head]) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_statistics_are_of_all_fitted_tokens_and_numbers_of_heads_are_means_of_texts():

@@ -1,12 +1,10 @@
 """A compiled model as the assistant of an uncompiled one: it drafts, and every token is the other model's."""
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 import compiled_models
 from kvpass.cache.cache import CompressedCache
@@ -120,36 +118,9 @@ def test_nothing_of_a_call_is_left_in_the_next():
     assert not model.generation_config.is_assistant and not fast.compress(PROMPT).assists
 
 
-def test_sampled_tokens_repeat_with_the_seed_and_end_where_they_should():
-    model, fast = drafting()
-    options = {"assistant_model": fast, "do_sample": True, "temperature": 1.5}
-    found = []
+def test_sampled_tokens_repeat_with_the_seed():
+    (model, fast), found = drafting(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        found.append(greedy(model, PROMPT, **options))
+        found.append(greedy(model, PROMPT, assistant_model=fast, do_sample=True, temperature=1.5))
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    torch.manual_seed(1)
-    end = int(found[0][0, PROMPT.shape[1] + 9])
-    ended = greedy(model, PROMPT, eos_token_id=end, **options)
-    assert int(ended[0, -1]) == end or ended.shape[1] == PROMPT.shape[1] + NEW
-
-
-@pytest.mark.exhaustive
-def test_sampled_tokens_have_the_distribution_of_the_model_alone():
-    """Every text of three tokens out of two each, as often as the model has it (chi-squared test)."""
-    model, fast = drafting()
-    options = {"do_sample": True, "top_k": 2, "temperature": 1.5, "max_new_tokens": 3}
-    expected: dict[tuple[int, ...], float] = {}
-    for choice in itertools.product(range(2), repeat=3):
-        text, chance = PROMPT, 1.0
-        for place in choice:
-            best = (model(text).logits[0, -1] / options["temperature"]).topk(2)
-            chance *= best.values.double().softmax(-1)[place].item()
-            text = torch.cat([text, best.indices[place].view(1, 1)], 1)
-        expected[tuple(text[0, -3:].tolist())] = chance
-    torch.manual_seed(0)
-    counts, total = dict.fromkeys(expected, 0), 250
-    for _ in range(total):
-        counts[tuple(greedy(model, PROMPT, assistant_model=fast, **options)[0, -3:].tolist())] += 1
-    chances = torch.tensor(list(expected.values()), dtype=torch.float64)
-    assert chisquare(list(counts.values()), total * chances / chances.sum()).pvalue > 0.01

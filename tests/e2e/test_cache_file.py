@@ -8,7 +8,6 @@ import torch
 
 import kvpass
 from compiled_models import compiled_anew, greedy, padded, reloaded, two_layers
-from kvpass.cache import fingerprint
 from kvpass.cache.cache_file import read_cache_file, write_cache_file
 from pairwise import quick, quick_rows
 from tiny_models import HYBRIDS, continuation, kvzap_file, random_ids, tiny_model
@@ -196,15 +195,3 @@ def test_a_cache_moves_to_another_device_as_a_whole(case):
     with pytest.raises(kvpass.CacheMismatchError, match="cache on meta"):
         fast(random_ids(2, 1), past_key_values=moved)
     fast(random_ids(2, 1), past_key_values=cache)
-
-
-def test_the_digest_of_the_weights_sees_small_changes_everywhere():
-    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(3, 2))
-    seen = {fingerprint.weights_digest(model, {})}
-    for parameter in model.parameters():
-        with torch.no_grad():
-            parameter *= 1.001
-        seen.add(fingerprint.weights_digest(model, {}))
-    model[1].weight.data = model[1].weight.data.T.contiguous()
-    seen.add(fingerprint.weights_digest(model, {}))
-    assert len(seen) == 6

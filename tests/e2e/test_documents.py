@@ -6,39 +6,22 @@ from pathlib import Path
 
 import pytest
 
-import kvpass
 from command_line import invoke
 from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
 from kvpass.cli.documents import load_document, read_document
 from kvpass.frontends import transformers as frontend
-from tiny_models import sharing_captures
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
 TEXT = " ".join([FACTS, *["the old farmer carried the lamp near the river ."] * 12, "question the code of bara dador"])
 QUESTIONS = [". question the pin of lato gilum is", "is", "is 482"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    """The built-in model, captured once for every document and command of this process."""
-    original, made = kvpass.compile, {}
-
-    def compiled(model, *, policy, backend, budget=None, entries="model", **options):
-        key = backend, model.dtype, model.config.num_hidden_layers, entries
-        if key not in made:
-            fast = original(model, policy="full", backend=backend, entries=entries)
-            made[key] = sharing_captures(fast, "documents", *key[:-1])
-        made[key].set_policy(policy, budget, **options)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvpass, "compile", compiled)
-        yield
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
-def document():
+def document(compile_once):
     return read_document(TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
 
 
@@ -74,16 +57,6 @@ def test_the_bytes_of_a_document_are_checked_once(document, tmp_path, monkeypatc
     monkeypatch.setattr(Path, "open", counting)
     load_document(path, backend="eager")
     assert opened.count(path) == 1
-
-
-def test_questions_are_answered_also_those_that_are_longer_than_the_document(document):
-    answers = [document.ask(question, max_new_tokens=6) for question in QUESTIONS]
-    assert answers[1] == "482 913 ." and len(set(answers)) == 3
-    given = {"model": "builtin", "policy": "full", "budget": None, "backend": "eager"}
-    short = read_document("the code of bara dador is 482 913 .", **given)
-    question = ". ".join(["the farmer carried the lamp "] * 4) + ". question the code of bara dador is"
-    assert short.ask(question, max_new_tokens=6) == "482 913 ."
-    assert short.cache.columns < 15
 
 
 def test_the_file_says_what_it_needs_and_the_model_can_be_elsewhere(document, tmp_path):

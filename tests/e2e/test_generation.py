@@ -13,8 +13,7 @@ from tiny_models import random_ids, raw
 NEW = 7
 
 
-def compiled(decoder, budget=1000):
-    return raw(decoder, {"policy": "lava", "budget": budget, "window": 8, "compiler": "eager"})
+GIVEN = {"policy": "lava", "budget": 1000, "window": 8, "compiler": "eager"}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def fast(decoder):
-    return compiled(decoder)
+    return raw(decoder, GIVEN)
 
 
 @pytest.mark.parametrize("positions", [False, True])
@@ -56,7 +55,7 @@ def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_
 
 def test_bad_arguments_are_refused(decoder, fast):
     ids = random_ids(1, 20)
-    answers = compiled(lambda ids: {"logits": decoder(ids)})
+    answers = raw(lambda ids: {"logits": decoder(ids)}, GIVEN)
     for module, text, new, error, message in (
         (fast, ids, 0, ValueError, "max_new_tokens=0"),
         (fast, "how are you?", 2, ValueError, "must be a tensor of token ids, such as tokenizer"),
@@ -70,7 +69,7 @@ def test_bad_arguments_are_refused(decoder, fast):
 
 
 def test_contract_4_padded_rows_say_what_they_say_alone(decoder):
-    (ids, mask), fast = padded(40, 23), compiled(decoder, 12)
+    (ids, mask), fast = padded(40, 23), raw(decoder, GIVEN | {"budget": 12})
     out = kvpass.generate(fast, ids, max_new_tokens=NEW, positions=True, attention_mask=mask)
     for row, prompt in enumerate(prompts_of(40, 23)):
         alone = kvpass.generate(fast, prompt[None], max_new_tokens=NEW, positions=True)
@@ -92,4 +91,4 @@ def test_logits_may_be_the_first_item_of_a_tuple(decoder):
             return logits, loss
 
     ids = random_ids(2, 37)
-    assert torch.equal(kvpass.generate(compiled(WithLoss()), ids, max_new_tokens=NEW), recomputed(decoder, ids, NEW))
+    assert torch.equal(kvpass.generate(raw(WithLoss(), GIVEN), ids, max_new_tokens=NEW), recomputed(decoder, ids, NEW))

@@ -76,20 +76,9 @@ def test_blocks_of_a_prompt_attend_expanded_heads_that_fit_in_memory(monkeypatch
     assert torch.equal(out.past_key_values.positions, whole.past_key_values.positions)
 
 
-@pytest.mark.exhaustive
-def test_compiled_and_uncompiled_graphs_keep_and_compute_the_same_and_recompression_keeps_the_budget():
-    ids, new = random_ids(1, PROMPT), random_ids(1, 12, seed=5)
-    for policy in ("lava", "h2o"):
-        found = []
-        for backend in ("eager", "inductor"):
-            _, fast = two_layers(FAMILY, backend=backend, policy=policy)
-            cache = fast(ids).past_key_values
-            logits = torch.cat([fast(token, past_key_values=cache).logits for token in new.split(1, 1)], 1)
-            found.append((cache.positions, logits))
-        assert torch.equal(found[0][0], found[1][0])
-        assert_close("logits", found[1][1], found[0][1], atol=1e-4)
+def test_recompression_keeps_the_budget():
     _, fast = two_layers(FAMILY, recompress="every_turn", policy="snapkv")
-    cache = fast(ids).past_key_values
+    cache = fast(random_ids(1, PROMPT)).past_key_values
     fast(random_ids(1, 30, seed=1), past_key_values=cache)
     assert cache.lengths.tolist() == [[[BUDGET], [BUDGET]]]
 

@@ -3,7 +3,7 @@
 Each computes its own positions from the length of its input and knows nothing of kvpass. ``keep`` of a test model,
 which the oracle uses, hides prompt entries from later tokens; it is None while kvpass runs the model.
 
-The forms of published code (litgpt, gpt-fast, torchtune, lit-llama, x-transformers, PaLM-rlhf) are a few lines of
+The forms of published code (litgpt, gpt-fast, torchtune, x-transformers, PaLM-rlhf) are a few lines of
 our own each: exact, or refused by the line.
 """
 
@@ -202,21 +202,6 @@ class PlainTables(SmallDecoder):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-class TablesOnFirstCall(PlainTables):
-    """lit-llama: the same tables, made by a first call, which was before the module is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.built = self.table
-        self.table = None
-        self(random_ids(1, 3))
-
-    def positions(self, ids):
-        if self.table is None:
-            self.table = self.built + 0
-        return super().positions(ids)
-
-
 class BiasOfLongestCall(SmallDecoder):
     """x-transformers: an ALiBi table that is kept for shorter texts; the longest text was before the compilation."""
 
@@ -235,7 +220,7 @@ class BiasOfLongestCall(SmallDecoder):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-WORKS = [SlicedRotary, WrittenOut, Alibi, ScaledByAttributes, PlainTables, TablesOnFirstCall, BiasOfLongestCall]
+WORKS = [SlicedRotary, WrittenOut, Alibi, ScaledByAttributes, PlainTables, BiasOfLongestCall]
 TEXT = random_ids(2, BEGIN + sum(PIECES))
 
 
@@ -254,7 +239,7 @@ def in_pieces(fast, text: Tensor = TEXT) -> Tensor:
     ("make", "compiler"),
     quick_rows(
         [*((make, "eager") for make in WORKS), *((make, "inductor") for make in WORKS[:3])],
-        [(make, "eager") for make in (SlicedRotary, ScaledByAttributes, TablesOnFirstCall)],
+        [(make, "eager") for make in (SlicedRotary, ScaledByAttributes, BiasOfLongestCall)],
     ),
 )
 @torch.no_grad()

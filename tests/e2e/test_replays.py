@@ -92,19 +92,6 @@ def test_entries_that_a_repetition_attends_to_are_kept_in_padded_rows_too(tried)
         assert positions == kept_by(worth[list(cache.layer_ids)])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["kvzip", "kvzip_plus"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bloom", "gpt_oss"])
-def test_compiled_parts_keep_what_the_graph_keeps_in_blocks_too(family, policy):
-    model, ids = tiny_model(family, layers=2), random_ids(2, 41)
-    kept = [
-        kvpass.compile(model, policy=policy, budget=BUDGET, **how, **ASKED).compress(ids).positions
-        for how in ({"backend": "eager"}, {"backend": "eager", "prefill_block": 8}, {"backend": "inductor"})
-    ]
-    assert torch.equal(kept[0], kept[1])
-    assert torch.equal(kept[0], kept[2])
-
-
 def test_a_prompt_that_leaves_no_positions_for_its_replays_is_refused_and_a_shorter_one_is_not():
     model = tiny_model("gpt2", layers=1, n_positions=64)
     fast = kvpass.compile(model, policy="kvzip", budget=BUDGET, backend="eager")

@@ -19,7 +19,6 @@ from kvpass.cache.buffer_reuse import BufferReuse
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.compiler.backend import PhaseCompiler
-from kvpass.frontends.transformers import CompressedModel
 from pairwise import quick, quick_rows
 from small_decoders import raw_decoder
 from tiny_models import in_session, left_pad, random_ids, tiny_model
@@ -167,17 +166,16 @@ def appending():
     return two_layers(budget=16)[1]
 
 
-def tails(model: CompressedModel, monkeypatch):
-    """Lengths of the tail in every call."""
-    seen, run = [], type(model).forward
+@pytest.fixture
+def tails(monkeypatch):
+    """Lengths of the tail in every call that continues a cache."""
+    seen, ensure_room = [], FullAttentionLayers.ensure_room
 
-    @functools.wraps(run)
-    def forward(self, *args, **kwargs):
-        out = run(self, *args, **kwargs)
-        seen.append(tail_of(out.past_key_values))
-        return out
+    def watched(self, *args):
+        ensure_room(self, *args)
+        seen.append(self.buffers.tail_k.shape[3])
 
-    monkeypatch.setattr(CompressedModel, "forward", forward)
+    monkeypatch.setattr(FullAttentionLayers, "ensure_room", watched)
     return seen
 
 
@@ -185,10 +183,8 @@ def tail_of(cache):
     return cache.state.full_layers[0].buffers.tail_k.shape[3]
 
 
-def test_generate_reserves_the_tail_once(monkeypatch):
+def test_generate_reserves_the_tail_once(tails):
     plain = appending()
-    seen = tails(plain, monkeypatch)
-
     for asked, slots in (
         ({"max_new_tokens": 64 + 1}, 8 + 64),
         ({"max_new_tokens": 64 + 2}, 8 + 128),
@@ -197,19 +193,18 @@ def test_generate_reserves_the_tail_once(monkeypatch):
         ({"generation_config": GenerationConfig(max_length=61 + 130)}, 8 + 192),
         ({}, 8 + 64),
     ):
-        seen.clear()
+        tails.clear()
         ends = [] if asked == {"max_new_tokens": 64 + 1} else [lambda ids, _: torch.tensor([ids.shape[1] > 61 + 2])]
         plain.generate(random_ids(1, 61), do_sample=False, stopping_criteria=ends, **asked)
-        assert set(seen) == {slots} and len(seen) == (3 if ends else 65), asked
+        assert set(tails) == {slots} and len(tails) == (2 if ends else 64), asked
 
 
-def test_a_turn_reserves_the_tail_once_and_tokens_beyond_what_was_expected_find_room(monkeypatch):
+def test_a_turn_reserves_the_tail_once_and_tokens_beyond_what_was_expected_find_room(tails):
     plain = appending()
     cache = plain.compress(random_ids(1, 61), reusable=False)
-    seen = tails(plain, monkeypatch)
     ends = [lambda ids, _: torch.tensor([ids.shape[1] > 60 + 14])]
     greedy(plain, random_ids(1, 60, seed=1), 50, past_key_values=cache, stopping_criteria=ends)
-    assert seen[-1] == 128 and len(set(seen)) == 2, "as long as the prompt's first, then once"
+    assert tails[-1] == 128 and len(set(tails)) == 2, "as long as the prompt's first, then once"
     cache = greedy(plain, random_ids(1, 61), 4, return_dict_in_generate=True).past_key_values
     for tokens in (40, 1, 20, *[1] * 19):
         plain(random_ids(1, tokens), past_key_values=cache)
@@ -230,18 +225,9 @@ def test_what_is_reserved_ahead_is_bounded_and_so_is_what_an_early_end_leaves():
     assert not plain._kvpass.captures.compiler.reuse._known, "where no steps are captured nothing is held back"
 
 
-def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once():
+def test_the_greedy_loop_of_a_plain_module_reserves_the_tail_once(tails):
     _, compiled = raw_decoder(budget=16)
     _, cache = in_session(compiled, [40], random_ids(1, 40), torch.arange(40)[None])
     assert tail_of(cache) == 8 + 64
-    sizes = []
-    original = FullAttentionLayers.ensure_room
-
-    def watched(self, *args):
-        original(self, *args)
-        sizes.append(self.buffers.tail_k.shape[3])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FullAttentionLayers, "ensure_room", watched)
-        kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=70, positions=True)
-    assert set(sizes) == {8 + 128} and len(sizes) == 69
+    kvpass.generate(compiled, random_ids(1, 40), max_new_tokens=70, positions=True)
+    assert set(tails) == {8 + 128} and len(tails) == 69

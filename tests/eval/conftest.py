@@ -1,18 +1,15 @@
 """What tests of the evaluation share."""
 
-import functools
 import json
 import random
 
 import pytest
 from tokenizers import processors
 
-import kvpass
 from byte_tokenizer import byte_tokenizer
 from eval_models import TOKENIZER
-from kvpass.eval.environment import model_digest
 from kvpass.eval.tasks import registry
-from tiny_models import CAPTURES, sharing_captures
+from tiny_models import CAPTURES
 
 
 @pytest.fixture
@@ -30,24 +27,9 @@ def micro(micro_sizes, tmp_path):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def compile_once():
-    """Models with the same weights share captures."""
-    original = kvpass.compile
-
-    @functools.wraps(original)
-    def with_captures(model, *, backend, compile_regions="auto", **options):
-        made = original(model, backend=backend, compile_regions=compile_regions, **options)
-        return sharing_captures(made, model_digest(model), backend, compile_regions)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvpass, "compile", with_captures)
-        yield
-
-
 @pytest.fixture
 def captured_anew():
-    """Forget what :func:`compile_once` shares, for a test that sees a capture being made; later ones share that."""
+    """Forget what ``compile_once`` shares, for a test that sees a capture being made; later ones share that."""
     CAPTURES.clear()
 
 

@@ -211,14 +211,6 @@ def test_weights_that_a_step_reads(micro_sizes):
     assert weight_bytes(experts) is None
 
 
-def test_the_bound_of_llama_8b_is_the_one_design_says():
-    """3.15 ms at 4.8 TB/s with 1024 entries a KV head."""
-    weights = weight_bytes(build(find_model("llama-3.1-8b"), 0, "meta", torch.bfloat16))
-    assert weights == pytest.approx(15.01e9, rel=1e-3)
-    assert (weights + 1024 * 131072) / 4.8e12 == pytest.approx(3.15e-3, rel=5e-3)
-    assert (weights + 131072 * 131072) / 4.8e12 == pytest.approx(6.71e-3, rel=5e-3)
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"), [("llama-3.1-8b", 8.03e9), ("qwen3-8b", 8.19e9), ("mistral-7b", 7.248e9)]
 )
@@ -276,11 +268,6 @@ def test_the_share_of_scoring_adds_up_what_is_not_attention():
     replay = event("kvpass::replay", 2.0, [site])
     for cuda, total in ((False, 1246.0), (True, 647.0)):
         assert sum(bench_measure._beyond_attention(replay, is_cuda=cuda)) == total
-
-
-def test_a_prompt_of_a_million_tokens_may_be_asked_for():
-    options = BenchOptions(model="llama-3.1-8b", contexts=str(2**20), systems="")
-    assert BenchSettings(options).prompts == (2**20,)
 
 
 def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):

@@ -14,7 +14,6 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer
 
 from harness_models import MODEL, TIGHT, TOKENIZER, build, instances
-from kvpass.eval.harness.model import KVPassLM
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -97,15 +96,6 @@ def test_the_source_of_a_policy_of_ones_own_changes_the_key(monkeypatch):
     before = build().fingerprint
     monkeypatch.setattr("kvpass.eval.harness.model.policy_digest", lambda policy: "edited")
     assert build().fingerprint != before
-
-
-def test_a_folder_is_known_by_what_is_in_it(tmp_path):
-    TOKENIZER.save_pretrained(tmp_path)
-    found = []
-    for model in (MODEL, MODEL, other_weights()):
-        model.save_pretrained(tmp_path)
-        found.append(KVPassLM(pretrained=str(tmp_path), device="cpu").fingerprint)
-    assert found[0] == found[1] != found[2]
 
 
 def test_a_copy_of_the_model_and_what_a_tokenizer_was_used_for_change_no_key():

@@ -75,24 +75,13 @@ def test_policies_of_installed_packages_are_found(module, monkeypatch):
     assert "latest" in installed_policies()
 
 
-def test_an_edited_policy_has_another_digest_and_an_unreadable_one_a_new_one_in_each_process(module, tmp_path):
-    def digest() -> str:
-        (spec,) = parse_policies(f"{module}:Latest")
-        return policy_digest(spec.resolve())
-
-    first = digest()
-    assert first == digest() != ""
-    (tmp_path / "my_policies.py").write_text(SOURCE.replace("obs.keys", "obs.values"))
-    sys.modules.pop(module)
-    importlib.invalidate_caches()
-    assert digest() != first
+def test_a_policy_whose_source_cannot_be_read_has_a_digest_of_its_own():
     namespace: dict[str, type[kvpass.Policy]] = {"__name__": "typed_at_a_prompt"}
     sys.modules["typed_at_a_prompt"] = SimpleNamespace(**namespace)
     exec(SOURCE, namespace)
     unreadable = policy_digest(namespace["Latest"]())
     del sys.modules["typed_at_a_prompt"]
-    assert unreadable not in ("", first)
-    assert policy_digest(resolve("lava")) == ""
+    assert unreadable != policy_digest(resolve("lava")) == ""
 
 
 def test_an_edited_policy_is_evaluated_again(module, tmp_path):
@@ -131,7 +120,6 @@ def test_policies_are_read_with_their_options():
             "full,snapkv:window=8,pool=avg,kernel_size=1,snapkv:window=8,pool=avg,kernel_size=7,"
             "snapkv:window=32,pool=avg,kernel_size=1,snapkv:window=32,pool=avg,kernel_size=7,tova",
         ),
-        ("h2o:evict_during_decode={True,False}", "h2o:evict_during_decode=True,h2o:evict_during_decode=False"),
         (
             "my_policies:Latest:window={8},sign={1,2}",
             "my_policies:Latest:window=8,sign=1,my_policies:Latest:window=8,sign=2",
@@ -147,10 +135,7 @@ def test_braces_are_all_combinations_of_the_options(module, grid, all_of_it):
     [
         ("full,snapkv:window={8,32", r"policies='full,snapkv:window=\{8,32': 'snapkv:window=\{8': several values"),
         ("snapkv:window={},pool=avg", r"policies='snapkv:window=\{\},pool=avg': 'snapkv:window=\{\}': several"),
-        ("snapkv:window={,}", r"'snapkv:window=\{,\}': several values of an option are written \{8,32\}"),
         ("snapkv:window=8}", r"'snapkv:window=8\}': several"),
-        ("snapkv:window={8,{16}}", r"'snapkv:window=\{8': several"),
-        ("snapkv:window=1{6,7}", r"'snapkv:window=1\{6,7\}': several"),
         ("snapkv:{window=8,window=9}", r"'snapkv:\{window=8,window=9\}': several"),
         ("snapkv:kernel_size={1,2}", "kernel_size=2: must be odd"),
         ("", "name at least one policy"),
@@ -158,7 +143,6 @@ def test_braces_are_all_combinations_of_the_options(module, grid, all_of_it):
         ("snapkv:window", "'window' must be an option such as"),
         ("snapkw", "did you mean 'snapkv'"),
         ("snapkv:windo=8", "windo=8: not an option"),
-        ("cake", "tau1=None"),
     ],
 )
 def test_policies_that_cannot_be_read_are_refused(text, message):

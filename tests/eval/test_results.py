@@ -111,20 +111,6 @@ def test_scores_are_compared_with_a_sample_of_the_same_prompt_only():
     assert row["against full"] == mean_difference([-1.0])
 
 
-def test_equal_answers_have_a_paired_difference_of_zero():
-    records = made(tasks=("t",))
-    copies = [one for full in records if full.label == "full" for one in (full, record_like(full, label="copy"))]
-    rows = [row for row in rows_of(copies) if row["policy"] == "copy"]
-    assert len(rows) == 2
-    assert all(dataclasses.astuple(row["against full"]) == (0.0, 0.0, 0.0) for row in rows)
-    assert "+0.00 (+0.0 to +0.0)" in markdown_of(results_of(copies, RUNS))
-
-
-def record_like(one, *, label):
-    question = msgspec.structs.replace(one.question, policy=label)
-    return msgspec.structs.replace(one, label=label, question=question, key=question.key)
-
-
 def test_of_records_made_with_other_code_or_calibration_the_newest_counts():
     old = [record(sample=str(sample), score=0.0) for sample in range(4)]
     new = [record(sample="1", code="other"), record(sample="2", policy="other calibration")]

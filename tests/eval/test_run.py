@@ -282,19 +282,3 @@ def test_without_pandas_or_scipy_a_run_does_not_begin(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changes", [{"batch": 2}, {"samples": 5}, {"policies": "snapkv:window=8"}])
 def test_what_changes_no_answer_keeps_the_key(tmp_path, changes):
     assert conditions_of(tmp_path, **changes) <= conditions_of(tmp_path)
-
-
-# --- command line ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive  # the built-in model, which finds what it keeps
-def test_the_command_runs_a_grid(tmp_path):
-    words = "eval builtin --tasks needle_grid --policies streaming_llm --budgets 0.5 --scope prompt --samples 20"
-    words += f" --length 240 --batch 3 --backend eager --output {tmp_path}"
-    result = invoke(*words.split(), columns=200)
-    assert result.exit_code == 0, result.output
-    assert "needle_grid" in result.output
-    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    deep = [record["score"] for record in records if record["labels"]["depth"] == 1.0]
-    middle = [record["score"] for record in records if record["labels"]["depth"] == 0.25]
-    assert sum(deep) > sum(middle)  # recent tokens are all it keeps

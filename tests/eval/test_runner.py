@@ -138,16 +138,6 @@ def test_the_attention_mass_of_a_row_is_that_of_the_report_on_its_prompt_alone(r
     assert len(set(masses)) > 1 and all(0.1 < mass < 0.999 for mass in masses)
 
 
-def test_with_an_uncompressed_token_the_first_generated_one_sees_the_compressed_cache(requests, generated):
-    firsts = [text.split()[0] for text in generated]
-    heard = []
-    for left in (0, 1):
-        answers = all_answers(runner("streaming_llm", 12), requests, "prompt", left)
-        heard.append([answer.text.split()[0] for answer in answers])
-    assert heard[0] == firsts  # taken from the prefill, before anything was dropped
-    assert heard[1] != firsts
-
-
 def watch(given, monkeypatch):
     """Shapes of the ids the model is given from now on, decode steps left out."""
     fed: list[tuple[int, ...]] = []
@@ -173,15 +163,6 @@ def test_every_context_is_compressed_once_and_batches_are_filled_up(requests, mo
         (3, 160 - question), (3, question), (3, question), (3, longer),  # the shared context, and two of 150
         (3, 128 - question), (3, question), (3, longer),  # two of 128, and a copy
     ]  # fmt: skip
-
-
-def test_a_prompt_asked_twice_is_compressed_once(requests, monkeypatch):
-    given = runner("lava:window=8", 0.5)
-    once = [answer.text for answer in all_answers(given, requests[:3], "prompt", 2)]
-    fed = watch(given, monkeypatch)
-    twice = all_answers(given, [requests[index] for index in (0, 1, 0, 2, 0)], "prompt", 2)
-    assert [answer.text for answer in twice] == [once[index] for index in (0, 1, 0, 2, 0)]
-    assert [shape for shape in fed if shape[1] > 2] == [(3, max(len(r.prompt) for r in requests[:3]) - 2)]
 
 
 @pytest.mark.parametrize("scope", ["prompt", "context"])

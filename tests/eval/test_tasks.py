@@ -9,12 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from kvpass.eval.prompt import SEPARATOR, Prompt, pad, split_at_separator, without_separator
-from kvpass.eval.runner import rounds
+from kvpass.eval.prompt import SEPARATOR, split_at_separator, without_separator
 from kvpass.eval.tasks import GROUPS, Sample, encode, find_tasks, longbench, registry
-from kvpass.eval.tasks.needle import DEPTHS, LENGTHS, move_fact
+from kvpass.eval.tasks.needle import DEPTHS, LENGTHS
 from pairwise import each_value
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] | trim }}</user>{% endfor %}<model>"
@@ -61,6 +59,8 @@ def test_a_long_prompt_loses_its_middle(words, limit):
     assert cut.rest == whole.rest[-tail:]
     assert cut.head == cut.ids[: limit - len(cut.rest)]
     assert encode(words, sample, chat=False, limit=len(whole)) == whole
+    longer = encode(words, sample_of("one fox", " slept ." * 20), chat=False, limit=limit)
+    assert longer.head == longer.ids[:3], "a question of more than half of it"
 
 
 def test_a_part_without_a_token_and_a_slow_tokenizer_are_refused(words):
@@ -142,12 +142,6 @@ def test_the_grid_puts_the_fact_at_every_depth_of_every_length(kind, request):
         lead, sentences = sample.question.removeprefix(" question "), re.findall(r"[^.]+\.", sample.context)
         (place,) = [i for i, sentence in enumerate(sentences) if sentence.strip().startswith(lead)]
         assert place / (len(sentences) - 1) == pytest.approx(sample.labels["depth"], abs=1 / len(sentences))
-
-
-def test_moving_a_fact_changes_its_place_alone():
-    text = "a b . the code of x is 1 . c d . e f ."
-    assert move_fact(text, "the code of x is", 0.0) == "the code of x is 1 . a b . c d . e f ."
-    assert move_fact(text, "the code of x is", 1.0) == "a b . c d . e f . the code of x is 1 ."
 
 
 # --- manual ----------------------------------------------------------------------------------------------------------
@@ -350,54 +344,6 @@ def test_what_is_not_in_the_folder_is_asked_of_the_hub(words, folder, monkeypatc
     assert asked == [("Xnhyacinth/LongBench", "musique", "test")]
     with pytest.raises(ValueError, match="data set 'lcc': not in data_dir, and not on the hub: no net"):
         registry(folder)["longbench_lcc"].samples(words, 512, 2, 0)
-
-
-TWENTY = tuple(range(20))
-
-
-@pytest.mark.parametrize(
-    ("left", "limit", "truncation", "ids", "head"),
-    [
-        (3, 20, "left", TWENTY, 17),
-        (3, 8, "left", TWENTY[12:], 5),
-        (3, 8, "middle", (*TWENTY[:4], *TWENTY[16:]), 5),
-        (3, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 6),
-        (7, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 4),  # the question loses its first two tokens
-        (18, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 2),
-        (20, 9, "middle", (*TWENTY[:4], *TWENTY[15:]), 0),
-        (10, 9, "left", TWENTY[11:], 0),
-        (0, 9, "left", TWENTY[11:], 9),
-        (5, 1, "middle", TWENTY[19:], 0),
-    ],
-)
-def test_a_cut_keeps_the_ends_and_the_border_between_the_same_tokens(left, limit, truncation, ids, head):
-    prompt = Prompt(TWENTY, left)
-    cut = prompt.cut(limit, truncation)
-    assert cut.ids == ids
-    assert cut.head == ids[:head] == tuple(token for token in ids if token in prompt.head)
-    assert cut.rest == ids[head:]
-
-
-def test_head_and_rest_of_short_prompts_and_a_scope_that_moves_the_border():
-    assert (Prompt((1, 2), 5).head, Prompt((1, 2), 5).rest, len(Prompt((1, 2), 5))) == ((), (1, 2), 2)
-    assert (Prompt((1, 2), 0).head, Prompt((1, 2), 0).rest) == ((1, 2), ())
-    prompt = Prompt((1, 2, 3, 4), 2)
-    assert prompt.scoped("context", 1) == prompt
-    assert prompt.scoped("prompt", 1).rest == (4,)
-    assert prompt.scoped("prompt", 0).head == (1, 2, 3, 4)
-
-
-def test_padding():
-    ids, mask = pad([(1, 2, 3), (4,)], "left", 9)
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert pad([(1, 2, 3), (4,)], "right", 9)[0].tolist() == [[1, 2, 3], [4, 9, 9]]
-    assert pad([(4,)], "left", 9, columns=3)[0].tolist() == [[9, 9, 4]]
-    assert pad([(1, 2)], "left", 9, columns=1)[1].equal(torch.ones(1, 2, dtype=torch.int64))
-
-
-def test_every_prompt_is_in_one_round_with_others_of_its_kind_beside_the_row_it_continues():
-    lengths = [1, 2, 1, 1, 1]
-    assert list(rounds([[0, 2, 4], [1, 3]], lengths, 3)) == [([0, 0, 0], [0, 2, 4]), ([1], [3]), ([1], [1])]
 
 
 def test_the_last_separator_counts():

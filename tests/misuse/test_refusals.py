@@ -99,8 +99,6 @@ def test_contract_7_a_hook_that_keeps_or_counts_is_refused(what):
     ("options", "message"),
     [
         ({"budget": 32}, r"budget=32: must be at least window \+ 1 = 33"),
-        ({"budget": 1024.0}, r"a float is the fraction of the prompt kept and must be in \(0, 1\]"),
-        ({"budget": "12 parsecs"}, "budget='12 parsecs'"),
         ({"budget": None}, "budget=None"),
         ({"policy": "full", "budget": 100}, "keeps everything"),
         ({"policy": "lavaa"}, "policy='lavaa': did you mean 'lava'\\? Must be one of ada_pyramidkv, "),
@@ -148,8 +146,6 @@ def trocr():
         (lambda: tiny_model("llama").train(), "the model is in training mode; call model.eval() first"),
         (lambda: two_layers(budget=16, layers=1)[1], "already compiled"),
         (lambda: tiny_model("gpt2", output_hidden_states=True), "config.output_hidden_states=True"),
-        (lambda: tiny_model("gpt2", output_attentions=True), "config.output_attentions=True"),
-        (lambda: tiny_model("mixtral", output_router_logits=True), "config.output_router_logits=True"),
         (t5, "encoder-decoder"),
         (bert, "BertForMaskedLM is no causal language model: it has no head that predicts the next token; if its"),
         (lambda: tiny_model("llama").model, "LlamaModel is no causal language model: "),
@@ -191,14 +187,12 @@ def test_contract_10_bad_calls_leave_the_cache_as_it_was(model, tight):
         ({"input_ids": None}, "input_ids=None"),
         ({"input_ids": torch.empty(1, 0, dtype=torch.int64)}, r"\[1, 0\]: must be \[B, T\] with B, T >= 1$"),
         ({"input_ids": ids.bool()}, r"torch.bool: .* use input_ids.long\(\)"),
-        ({"input_ids": token.float(), "past_key_values": cache}, "torch.float32"),
         ({"input_ids": ids.to("meta")}, r"on meta, but the model is on cpu: use input_ids.to\(model.device\)"),
         ({"input_ids": token.to("meta"), "past_key_values": cache}, "on meta, but the model is on cpu"),
         ({"inputs_embeds": ids}, r"inputs_embeds of torch.int64 \[2, 40\]: must be floating numbers \[B, T, D\]"),
         ({"inputs_embeds": [1.0]}, "inputs_embeds of list: must be floating numbers"),
         ({"inputs_embeds": embeds.to("meta")}, "inputs_embeds on meta, but the model is on cpu"),
         ({"input_ids": ids, "inputs_embeds": embeds}, "input_ids and inputs_embeds are two forms of one prompt"),
-        ({"inputs_embeds": embeds[:, :1], "past_key_values": cache}, "only as a prompt: .* new tokens as input_ids"),
         ({"inputs_embeds": embeds[..., :5]}, "the decoder fails on an input of 40 tokens"),
         ({"input_ids": ids, "labels": ids}, "'labels' is not supported: .* compute it from the logits"),
         ({"input_ids": ids, "speed": 3}, "'speed' is not supported: a kvpass model takes input_ids"),
@@ -226,7 +220,7 @@ def test_an_uncompiled_model_refuses_the_cache_of_a_compiled_one(model, tight):
     assert tight(TOKEN, past_key_values=cache).logits.isfinite().all()
 
 
-def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_path):
+def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled_and_a_copy_has_weights_of_its_own(model, tmp_path):
     tight = compiled_apart(1, model, budget=16)
     ids, token = random_ids(2, 40), random_ids(2, 1, seed=3)
     cache = tight(ids).past_key_values
@@ -246,7 +240,13 @@ def test_a_compiled_model_and_its_cache_are_copied_but_not_pickled(model, tmp_pa
     for twin in (copy.copy(tight), copy.deepcopy(tight)):
         assert type(twin) is type(tight)
         assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, expected)
-    assert all(map(torch.equal, copy.deepcopy(tight).parameters(), tight.parameters()))
+    cache = twin(ids).past_key_values
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2)
+    assert torch.equal(twin(token, past_key_values=twin(ids).past_key_values).logits, 2 * expected)
+    assert torch.equal(tight(token, past_key_values=tight(ids).past_key_values).logits, expected)
+    with pytest.raises(kvpass.CacheMismatchError, match="another model"):
+        tight(token, past_key_values=cache)
 
 
 # -- calls of forward, generate and compress -------------------------------------------------------------------------
