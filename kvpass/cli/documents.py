@@ -1,10 +1,9 @@
-"""Documents for the commands ``compress``, ``ask`` and ``chat``: with the name of their model."""
+"""Files of the command ``compress``, which name their model, for the commands ``ask``, ``chat`` and ``look``."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -18,27 +17,6 @@ from kvpass.fetch import PACKAGES
 from kvpass.loading import load_model, located
 from kvpass.look import page
 from kvpass.policies import Policy, from_spec, resolve_budget
-
-
-def read_document(
-    text: str,
-    *,
-    model: str,
-    dtype: str = "auto",
-    device: str = "cpu",
-    system: str | None = None,
-    chat: bool = True,
-    **options: Any,
-) -> Document:
-    """Compress a text; ``system`` and ``chat`` as in :meth:`kvpass.Document.read`, ``options`` of ``kvpass.compile``.
-
-    Raises:
-        ValueError: the text is empty, or an argument does not fit.
-    """
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device)
-    document = Document.of_text(text, kvpass.compile(loaded, **options), tokenizer, system=system, chat=chat)
-    document.notes = {"model": model, "dtype": dtype}
-    return document
 
 
 def load_document(

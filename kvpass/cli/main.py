@@ -246,8 +246,8 @@ def calibrate(options: CalibrateOptions) -> None:
 @_command
 def compress(options: CompressOptions) -> None:
     """Compress a document into a file that 'kvpass ask' and 'kvpass chat' answer questions from."""
-    from kvpass.cli.documents import read_document
-    from kvpass.loading import launched
+    from kvpass.chat import Document
+    from kvpass.loading import launched, load_model
 
     output, first = options.output, launched()[0] == 0
     policy, chosen = _chosen(options.policy, options.budget)
@@ -256,8 +256,10 @@ def compress(options: CompressOptions) -> None:
     if first and policy.replays_prompt:
         reading = f"the question is not known yet: {policy.name}, which reads the text twice"
         typer.echo(f"{reading}; --policy compactor reads it once", err=True)
-    names = ("model", "entries", "dtype", "device", "backend", "system", "chat")
-    document = read_document(text, **chosen, **{name: getattr(options, name) for name in names})
+    loaded, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
+    fast = kvpass.compile(loaded, backend=options.backend, entries=options.entries, **chosen)  # type: ignore[arg-type]
+    document = Document.of_text(text, fast, tokenizer, system=options.system, chat=options.chat)
+    document.notes = {"model": options.model, "dtype": options.dtype}
     document.save(output)
     if first:
         Console().print(document.model.report())

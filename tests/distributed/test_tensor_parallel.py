@@ -17,7 +17,8 @@ import kvpass
 import tiny_models
 from divided_model import KVZAP, command, compare_dialogues, compare_entries, dialogue, small_builtin
 from kvpass.adapt.latent_attention import attend_latents
-from kvpass.cli.documents import load_document, read_document
+from kvpass.cli.documents import load_document
+from kvpass.loading import load_model
 from processes import Processes
 from tiny_models import tiny_model, write_kvzap
 from versions import DIVIDED
@@ -168,8 +169,9 @@ def test_a_document_that_two_processes_compress_is_asked_on_one_and_on_two(two, 
     said = two.run(command, "compress", *given, "--backend", "eager")
     assert [printed.count("written:") for printed in said] == [1, 0]
     question, how = "question the code of bara dador is", ("--max-new-tokens", "3", "--backend", "eager")
-    alone = read_document(text, model=model, policy="lava", budget=64, backend="eager")
-    expected = alone.ask(question, max_new_tokens=3)
+    loaded, tokenizer = load_model(model, dtype="auto", device="cpu")
+    alone = kvpass.compile(loaded, policy="lava", budget=64, backend="eager")
+    expected = kvpass.Document.of_text(text, alone, tokenizer).ask(question, max_new_tokens=3)
     assert load_document(file, backend="eager").ask(question, max_new_tokens=3) == expected
     said = two.run(command, "ask", file, question, *how)
     assert [printed.splitlines() for printed in said] == [[expected], []]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import kvpass
 from command_line import invoke
 from kvpass import builtin
 from kvpass.cache.cache_file import read_cache_file
-from kvpass.cli.documents import load_document, read_document
+from kvpass.cli.documents import load_document
 from kvpass.frontends import transformers as frontend
 
 FACTS = "the code of bara dador is 482 913 . the pin of lato gilum is 117 ."
@@ -22,7 +23,11 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 @pytest.fixture(scope="module")
 def document(compile_once):
-    return read_document(TEXT, model="builtin", policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
+    model, tokenizer = builtin.load()
+    fast = kvpass.compile(model, policy="snapkv", budget=0.6, window=6, pool="avg", backend="eager")
+    document = kvpass.Document.of_text(TEXT, fast, tokenizer)
+    document.notes = {"model": "builtin", "dtype": "auto"}
+    return document
 
 
 @pytest.fixture
