@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div
 import kvpass
 from kvpass.cache.fingerprint import weights_digest
 from kvpass.chat import read_text
-from kvpass.config import Budget, BudgetLike, EntryFormat
+from kvpass.config import BudgetLike, EntryFormat, read_bytes
 from kvpass.eval.environment import command_line, save_json
 from kvpass.eval.options import ChooseOptions, names
 from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, typed
@@ -69,7 +69,7 @@ class Choosing:
     def __init__(self, options: ChooseOptions) -> None:
         library("scipy.stats")  # missed now, not after the last prompt
         self.options = options
-        self.memory = None if options.memory is None else Budget.parse(options.memory)
+        self.memory = None if options.memory is None else read_bytes(options.memory, "memory")
         if not 0 < options.agreement <= 1:
             raise ValueError(f"agreement={options.agreement}: must be in (0, 1]")
         if bool(options.texts) == bool(options.tasks):
@@ -153,7 +153,7 @@ class Choosing:
         """Return the smallest condition that agrees enough, or the best that fits; or the nearest, and False."""
         tried = [condition for condition in self.conditions if condition is not self.full]
         if self.memory is not None:
-            fits = [condition for condition in tried if condition.nbytes <= self.memory.value]
+            fits = [condition for condition in tried if condition.nbytes <= self.memory]
             return max(fits or tried[:1], key=lambda condition: mean(condition.agreement)), bool(fits)
         low = {condition: bootstrap(condition.agreement, 0.0).low for condition in tried}
         agree = [condition for condition in tried if low[condition] >= self.options.agreement]

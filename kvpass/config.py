@@ -240,7 +240,7 @@ class Budget:
         if isinstance(value, float | np.floating):
             return cls("fraction", float(str(value)))  # as written: float(np.float32(0.29)) is less than 0.29
         if isinstance(value, str):
-            return cls("bytes", _read_bytes(value))
+            return cls("bytes", read_bytes(value))
         raise ValueError(
             f"budget={value!r} of type {type(value).__name__}: expected an int >= 1, a float in (0, 1] "
             "or bytes such as '512MiB'"
@@ -295,21 +295,20 @@ columns, bool ``[B, N]``."""
 """A budget as users write it; None where a policy has none, or to take the model's."""
 
 
-def _read_bytes(text: str) -> int:
-    """Return the bytes of a text such as ``"512MiB"``; raise ValueError for any other."""
+def read_bytes(text: str, name: str = "budget") -> int:
+    """Return the bytes of a text such as ``"512MiB"``; raise ValueError for any other value of that name."""
     match = _BYTES.fullmatch(text)
     number, unit = match.groups() if match else ("", "")
     if match and not unit:
         kind = "the fraction of each prompt that is kept pass a float" if "." in number else "entries pass an int"
-        raise ValueError(
-            f"budget={text!r}: a text is bytes and needs a unit, as in '512MiB'; for {kind}, budget={number}"
-        )
+        other = f"; for {kind}, budget={number}" if name == "budget" else ""
+        raise ValueError(f"{name}={text!r}: a text is bytes and needs a unit, as in '512MiB'{other}")
     if unit.lower() not in _BYTE_UNITS:
         raise ValueError(
-            f"budget={text!r}: cannot read as bytes; write a number and one of "
+            f"{name}={text!r}: cannot read as bytes; write a number and one of "
             "B, kB, MB, GB, KiB, MiB, GiB, for instance '512MiB'"
         )
     size = int(Decimal(number) * _BYTE_UNITS[unit.lower()])
     if size < 1:
-        raise ValueError(f"budget={text!r}: must be at least one byte")
+        raise ValueError(f"{name}={text!r}: must be at least one byte")
     return size

@@ -102,17 +102,17 @@ def test_conditions_are_in_order_of_bytes_and_the_smallest_that_agrees_is_chosen
 def test_the_best_that_fits_in_memory_is_chosen_or_the_smallest_named(measured, monkeypatch):
     small = [each for each in measured.conditions if each.budget == 0.2]
     largest = max(each.nbytes for each in small if each.entry_format == "model")
-    monkeypatch.setattr(measured, "memory", Budget.parse(f"{largest:.0f}B"))
+    monkeypatch.setattr(measured, "memory", largest)
     chosen, fits = measured.choice()
     assert fits and chosen.nbytes <= largest
     assert sum(chosen.agreement) == max(sum(x.agreement) for x in measured.conditions if x.nbytes <= largest)
-    monkeypatch.setattr(measured, "memory", Budget.parse("9B"))
+    monkeypatch.setattr(measured, "memory", 9)
     assert measured.choice() == (measured.conditions[0], False)
 
 
 def test_the_full_cache_itself_is_never_the_choice(measured, monkeypatch):
     monkeypatch.setattr(measured, "conditions", [each for each in measured.conditions if each.budget != 1.0])
-    monkeypatch.setattr(measured, "memory", Budget.parse("1GiB"))
+    monkeypatch.setattr(measured, "memory", 2**30)
     assert measured.full in measured.conditions and measured.choice()[0].budget == 0.2
 
 
@@ -185,6 +185,7 @@ def test_if_no_condition_meets_the_goal_the_nearest_is_named_and_no_file_is_writ
         ({"agreement": 0.0}, r"agreement=0\.0: must be in \(0, 1\]"),
         ({"agreement": 1.5}, r"agreement=1\.5: must be in \(0, 1\]"),
         ({"policies": "full"}, "nothing to choose from"),
+        ({"memory": "512"}, "memory='512': a text is bytes and needs a unit, as in '512MiB'$"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_the_run_begins(text, changes, message):
