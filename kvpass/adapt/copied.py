@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvpass.adapt.changed_class import captured_class
 from kvpass.adapt.equal_layers import repeat_layers
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.adapt.positions import rotate_by_row, tune_by_position
@@ -18,8 +17,6 @@ from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers, replace_to
 from kvpass.adapt.tensor_parallel import check_heads, divides_heads, hold_own_weights
 from kvpass.adapt.wrappers import check_wrappers, remove_wrappers
 from kvpass.ranks import ONE_PROCESS, Ranks
-
-_SLICE = "_maybe_slice_kv_shared_inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,6 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     remove_wrappers(copied, model)
     repeat_layers(copied)
     longrope_limit = rotate_by_row(copied)
-    keep_all_tokens(copied)
     if recurrent is not None:
         replace_token_mixers(copied)
     expanded = None
@@ -64,21 +60,6 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     return copied, Adapted(
         heads=heads, recurrent=recurrent, longrope_limit=longrope_limit, expanded=expanded, divided=divided
     )
-
-
-def keep_all_tokens(model: nn.Module) -> None:
-    """Let layers that attend to keys of an earlier layer (Gemma 4 E2B and E4B) run over all tokens in captures.
-
-    transformers runs them only over the last tokens of a prompt, whose logits are kept. A capture serves prompts in
-    blocks and any number of logits.
-    """
-    for module in model.modules():
-        if hasattr(type(module), _SLICE):
-            module.__class__ = captured_class(type(module), _SLICE, _unsliced)
-
-
-def _unsliced(_: Any, hidden: Any, per_layer: Any, rotary: Any, masks: Any, *__: Any, **___: Any) -> tuple[Any, ...]:
-    return hidden, per_layer, rotary, masks
 
 
 def copy_structure(model: nn.Module) -> Any:

@@ -46,7 +46,7 @@ class Adding(SmallDecoder):
     """A decoder whose layers add to one tensor in place."""
 
     def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
-        x += self.attended(x, positions, i)
+        x += self.of_attention(x, positions, i)
         return x
 
 
@@ -105,7 +105,7 @@ class SharingMemory(SmallDecoder):
 
     def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
         view = x.view(x.shape[0], -1, WIDTH)
-        x += self.attended(x, positions, i)
+        x += self.of_attention(x, positions, i)
         return x.cos() + view
 
 

@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvpass
 from compiled_models import greedy, in_pieces, padded
-from kvpass.adapt import copied
 from kvpass.cache.cache_file import read_cache_file
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
@@ -48,8 +47,13 @@ SHARED |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
 
 @needs_transformers("5.23", "before, it keeps all queries")
 def test_a_layer_without_a_query_of_each_token_is_refused(monkeypatch):
-    monkeypatch.setattr(copied, "keep_all_tokens", lambda model: None)
-    fast = kvpass.compile(tiny("gemma4_text", SHARED), policy="full", backend="eager")
+    def last(_, hidden, per_layer, rotary, masks, *__, **___):
+        rotary = {name: (cos[:, -1:], sin[:, -1:]) for name, (cos, sin) in rotary.items()}
+        return hidden[:, -1:], per_layer[:, -1:], rotary, masks
+
+    model = tiny("gemma4_text", SHARED)
+    monkeypatch.setattr(type(model.model), "_maybe_slice_kv_shared_inputs", last)
+    fast = kvpass.compile(model, policy="full", backend="eager")
     with pytest.raises(kvpass.UnsupportedAttentionError, match="not every token of the prompt has a query") as refusal:
         fast.generate(random_ids(1, 20), max_new_tokens=2)
     assert "layers.1" in refusal.value.module_path

@@ -110,7 +110,7 @@ class Decoder(SmallDecoder):
         self.out, self.between = nn.Linear(WIDTH, WIDTH), BETWEEN[between]
 
     def layer(self, x, positions, i):
-        return x + self.out(self.between(self.attended(x, positions, i), x))
+        return x + self.out(self.between(self.of_attention(x, positions, i), x))
 
 
 @pytest.mark.parametrize("between", sorted(BETWEEN))

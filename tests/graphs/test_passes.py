@@ -27,7 +27,7 @@ def test_a_disabled_pass_does_not_run_and_is_not_in_the_report(monkeypatch):
         torch.testing.assert_close(other(ids).logits, expected, atol=1e-4, rtol=1e-4)
     compiled = [[graph for graph in each.report().compiled if graph.phase == "prefill"] for each in (model, other)]
     ran = [{record.name for graph in graphs for record in graph.passes} for graphs in compiled]
-    assert ran[0] - ran[1] == {"fold_alibi", "strip_repeat_kv"}
+    assert ran[0] >= {"fold_alibi", "strip_repeat_kv"} and not ran[1] & {"fold_alibi", "strip_repeat_kv"}
 
 
 def test_a_pass_that_does_not_exist_is_refused(monkeypatch):

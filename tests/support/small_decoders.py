@@ -54,7 +54,7 @@ class SmallDecoder(nn.Module):
         """Attention output of a layer, ``[B, HEADS, T, DIM]``."""
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def attended(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
+    def of_attention(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
         """Attention output of a layer that ``x`` enters, ``[B, T, WIDTH]``."""
         b, t, _ = x.shape
         q, k, v = (part.view(b, t, -1, DIM).transpose(1, 2) for part in self.layers[i](x).split(self.sizes, -1))
@@ -63,7 +63,7 @@ class SmallDecoder(nn.Module):
 
     def layer(self, x: Tensor, positions: Tensor | None, i: int) -> Tensor:
         """What leaves a layer that ``x`` enters, ``[B, T, WIDTH]``."""
-        return x + self.attended(x, positions, i)
+        return x + self.of_attention(x, positions, i)
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embedded(ids, positions)
