@@ -123,6 +123,13 @@ def test_every_policy_keeps_what_is_protected_within_its_budget(fast, policy):
     assert sum(map(len, heads)) <= max(sum(map(len, without)), len(heads) * (BUDGET - WINDOW))
 
 
+@pytest.mark.parametrize("policy", ["lava", "ada_snapkv"])
+def test_released_rules_that_round_keep_them_where_nothing_else_has_room(fast, policy):
+    fast.set_policy(policy, WINDOW + 14, window=WINDOW, parity="code")
+    heads = kept_by_head(fast.compress(random_ids(1, N), protect=[(0, 14)]))
+    assert all(head >= set(range(14)) for head in heads)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_they_stay_when_a_conversation_is_compressed_again(saved, tmp_path):
     fast = kvpass.compile(

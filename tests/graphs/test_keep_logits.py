@@ -1,11 +1,16 @@
 """One capture serves every ``logits_to_keep``, and the head is run for the tokens that are asked for."""
 
+from functools import partial
+
 import pytest
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import kvpass
+from kvpass.graphs.keep_logits import keep_logits_pass
+from kvpass.graphs.passes import CANONICAL_PASSES
 from numeric_checks import assert_close
 from tiny_models import random_ids, tiny_model
 
@@ -49,3 +54,20 @@ def test_a_prompt_of_fewer_tokens_is_not_captured_anew():
         logits = fast(ids[:, :tokens], logits_to_keep=keep).logits
         assert_close(f"{tokens}, {keep}", logits, model(ids[:, :tokens]).logits[:, -keep:], atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_slice_before_attention_is_not_where_tokens_are_left_out(capture, decoder, inputs):
+    module = decoder()
+
+    class NoPositions(type(module)):
+        def forward(self, ids, positions):
+            x = self.embed(ids)[:, 0:]  # all tokens, before attention that sees neither positions nor sizes
+            rows = self.layers[0].projection(x).unflatten(-1, (8, 8)).transpose(1, 2)
+            out = F.scaled_dot_product_attention(*rows.split([4, 2, 2], 1), is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).flatten(2) @ self.embed.weight.T
+
+    module.__class__ = NoPositions
+    passes = [*CANONICAL_PASSES, partial(keep_logits_pass, logits=1)]
+    graph, counts = capture(module, inputs(), passes, execute=False)
+    (logits,) = graph.graph.output_node().all_input_nodes
+    assert counts[-1] == 0 and logits.meta["example_value"].shape[1] == 1
