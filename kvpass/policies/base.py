@@ -259,7 +259,8 @@ class Policy(ABC):
         """
         if certain is None or self.compares_layers:
             return self.layers().budgets(weights, entries, available, kv_heads, seen)
-        others = self.layers().budgets(weights, entries - certain, available - certain, kv_heads, seen)
+        left = (entries - certain).clamp(min=0)  # a window of before may hold more than the budget has room for
+        others = self.layers().budgets(weights, left, available - certain, kv_heads, seen)
         return zero_unseen_layers(seen, others + (certain * kv_heads)[:, None])
 
     @final

@@ -150,6 +150,17 @@ def test_they_stay_when_a_conversation_is_compressed_again(saved, tmp_path):
     assert any(max(head) >= N for head in kept_by_head(cache)), "newer tokens take the other places"
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "lava", "ada_snapkv"])
+def test_what_was_protected_in_the_window_stays_when_the_window_moves_on(policy):
+    fast = kvpass.compile(
+        tiny_model("llama", layers=LAYERS), policy=policy, budget=BUDGET, window=WINDOW, recompress="every_turn",
+        backend="eager",
+    )  # fmt: skip
+    cache = fast(random_ids(1, N), protect=[(N - BUDGET, N)]).past_key_values
+    fast(random_ids(1, 20), past_key_values=cache)
+    assert kept_by_head(cache) == [set(range(N - BUDGET, N))] * LAYERS * HEADS
+
+
 def test_generate_keeps_them_and_the_report_says_so(fast):
     fast.set_policy("snapkv", BUDGET, window=WINDOW)
     ids = random_ids(1, N)
