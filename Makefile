@@ -8,6 +8,7 @@ DOCS_READY := $(VENV)/docs-ready
 VLLM ?= 0.32
 VLLM_VENV := .venv-vllm$(if $(filter-out 0.32,$(VLLM)),-$(VLLM))
 VLLM_READY := $(VLLM_VENV)/ready
+LLAMA_VENV := .venv-llama
 KVPRESS_VENV := .venv-kvpress
 KVPRESS_READY := $(KVPRESS_VENV)/ready
 
@@ -18,7 +19,7 @@ export PYTHONSAFEPATH := 1
 export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 vllm test-vllm test-real compare-kvpress lint typecheck support-table mutations gpu-check clean
+.PHONY: help demo test test-exhaustive docs test-versions test-torch-2.11 test-torch-2.15 vllm test-vllm test-real compare-kvpress compare-llama-cpp lint typecheck support-table mutations gpu-check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -70,6 +71,11 @@ compare-kvpress: $(READY) $(KVPRESS_READY) ## the same prompts, weights and budg
 	@$(KVPRESS_VENV)/bin/python scripts/compare-kvpress theirs build/compare-kvpress
 	@$(BIN)/python scripts/compare-kvpress table build/compare-kvpress --json build/compare-kvpress.json
 
+compare-llama-cpp: $(READY) $(LLAMA_VENV)/ready ## a model in llama.cpp and in kvpass on this CPU (hours); MODEL=folder with model.gguf
+	@$(BIN)/python scripts/compare-llama-cpp prompts build/compare-llama-cpp --model $(MODEL)
+	@$(BIN)/python scripts/compare-llama-cpp run build/compare-llama-cpp --model $(MODEL) --other $(LLAMA_VENV)/bin/python
+	@$(BIN)/python scripts/compare-llama-cpp table build/compare-llama-cpp --model $(MODEL) --json build/compare-llama-cpp.json
+
 support-table: $(READY) ## write the tables of decoders in docs/models.md
 	@PYTHONPATH=tests/support $(BIN)/python -m support_table docs/models.md
 
@@ -86,7 +92,7 @@ gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minut
 	fi
 
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(KVPRESS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* $(KVPRESS_VENV) $(LLAMA_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt scripts/setup
@@ -103,6 +109,12 @@ $(KVPRESS_READY):
 	@echo "setting up $(KVPRESS_VENV)"
 	@$(PYTHON) -m venv $(KVPRESS_VENV)
 	@$(KVPRESS_VENV)/bin/python -m pip install -qq kvpress==0.5.5 transformers==5.2.0 torch==2.13.0
+	@touch $@
+
+$(LLAMA_VENV)/ready:
+	@echo "setting up $(LLAMA_VENV): llama.cpp is built (ten minutes)"
+	@$(PYTHON) -m venv $(LLAMA_VENV)
+	@$(LLAMA_VENV)/bin/python -m pip install -qq llama-cpp-python==0.3.36
 	@touch $@
 
 $(DOCS_READY): $(READY)
