@@ -100,17 +100,13 @@ def main(
 
 
 def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Add a command that takes each field of its ``options``, a dataclass.
-
-    Libraries are imported before. What is wrong with the options is one line, whenever it is found.
-    """
+    """Add a command that takes each field of its ``options``, a dataclass; libraries are imported before."""
     options = inspect.signature(command, eval_str=True).parameters["options"].annotation
 
     @wraps(command)
     def run(**values: Any) -> None:
         _import_libraries()
-        with _bad_values():
-            command(options(**values))
+        command(options(**values))
 
     run.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
     app.command(command.__name__.rstrip("_"))(run)
@@ -126,8 +122,9 @@ def demo(options: DemoOptions) -> None:
     """
     from kvpass.eval.demo import Demo
 
-    checked = Demo(options)
-    _make_folder("output", options.output.parent)
+    with _bad_values():
+        checked = Demo(options)
+        _make_folder("output", options.output.parent)
     checked.run()
 
 
@@ -141,9 +138,10 @@ def bench(options: BenchOptions) -> None:
     path = options.json_path
     kept = "nothing is kept without --json" if path is None else f"{path} has what was measured, if anything"
     with _interruptible(f"the same command begins anew; {kept}"):
-        checked = Bench(options)
-        if path is not None:
-            _make_folder("json", path.parent)
+        with _bad_values():
+            checked = Bench(options)
+            if path is not None:
+                _make_folder("json", path.parent)
         result = checked.run() if path is None else checked.run(partial(save_json, path))
     Console().print(comparison(result))
     if path is not None:
@@ -156,8 +154,9 @@ def eval_(options: EvalOptions) -> None:
     from kvpass.eval.run import Evaluation
 
     with _interruptible(f"the same command goes on; the samples finished so far are in {str(options.output)!r}"):
-        checked = Evaluation(options)
-        _make_folder("output", options.output)
+        with _bad_values():
+            checked = Evaluation(options)
+            _make_folder("output", options.output)
         results = checked.run()
     if checked.writes:
         Console().print(*(one.tables() for one in results))
@@ -169,7 +168,7 @@ def choose(options: ChooseOptions) -> None:
     """Choose policy, budget and entries for a model and texts: what is nearest to its full cache, without labels."""
     from kvpass.eval.choose import Choosing
 
-    with _interruptible("the same command begins anew"):
+    with _interruptible("the same command begins anew"), _bad_values():
         checked = Choosing(options)
         _make_folder("output", options.output.parent)
         checked.run()
@@ -188,15 +187,16 @@ def table(options: TableOptions) -> None:
     """Print the tables of a folder that 'kvpass eval' wrote, with paired differences; or other ones of its records."""
     from kvpass.eval.results import csv_of, latex_of, markdown_of, read_results
 
-    writers = {"csv": csv_of, "latex": latex_of, "markdown": markdown_of}
-    chosen = [write for name, write in writers.items() if getattr(options, name)]
-    if len(chosen) > 1:
-        raise ValueError("name one of --csv, --latex and --markdown")
-    results = read_results(options.folder, options.against)
-    if chosen:
-        typer.echo(chosen[0](results, options.rows, options.columns), nl=False)
-    else:
-        Console().print(*(one.tables(options.rows, options.columns) for one in results))
+    with _bad_values():
+        writers = {"csv": csv_of, "latex": latex_of, "markdown": markdown_of}
+        chosen = [write for name, write in writers.items() if getattr(options, name)]
+        if len(chosen) > 1:
+            raise ValueError("name one of --csv, --latex and --markdown")
+        results = read_results(options.folder, options.against)
+        if chosen:
+            typer.echo(chosen[0](results, options.rows, options.columns), nl=False)
+        else:
+            Console().print(*(one.tables(options.rows, options.columns) for one in results))
 
 
 @_command
@@ -204,8 +204,9 @@ def plot(options: PlotOptions) -> None:
     """Draw the scores of a folder that 'kvpass eval' wrote against what was kept, a panel for each policy."""
     from kvpass.eval.results import plot, read_results
 
-    _make_folder("output", options.output.parent)
-    plot(read_results(options.folder), options.output, policies=options.policies, task=options.task)
+    with _bad_values():
+        _make_folder("output", options.output.parent)
+        plot(read_results(options.folder), options.output, policies=options.policies, task=options.task)
     Console().print(f"written: {options.output}", highlight=False)
 
 
@@ -215,14 +216,15 @@ def show(options: ShowOptions) -> None:
     from kvpass.eval.options import names
     from kvpass.eval.results import policies_of, read_records, shown
 
-    records = read_records(options.folder)
-    labels = [record.label for record in records]
-    chosen = policies_of(options.policy, labels) if options.policy else labels
-    tasks = names(options.task)
-    for record in records:
-        is_asked = record.label in chosen and (not tasks or record.question.task in tasks)
-        if is_asked and (record.score < 1 or not options.wrong):
-            typer.echo(shown(record))
+    with _bad_values():
+        records = read_records(options.folder)
+        labels = [record.label for record in records]
+        chosen = policies_of(options.policy, labels) if options.policy else labels
+        tasks = names(options.task)
+        for record in records:
+            is_asked = record.label in chosen and (not tasks or record.question.task in tasks)
+            if is_asked and (record.score < 1 or not options.wrong):
+                typer.echo(shown(record))
 
 
 @_command
@@ -232,7 +234,7 @@ def calibrate(options: CalibrateOptions) -> None:
     from kvpass.loading import load_model
 
     output, folder = options.output, options.texts
-    with _interruptible("the same command begins anew"):
+    with _interruptible("the same command begins anew"), _bad_values():
         texts = None if folder is None else [_read_text(path) for path in sorted(folder.glob("*.txt"))]
         _make_folder("output", output.parent)
         model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
@@ -250,17 +252,19 @@ def compress(options: CompressOptions) -> None:
     from kvpass.loading import launched, load_model
 
     output, first = options.output, launched()[0] == 0
-    policy, chosen = _chosen(options.policy, options.budget)
-    text = _read_text(options.document)
-    _make_folder("output", output.parent)
-    if first and policy.replays_prompt:
-        reading = f"the question is not known yet: {policy.name}, which reads the text twice"
-        typer.echo(f"{reading}; --policy compactor reads it once", err=True)
-    loaded, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-    fast = kvpass.compile(loaded, backend=options.backend, entries=options.entries, **chosen)  # type: ignore[arg-type]
-    document = Document.of_text(text, fast, tokenizer, system=options.system, chat=options.chat)
-    document.notes = {"model": options.model, "dtype": options.dtype}
-    document.save(output)
+    with _bad_values():
+        policy, chosen = _chosen(options.policy, options.budget)
+        text = _read_text(options.document)
+        _make_folder("output", output.parent)
+        if first and policy.replays_prompt:
+            reading = f"the question is not known yet: {policy.name}, which reads the text twice"
+            typer.echo(f"{reading}; --policy compactor reads it once", err=True)
+        loaded, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
+        entries: Any = options.entries
+        fast = kvpass.compile(loaded, backend=options.backend, entries=entries, **chosen)
+        document = Document.of_text(text, fast, tokenizer, system=options.system, chat=options.chat)
+        document.notes = {"model": options.model, "dtype": options.dtype}
+        document.save(output)
     if first:
         Console().print(document.model.report())
         Console().print(f"written: {output}, {output.stat().st_size} bytes", highlight=False)
@@ -276,13 +280,14 @@ def ask(options: AskOptions) -> None:
     from kvpass.policies import policy_class
 
     rank, processes = launched()
-    if options.policy is not None:
-        policy_class(options.policy)
-    document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
-    answer = document.ask if processes > 1 else document.stream
-    for piece in answer(options.question, max_new_tokens=options.max_new_tokens):
-        if rank == 0:
-            typer.echo(piece, nl=False)
+    with _bad_values():
+        if options.policy is not None:
+            policy_class(options.policy)
+        document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
+        answer = document.ask if processes > 1 else document.stream
+        for piece in answer(options.question, max_new_tokens=options.max_new_tokens):
+            if rank == 0:
+                typer.echo(piece, nl=False)
     if rank == 0:
         typer.echo()
 
@@ -294,16 +299,17 @@ def chat(options: ChatOptions) -> None:
     from kvpass.cli.documents import load_document
     from kvpass.loading import load_model
 
-    if options.cache is not None:
-        if options.system is not None or not options.chat:
-            raise ValueError("--system and --no-chat are those of the file: give them to 'kvpass compress'")
-        document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
-        talk = document.chat()
-    else:
-        _, chosen = _chosen(options.policy, options.budget)
-        loaded, tokenizer = load_model(options.model or "builtin", dtype=options.dtype, device=options.device)
-        fast = kvpass.compile(loaded, backend=options.backend, recompress="when_full", **chosen)
-        talk = Chat(fast, tokenizer, system=options.system, chat=options.chat)
+    with _bad_values():
+        if options.cache is not None:
+            if options.system is not None or not options.chat:
+                raise ValueError("--system and --no-chat are those of the file: give them to 'kvpass compress'")
+            document = load_document(options.cache, model=options.model, device=options.device, backend=options.backend)
+            talk = document.chat()
+        else:
+            _, chosen = _chosen(options.policy, options.budget)
+            loaded, tokenizer = load_model(options.model or "builtin", dtype=options.dtype, device=options.device)
+            fast = kvpass.compile(loaded, backend=options.backend, recompress="when_full", **chosen)
+            talk = Chat(fast, tokenizer, system=options.system, chat=options.chat)
     typer.echo("/quit ends the chat; Ctrl-C stops an answer, which is then forgotten with its question", err=True)
     while (message := _line("> ").strip()) != "/quit":
         try:
@@ -323,10 +329,11 @@ def look(options: LookOptions) -> None:
     """Write a page that shows what is kept: a document's text, each token shaded by the heads that keep it."""
     from kvpass.cli.documents import document_page
 
-    _make_folder("output", options.output.parent)
-    page = document_page(options.cache, model=options.model)
-    with replacing(options.output) as file:
-        file.write(page.encode())
+    with _bad_values():
+        _make_folder("output", options.output.parent)
+        page = document_page(options.cache, model=options.model)
+        with replacing(options.output) as file:
+            file.write(page.encode())
     Console().print(f"written: {options.output}, {options.output.stat().st_size} bytes", highlight=False)
 
 
@@ -336,11 +343,12 @@ def serve(options: ServeOptions) -> None:
     from kvpass.cli.serve import prepare
     from kvpass.vllm.refusals import check_version, installed
 
-    check_version(installed())
-    policy = options.policy or (None if options.documents else "lava")
-    chosen = _chosen(policy, "256")[1] if policy else {}
-    budget = {"budget": options.budget or 256} if policy or options.budget else {}
-    command, lines = prepare(options, chosen | budget)
+    with _bad_values():
+        check_version(installed())
+        policy = options.policy or (None if options.documents else "lava")
+        chosen = _chosen(policy, "256")[1] if policy else {}
+        budget = {"budget": options.budget or 256} if policy or options.budget else {}
+        command, lines = prepare(options, chosen | budget)
     print(*lines, sep="\n", flush=True)
     os.execv(command[0], command)
 

@@ -31,7 +31,7 @@ from kvpass.frontends.arguments import (
     take_cache,
     unsupported_argument,
 )
-from kvpass.frontends.padding import Padding, first_real_column, read_padding
+from kvpass.frontends.padding import Padding, first_real_column, move_keys, read_padding
 from kvpass.frontends.runtime import Runtime
 from kvpass.policies.conditions import THRESHOLDS
 from kvpass.ranks import digest, run_on_all_ranks
@@ -260,10 +260,7 @@ def _append_padded(
             logits = computed.new_empty(*wanted.shape, computed.shape[2])
         logits[rows] = computed.gather(1, (wanted[rows] - first)[..., None].expand(-1, -1, computed.shape[2]))
         if runtime.positions_in_keys:
-            raise ValueError(
-                "attention_mask: rows of different lengths with ALiBi, whose keys hold numbers of columns: continue "
-                "each row alone, with its own cache"
-            )
+            move_keys(part, padding.mask.shape[1] - part.columns)
         parts.append(part)
     order = torch.cat([rows for *_, rows in groups]).argsort()
     joined = cache.state.joined([part.state for part in parts], order, padding.mask, ids)

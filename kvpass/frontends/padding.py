@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.errors import CacheMismatchError
+from kvpass.graphs.find.alibi import STEP
 
 
 def first_real_column(attention_mask: Tensor | None, rows: int, columns: int) -> Tensor:
@@ -53,6 +54,28 @@ class Padding:
             (*alike, torch.tensor([row for row, one in enumerate(each) if one == alike], device=device))
             for alike in sorted(set(each))
         ]
+
+
+def move_keys(cache: CompressedCache, columns: int) -> None:
+    """Add to the numbers of columns that keys hold, high and low part, as the rows of a cache move by so many.
+
+    Raises:
+        ValueError: the entries are codes, in which no number can be changed.
+    """
+    if columns and cache.entry_format != "model":
+        raise ValueError(
+            f"attention_mask: rows of different lengths with ALiBi and entries={cache.entry_format!r}, whose keys hold "
+            'positions as codes: continue each row alone, with its own cache, or use entries="model"'
+        )
+
+    def moved(keys: Tensor) -> Tensor:
+        numbers = keys[..., -2:].double().sum(-1, keepdim=True) + columns
+        low = numbers % STEP
+        return torch.cat([keys[..., :-2], (numbers - low).to(keys.dtype), low.to(keys.dtype)], -1)
+
+    for store in cache.state.full_layers if columns else ():
+        own = {name: moved(x) if name in ("pool_k", "tail_k") else x.clone() for name, x in store.stored.items()}
+        store.buffers = store.buffers._replace(**own)  # all of them: other rows may share the pool
 
 
 def read_padding(given: Tensor, cache: CompressedCache) -> Padding | None:
