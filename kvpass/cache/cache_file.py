@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -83,9 +82,7 @@ def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: 
         ValueError: JSON cannot represent the metadata.
         OSError: the file cannot be written; an existing file is unchanged.
     """
-    text = json.dumps(
-        {"format": FORMAT, **metadata}, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    )
+    text = _to_json({"format": FORMAT, **metadata})
     parts = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = save(parts, {"kvpass": text, "sha256": _BLANK.decode()})
     _, place = _header(content, Path(path))
@@ -97,6 +94,8 @@ def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: 
 
 def read_saved(path: str | Path) -> tuple[CacheMetadata, dict[str, Tensor]]:
     """Read a file as :func:`read_cache_file`, and check the metadata; :func:`check_tensors` checks that they match."""
+    import msgspec  # needed only to read a file
+
     metadata, tensors = read_cache_file(path)
     try:
         return msgspec.convert(metadata, CacheMetadata), tensors
@@ -121,8 +120,7 @@ def read_cache_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
     if digest.hexdigest().encode() != content[place : place + len(_BLANK)]:
         raise CacheFileError(source, "is damaged or truncated: its contents do not have the checksum it states")
     try:
-        described = msgspec.json.decode(header, type=dict[str, Any])
-        metadata = msgspec.json.decode(described["__metadata__"]["kvpass"], type=dict[str, Any])
+        metadata = _from_json(_from_json(header.decode())["__metadata__"]["kvpass"])
     except (ValueError, TypeError, KeyError, RecursionError):
         raise CacheFileError(source, "is no cache file of kvpass: its metadata is no plain JSON object") from None
     version = metadata.get("format")
@@ -146,6 +144,25 @@ def _header(content: bytes, path: Path) -> tuple[bytes, int]:
     if header.count(_MARK) != 1:
         raise CacheFileError(path, "is no cache file of kvpass, or is damaged: its header states no checksum")
     return header, _LENGTH_BYTES + header.index(_MARK) + len(_MARK)
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _from_json(text: str) -> dict[str, Any]:
+    """Parse a JSON object; raise ValueError for what is none, RecursionError for one that is nested too deep."""
+    value = json.loads(text, object_pairs_hook=_once)
+    _to_json(value).encode()  # raises for numbers and texts that Python reads but JSON cannot represent
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return dict(pairs)
 
 
 # -- the tensors of a cache -------------------------------------------------------------------------------------------

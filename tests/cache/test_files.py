@@ -112,6 +112,8 @@ OTHER_FILES = [
 TEXTS = [
     *"format [1] 1 {}".split(),
     *(f'{{"format": {value}}}' for value in ["true", '"1"', "1.0", "null", "0", "-1", "4", "1e999", "1" * 5000]),
+    '{"format": 2, "format": 1}',
+    '{"format": 1, "notes": {"a": [{"b": 1, "b": 2}]}}',
     *(f'{{"format": 1, "columns": {value}}}' for value in ("NaN", "-Infinity", "1e999")),
     '{"format": 1, "notes": {"a": "\\ud800"}}',
     '{"format": 1, "\\udfff": 1}',
