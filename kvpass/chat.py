@@ -305,8 +305,10 @@ class Chat:
         _check_length(self.model, len(ids) + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
-        spans = _spans(self._protect, lambda: self._template.head(self._system))
-        options |= {"protect": spans} if cache is None else {"past_key_values": cache}
+        if cache is None:
+            options |= {"protect": _spans(self._protect, lambda: self._template.head(self._system))}
+        else:
+            options |= {"past_key_values": cache}
         mask = torch.ones(1, len(ids), dtype=torch.int64, device=new.device)  # over what the cache holds too
         options = {"eos_token_id": self._ends(), **options, "attention_mask": mask, "return_dict_in_generate": True}
         before = None if cache is None else cache.record
@@ -395,7 +397,7 @@ def _spans(protect: Protect, head: Callable[[], int]) -> Spans | None:
     """Return the spans of a chat's tokens; ``head``: how many come before the first message of the user.
 
     Raises:
-        ValueError: a role has no text before that message.
+        ValueError: a name is none of a role.
     """
     if isinstance(protect, Tensor):
         return protect
@@ -403,7 +405,7 @@ def _spans(protect: Protect, head: Callable[[], int]) -> Spans | None:
     if roles := {part for part in protect if isinstance(part, str)}:
         if roles - {*ROLES}:
             raise ValueError(f"protect={protect!r}: name {' or '.join(ROLES)}, or give spans of tokens")
-        spans += [(0, head())]
+        spans += [(0, tokens)] if (tokens := head()) else []
     return spans or None
 
 

@@ -159,6 +159,12 @@ def test_a_tokenizer_without_a_template_continues_the_text(model, fast, tokenize
         assert document.ask(question, max_new_tokens=NEW) == expected
 
 
+def test_a_chat_of_plain_text_has_nothing_before_its_first_message_to_keep(model, tokenizer):
+    fast = kvpass.compile(model, policy="snapkv", budget=40, window=8, backend="eager")
+    chat = Chat(fast, tokenizer)
+    assert chat.send(TEXT, max_new_tokens=NEW) is not None and "protected" not in str(fast.report())
+
+
 def test_an_answer_is_streamed_in_pieces(fast, qwen3):
     said = qwen3("At noon it turns.", add_special_tokens=False).input_ids
     document = Document.read(TEXT, fast, qwen3)
