@@ -125,19 +125,14 @@ def capture_passes(inline: GraphPass, layers: int | None, distinct: DistinctLaye
     return [inline, *FINDING_PASSES, check, fold_alibi_pass, partial(check_sites_pass, expected=layers)]
 
 
-def _common_passes(seen: Node, logits: int) -> list[GraphPass]:
-    """Return the passes over each copy of a capture."""
-    positions: GraphPass = partial(offset_positions_pass, seen=seen)
-    return [positions, partial(keep_logits_pass, logits=logits)] if logits else [positions]
-
-
 def prompt_passes(seen: Node, logits: int) -> list[GraphPass]:
     """Return the passes over a copy of a capture for prompts.
 
     Args:
         seen: the input from which positions are counted. logits: of so many last tokens; 0: of all.
     """
-    return _common_passes(seen, logits)
+    positions: GraphPass = partial(offset_positions_pass, seen=seen)
+    return [positions, partial(keep_logits_pass, logits=logits)] if logits else [positions]
 
 
 def program_passes() -> list[GraphPass]:
@@ -153,7 +148,7 @@ def part_passes() -> list[GraphPass]:
 def step_passes(
     seen: Node, logits: int, rewrite: GraphPass, one_token: GraphPass | None, *, decomposes: bool
 ) -> list[GraphPass]:
-    """Return the passes over a copy of a capture for calls that continue a cache.
+    """Return the passes over a copy of a capture for calls that continue a cache: first those of a prompt.
 
     Args:
         seen: the input that is the number of tokens in the cache. logits: of so many last tokens; 0: of all.
@@ -162,7 +157,7 @@ def step_passes(
     """
     one_token_only = [] if one_token is None else [one_token]
     decompose = [decompose_linear_pass] if decomposes else []
-    return [*_common_passes(seen, logits), *one_token_only, rewrite, *decompose, widen_linear_pass]
+    return [*prompt_passes(seen, logits), *one_token_only, rewrite, *decompose, widen_linear_pass]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.cache.cache import CompressedCache
 from kvpass.compiler.blocks import check_block
-from kvpass.config import Block
+from kvpass.config import Block, Spans
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
     NO_IMAGES,
@@ -52,7 +52,7 @@ class Request:
     """A call of ``generate``.
 
     Args:
-        model: compiled. conditions: of the call. arguments: of ``generate``, by name.
+        model: compiled. conditions: of the call. arguments: of ``generate``, by name. protect: spans of its prompt.
     Attributes:
         arguments: of transformers' ``generate``, by name, but for the configuration, the ids and the cache.
         config: generation configuration that was given. ids: those of transformers' ``generate``.
@@ -64,7 +64,9 @@ class Request:
         ValueError, CacheMismatchError: see :meth:`kvpass.CompressedModel.generate`.
     """
 
-    def __init__(self, model: Any, conditions: Conditions, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Any, conditions: Conditions, arguments: dict[str, Any], protect: Spans | None = None
+    ) -> None:
         self.model, self.conditions = model, conditions
         self.runtime: Runtime = model._kvpass
         self.arguments = {name: value for name, value in arguments.items() if not says_text(name, value)}
@@ -84,14 +86,14 @@ class Request:
         self.arguments["disable_compile"] = True  # with a static cache, transformers would compile our forward
         self.ids_of_cache = 0
         text = self._check_text()
-        if conditions.protect is not None and (text is None or self.columns or self.says("use_cache") is False):
+        if protect is not None and (text is None or self.columns or self.says("use_cache") is False):
             raise ValueError(PROTECTS_PROMPTS)
-        makes = self._cache_is_default() or conditions.protect is not None
+        makes = self._cache_is_default() or protect is not None
         if self.cache is None and (self.assists or (text is not None and makes)):
             self.cache = self.runtime.new_cache(conditions)
             self.cache.assists = self.assists
-        if conditions.protect is not None and self.cache is not None:
-            self.cache.protect = conditions.protect
+        if self.cache is not None and protect is not None:
+            self.cache.protect = protect
         if self.cache is not None and text is not None:
             self._reserve_and_join(self.cache, text)
 

@@ -73,13 +73,12 @@ class Runtime:
         cache.check_fingerprint(conditions.policy, conditions.budget, self.identity, conditions.entry_format)
 
     def new_cache(self, conditions: Conditions | None = None) -> CompressedCache:
-        """Return an empty cache, by default under the conditions of the call or the model, without its spans."""
-        protect = None if conditions is None else conditions.protect
+        """Return an empty cache, by default under the conditions of the call or the model."""
         conditions = self.conditions_now if conditions is None else conditions
         cache = CompressedCache(
             conditions.policy, conditions.budget, self.identity, self.adapted.heads, conditions.entry_format
         )
-        cache.own_budget, cache.protect = conditions.own_budget, protect
+        cache.own_budget = conditions.own_budget
         return cache
 
     def describe(self) -> dict[str, str]:

@@ -55,8 +55,8 @@ class CompressedModel(GenerateHooks):
         before, which is not in such a cache, gets a ``UserWarning``; so does one whose new ids are the cache's prompt.
 
         ``budget`` is that of this call, by default the model's. A filled cache keeps its own, and the spans of its
-        prompt; those of a new prompt are ``protect``, as of :meth:`compress`. What another thread sets
-        meanwhile (:meth:`set_budget`, :meth:`set_policy`) does not change a call that has begun.
+        prompt; those of a new prompt are ``protect``, as of :meth:`compress`. What another thread sets meanwhile
+        (:meth:`set_budget`, :meth:`set_policy`) does not change a call that has begun.
 
         ``prefill_chunk_size`` is taken as ``prefill_block`` of this call: what is kept is that of the whole prompt.
 
@@ -73,7 +73,7 @@ class CompressedModel(GenerateHooks):
         """
         given = by_name(super().generate, args, kwargs)  # type: ignore[misc]
         arguments = {"inputs": inputs, "generation_config": generation_config, **given}
-        request = Request(self, self._kvpass.conditions_now.of_call(budget, protect), arguments)
+        request = Request(self, self._kvpass.conditions_now.with_budget(budget), arguments, protect)
         return request.run(super().generate)  # type: ignore[misc]
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -116,8 +116,9 @@ class CompressedModel(GenerateHooks):
         """
         if "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
-        conditions = self._kvpass.conditions_now.of_call(budget, protect)
+        conditions = self._kvpass.conditions_now.with_budget(budget)
         cache = self._kvpass.new_cache(conditions)
+        cache.protect = protect
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
         self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask))
         cache.reusable = reusable

@@ -77,8 +77,9 @@ def score_layer(  # type: ignore[no-untyped-def]
 ):
     """Score the entries of a layer; the rows of the decode rule in ``cache`` are written."""
     (q, k, v, lse, sinks), buffers = attention, PrefillBuffers(*cache)
-    held = buffers.entries, summed, replayed, buffers.rule_rows, entered, buffers.protected
-    inputs = PolicyInputs(projection, frequencies, *held)
+    inputs = PolicyInputs(
+        projection, frequencies, buffers.entries, summed, replayed, buffers.rule_rows, entered, buffers.protected
+    )
     call, layers = Attention(q, k, v, scale, softcap, sinks), buffers.layer_weights.shape[1]
     score = implementation(q).score_layer
     return score(call, lse, start, first, layer, layers, from_spec(policy), inputs, _ranks(ranks))

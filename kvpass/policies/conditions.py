@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kvpass.config import ENTRY_FORMATS, Budget, BudgetLike, EntryFormat, Spans, one_of
+from kvpass.config import ENTRY_FORMATS, Budget, BudgetLike, EntryFormat, one_of
 from kvpass.policies import Policy, check_registered, resolve, resolve_budget
 from kvpass.policies.base import Input
 from kvpass.policies.cake import temperatures
@@ -22,7 +22,7 @@ THRESHOLDS: dict[Recompress, float] = {"never": float("inf"), "when_full": 2.0, 
 class Conditions:
     """Checked settings of a compiled model; ``budget`` is None if the policy keeps everything.
 
-    ``own_budget``: the budget is that of one call, not the model's. ``protect``: spans of the prompt of one call.
+    ``own_budget``: the budget is that of one call, not the model's.
     """
 
     policy: Policy
@@ -30,14 +30,12 @@ class Conditions:
     recompress: Recompress
     entry_format: EntryFormat = "model"
     own_budget: bool = False
-    protect: Spans | None = field(default=None, compare=False)
 
-    def of_call(self, budget: BudgetLike, protect: Spans | None) -> Conditions:
-        """Return the conditions of a call with a budget of its own, if any, and spans that its prompt keeps."""
-        conditions = replace(self, protect=protect)
+    def with_budget(self, budget: BudgetLike) -> Conditions:
+        """Return the conditions of a call with this budget of its own; None: the same conditions."""
         if budget is None:
-            return conditions
-        return replace(conditions, budget=resolve_budget(self.policy, budget), own_budget=True)
+            return self
+        return replace(self, budget=resolve_budget(self.policy, budget), own_budget=True)
 
 
 def read_conditions(
