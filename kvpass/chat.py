@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -34,6 +35,8 @@ Protect = Sequence[str] | Spans
 
 _MARKS = ("a.", "1!", "Éa?", "(x)", "中.")
 """Texts in the place of a question; they begin and end with characters of different classes."""
+
+_THOUGHT = re.compile("<think>.*?</think>\\s*", re.DOTALL)
 
 
 class Template:
@@ -150,6 +153,7 @@ class Document:
         system: str | None = None,
         chat: bool = True,
         protect: Protect = (),
+        guide: str | None = None,
         **options: Any,
     ) -> Document:
         """Compress a text, as the begin of a chat if the tokenizer has a chat template.
@@ -160,10 +164,12 @@ class Document:
             model: from ``kvpass.compile``. tokenizer: of the model. system: text of a system message before it.
             chat: False: a plain text, which the model continues. protect: what every head keeps, in the budget:
                 ``("system", "tools")`` is all before the text; or spans of tokens of the chat so far, as of
-                :meth:`kvpass.CompressedModel.compress`. options: of the chat template, such as
-                ``enable_thinking=False``.
+                :meth:`kvpass.CompressedModel.compress`.
+            guide: a question of the kind to come, or several in one text: what it asks for is kept, see ``compress``.
+            options: of the chat template, such as ``enable_thinking=False``.
         Raises:
-            ValueError: the text is empty, or longer than the model takes; or the template refuses it.
+            ValueError: the text is empty, or longer than the model takes; the template refuses it, or the policy the
+                guide.
         """
         if not text.strip():
             raise ValueError("the document is empty")
@@ -171,9 +177,12 @@ class Document:
         before = template.before(opening(system, text, ""))
         ids = _common(*(template.ids(before + mark) for mark in _MARKS))
         _check_length(model, len(ids) + 1, "the document")
+        given: dict[str, Any] = {"protect": _spans(protect, lambda: template.head(system))}
+        if guide is not None:
+            asked = template.ids(template.text(opening(system, text, guide.strip())))
+            given["guide"] = torch.tensor([asked[len(_common(asked, ids)) :]], device=model.device)
         with reading(len(ids)):
-            spans = _spans(protect, lambda: template.head(system))
-            cache = model.compress(torch.tensor([ids], device=model.device), protect=spans)
+            cache = model.compress(torch.tensor([ids], device=model.device), **given)
         return cls(model, tokenizer, cache, before=before, system=system, options=template.options)
 
     @classmethod
@@ -300,9 +309,10 @@ class Chat:
             raise ValueError("the message is empty")
         ids = self._ids(messages)
         most = _positions(self.model)
-        new_tokens = 512 if most is None else max(min(512, most - len(ids)), 1)
+        seen = len(ids) + (0 if self.cache is None else self.cache.forgotten)
+        new_tokens = 512 if most is None else max(min(512, most - seen), 1)
         options = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True} | options
-        _check_length(self.model, len(ids) + options["max_new_tokens"], "the chat with its answer")
+        _check_length(self.model, seen + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
         if cache is None:
@@ -343,6 +353,42 @@ class Chat:
                 wait([turn])
                 self.messages = before
                 raise
+
+    def forget_turn(self, turn: int) -> None:
+        """Take a message of the user and its answer out of the chat, and out of the cache.
+
+        Args:
+            turn: 0 for the first one; -1 for the last.
+        Raises:
+            IndexError: there is none. ValueError: see :meth:`kvpass.CompressedCache.forget`.
+        """
+        first = 2 * range(len(self.messages) // 2)[turn]
+        self._forget([*self.messages[:first], *self.messages[first + 2 :]])
+
+    def forget_thinking(self) -> None:
+        """Take what the answers have within ``<think>`` out of the chat, and out of the cache; see :meth:`forget_turn`.
+
+        Where the template leaves thoughts out of the text, their entries would else be dropped and the chat read again.
+        """
+        for place, message in enumerate(self.messages):
+            if message["role"] == "assistant" and (said := _THOUGHT.sub("", message["content"])) != message["content"]:
+                self._forget([*self.messages[:place], message | {"content": said}, *self.messages[place + 1 :]])
+
+    def _forget(self, messages: list[Message]) -> None:
+        """Take these messages for the chat so far; the cache forgets what comes before the rest that they share.
+
+        Where the template writes them otherwise, that is all behind their common begin, which the next turn reads.
+        """
+        if self.cache is not None and self.cache.ids is not None:
+            held: list[int] = self.cache.ids[0].tolist()
+            ids = self._ids([*messages, {"role": "user", "content": _MARKS[0]}])
+            same = len(_common(held, ids))
+            ends = (end for end in range(same, len(held)) if held[end] == ids[same])
+            end = next((end for end in ends if held[end:] == ids[same : same + len(held) - end]), len(held))
+            if end > same:
+                positions = self.cache.state.text_positions
+                self.cache.forget(positions[same], positions[end - 1] + 1)
+        self.messages = messages
 
     def _notice(self, before: PromptRecord | None) -> None:
         """Say what was dropped of the chat, if it was compressed since a record was made."""

@@ -13,6 +13,7 @@ import kvpass
 from byte_tokenizer import byte_tokenizer
 from command_line import invoke
 from kvpass import Chat, Document
+from masked_oracle import MaskedOracle
 from pairwise import quick
 
 TEMPLATES = Path(__file__).parent / "support" / "chat_templates"
@@ -148,6 +149,71 @@ def test_what_was_thought_before_is_dropped_as_the_template_says(model, fast, qw
     chat.messages[-1]["content"] = "<think>\nhm\n</think>\n\nAt noon."
     messages = [*chat.messages, {"role": "user", "content": QUESTIONS[1]}]
     assert chat.send(QUESTIONS[1], max_new_tokens=NEW) == answer(model, tokenizer, messages)
+
+
+def says_first(model, tokenizer, chat, gone, question, system=()):
+    """The token that the model says first to a question, where nothing behind the chat so far sees forgotten tokens.
+
+    ``gone``: the ids of the cache with all that was read, and which of them are forgotten.
+    """
+    (held, hidden), left = gone, chat.cache.ids[0].tolist()
+    asked = [*system, *chat.messages, {"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert ids[: len(left)] == left, "the cache has the begin of the text"
+    told = torch.tensor([[*held, *ids[len(left) :]]])
+    seen = ~torch.tensor(hidden)[None, None, None].expand(1, model.config.num_hidden_layers, 2, -1)
+    logits = MaskedOracle(model).logits(told, torch.ones_like(told), seen)
+    return tokenizer.decode(logits[0, -1].argmax(), skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("turn", [0, 1, -1])
+def test_a_turn_is_forgotten(model, fast, qwen3, turn):
+    system = {"role": "system", "content": "Answer briefly."}
+    chat = Chat(fast, qwen3, system=system["content"])
+    for question in QUESTIONS:
+        chat.send(question, max_new_tokens=NEW)
+    held, messages = chat.cache.ids[0].tolist(), list(chat.messages)
+    place = 2 * (turn % len(QUESTIONS))
+    chat.forget_turn(turn)
+    assert chat.messages == messages[:place] + messages[place + 2 :]
+    positions = set(chat.cache.positions.flatten().tolist())
+    hidden = [position not in positions for position in range(len(held))]
+    assert [token for token, is_gone in zip(held, hidden, strict=True) if not is_gone] == chat.cache.ids[0].tolist()
+    expected = says_first(model, qwen3, chat, (held, hidden), "And now?", [system])
+    assert chat.send("And now?", max_new_tokens=1) == expected
+    assert chat.cache.forgotten == sum(hidden) > 10, "it was not read again"
+    with pytest.raises(IndexError):
+        chat.forget_turn(7)
+
+
+def test_thoughts_are_forgotten(model, fast, qwen3):
+    chat, said = Chat(fast, qwen3), "<think>\nIt turns twice.\n</think>\n\nAt noon."
+    tokens = qwen3(said, add_special_tokens=False, split_special_tokens=True).input_ids  # as of Qwen3, no special ones
+    tokens += qwen3("<|im_end|>", add_special_tokens=False).input_ids
+    chat.send(QUESTIONS[0], max_new_tokens=len(tokens), **saying(tokens))
+    held = chat.cache.ids[0].tolist()
+    chat.forget_thinking()
+    assert chat.messages[-1]["content"] == "At noon."
+    positions = set(chat.cache.positions.flatten().tolist())
+    hidden = [position not in positions for position in range(len(held))]
+    assert "twice" in qwen3.decode([token for token, is_gone in zip(held, hidden, strict=True) if is_gone])
+    expected = says_first(model, qwen3, chat, (held, hidden), QUESTIONS[1])
+    assert chat.send(QUESTIONS[1], max_new_tokens=1) == expected
+    assert chat.cache.forgotten == sum(hidden)
+
+
+def test_a_document_is_read_with_what_will_be_asked(model, qwen3):
+    """What is kept is what the question wants, read behind the document as it will be."""
+    fast = kvpass.compile(model, policy="snapkv", budget=40, window=8, backend="eager")
+    document = Document.of_text(TEXT * 3, fast, qwen3, guide=QUESTIONS[0])
+    ids = document.template.ids(document.text([{"role": "user", "content": QUESTIONS[0]}]))
+    length = document.cache.columns
+    assert document.cache.ids[0].tolist() == ids[:length]
+    fast.set_policy("snapkv", 40 + len(ids) - length, window=len(ids) - length)
+    asked = fast.compress(torch.tensor([ids]))
+    kept = [[p for p in head.tolist() if 0 <= p < length] for head in asked.positions.flatten(0, 2)]
+    assert kept == [head.tolist() for head in document.cache.positions.flatten(0, 2)]
 
 
 def test_a_tokenizer_without_a_template_continues_the_text(model, fast, tokenizer):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
 from kvpass.cache.cache_file import CacheMetadata, write_cache_file
@@ -20,7 +21,7 @@ from kvpass.cache.fingerprint import Fingerprint, ModelFingerprint
 from kvpass.cache.prefill import CachePrefill
 from kvpass.cache.prompt_record import PromptRecord, layer_ids
 from kvpass.cache.shared_heads import joined, layout_of_all
-from kvpass.cache.spans import read_spans
+from kvpass.cache.spans import checked_spans, read_spans
 from kvpass.cache.state import KVState
 from kvpass.config import Budget, EntryFormat, Spans
 from kvpass.errors import CacheMismatchError
@@ -100,7 +101,7 @@ class CompressedCache(Cache):
         own_budget: its budget was given for it alone: calls continue it whatever the budget of the model is.
         begun_by: the capture of a raw module that prefilled it, and the inputs of the prompt by token.
         reusable: calls continue on a copy and do not change this cache.
-        protect: spans of its prompt that are kept in any case.
+        protect: spans of its prompt that are kept in any case. guide: last tokens of its prompt, which are not kept.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
@@ -133,6 +134,7 @@ class CompressedCache(Cache):
         """Remove all entries; the cache can be filled again."""
         self.expected = 0
         self.protect: Spans | None = None
+        self.guide = 0
         self.state = KVState(policy=self.policy, budget=self.budget, ranks=self.ranks, entry_format=self.entry_format)
         self.prefill: CachePrefill | None = None
         self.record: PromptRecord | None = None
@@ -144,15 +146,17 @@ class CompressedCache(Cache):
 
     def begin_prefill(self, start: Tensor, columns: int, ids: Tensor | None = None) -> None:
         """Clear the cache for a prompt of ``columns`` columns and these ids, with real tokens from ``start``."""
-        expected, protected = self.expected, read_spans(self.protect, start, columns)
+        expected, guide = self.expected, self.guide
+        protected = read_spans(self.protect, start, columns - guide)
         if protected is not None and self.policy.decode_rule() is not None:
             raise ValueError(
                 f"protect with policy {self.policy.name!r}: it evicts while decoding, what is protected too; where it "
                 "has the option, give evict_during_decode=False"
             )
         self.reset()
-        self.expected, self.state.start, self.state.protected = expected, start, protected
-        self.prefill = CachePrefill(self.state, columns, ids, expected)
+        self.expected, self.state.start = expected, start
+        self.state.protected = None if protected is None else pad(protected, (0, guide))
+        self.prefill = CachePrefill(self.state, columns, ids, expected, guide)
 
     def finish_prefill(self) -> None:
         """Store the results of the prefill graph."""
@@ -255,10 +259,11 @@ class CompressedCache(Cache):
     # -- what `generate` uses ----------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens seen, padding included as in transformers; not the kept entries."""
-        return self.state.columns
+        """Return the tokens seen and not forgotten, padding included as in transformers; not the kept entries."""
+        return self.state.text_columns
 
     columns = property(get_seq_length)
+    forgotten = property(lambda self: len(self.state.forgotten))  # tokens of each row
 
     def get_max_length(self, layer_idx: int | None = 0) -> int:
         return -1
@@ -330,6 +335,40 @@ class CompressedCache(Cache):
         state.crop(taken)
         self.interrupted = False
 
+    def forget(self, start: int | Sequence[tuple[int, int]], stop: int | None = None) -> None:
+        """Remove the entries of some tokens from every layer and head, as of a tool's output that is needed no more.
+
+        The entries that stay keep their positions, and what they know of the tokens. Later tokens come behind all that
+        was seen. The text of the cache (:attr:`ids`, :attr:`attention_mask`, :meth:`get_seq_length`, whole texts and
+        ``position_ids`` that are given later) is from now on without the tokens.
+
+        Args:
+            start, stop: first true position and the one behind the last, of each row; or spans, as pairs of these.
+        Raises:
+            ValueError: spans are not within the text, overlap or leave nothing; the model has recurrent layers, the
+                policy evicts while decoding, or a layer with a sliding window holds one of the tokens.
+        """
+        state, spans = self._filled, [(start, stop)] if stop is not None else start
+        tokens = state.columns - int(state.start.max())
+        ordered = checked_spans("forget", spans, tokens)  # type: ignore[arg-type]
+        if self.interrupted:
+            raise CacheMismatchError(f"{self!r}: a call on it was interrupted, its entries are lost; reset it")
+        if state.states or any(store.evicts for store in state.full_layers):
+            raise ValueError(
+                "forget: a recurrent layer holds one state after all tokens, and a policy that evicts while decoding "
+                "has chosen by them; read the text again without them"
+            )
+        held = max((ring.group.sliding_window or 0 for ring in state.sliding_layers), default=0)
+        if ordered and held and ordered[-1][1] > tokens - held:
+            raise ValueError(
+                f"forget: the layers with a sliding window hold the last {held} tokens as they are; tokens of these "
+                "can be forgotten when they have left it"
+            )
+        left = state.without({token for begin, end in ordered for token in range(begin, end)})
+        if left.text_columns - int(left.start.max()) < 1:
+            raise ValueError("forget: no token of the text is left; reset the cache")
+        self.state = left
+
     # -- files ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
@@ -367,6 +406,7 @@ class CompressedCache(Cache):
             notes=dict(notes or {}),
             entry_format=self.entry_format,
             own_budget=self.own_budget,
+            forgotten=tuple(sorted(state.forgotten)),
         )
         if self.ranks.several:
             parts = self.ranks.gather_to_first({name: x.cpu() for name, x in state.saved.items()})

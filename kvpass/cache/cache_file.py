@@ -65,12 +65,15 @@ class CacheMetadata:
     notes: dict[str, Any]
     entry_format: EntryFormat = "model"
     own_budget: bool = False
+    forgotten: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.columns * max(len(self.entries), 1) <= MOST_COLUMNS:
             raise ValueError(f"columns={self.columns} of {len(self.entries)} rows: must be from 1 to 2**26 in all")
         if not (self.layout.pools or self.layout.rings):
             raise ValueError("layout: must have a group of layers")
+        if not {*self.forgotten} <= {*range(self.columns)}:
+            raise ValueError("forgotten: must be tokens of the text")
 
 
 def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -239,7 +242,7 @@ def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[st
     buffers = {"start": Buffer("batch", torch.int64), "ids": Buffer("batch columns", torch.int32)}
     buffers |= {name: Buffer(f"batch {name}", torch.uint8) for name in ("mask", "protected")}
     layout, rows = metadata.layout, dict.fromkeys(("batch", "pool_batch"), len(metadata.entries))
-    sizes = {name: {**rows, "columns": metadata.columns} for name in buffers}
+    sizes = {name: {**rows, "columns": metadata.columns - len({*metadata.forgotten})} for name in buffers}
     for part, group in zip(layout.names, (*layout.pools, *layout.rings), strict=False):
         g, saved = group.geometry, ["always"]
         if rule is not None:

@@ -56,9 +56,7 @@ class Recompression:
         available = (seen - window).clamp(min=0)
         stay = store.ranks.local_shard(select_held(scores, layer_weights, entries, available, store.policy), 2)
         due = window != NOT_DUE
-        tails = torch.where(due, window, store.used - store.buffers.tail_start)
-        kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.buffers.offsets.diff(dim=1))
-        left = self._move(stay, due, tails, pad(kept.cumsum(1), (1, 0)).int(), seen)
+        left = _moved(store, stay, due, torch.where(due, window, store.used - store.buffers.tail_start), seen)
         lengths = store.lengths
         line = torch.arange(masses.shape[3], device=masses.device)
         newest = (line >= (lengths - window[:, None, None])[..., None]) & (line < lengths[..., None])
@@ -79,33 +77,46 @@ class Recompression:
         of_all = self.store.ranks.gather(pad(stays, (0, slots - stays.shape[3])).byte(), 2).bool()
         scores.masked_fill_(of_all & (scores > float("-inf")), PROTECTED)
 
-    def _move(self, stay: Tensor, due: Tensor, tails: Tensor, offsets: Tensor, seen: Tensor) -> FullAttentionLayers:
-        """Return a store of the kept entries; rows that are not due keep their pool, and all of their tail.
 
-        Args:
-            stay: keep mask, bool ``[B, L, K, S]``. offsets: of the new pool.
-            tails: tokens of each row that go into the new tail, int64 ``[B]``.
-        """
-        store, used, before = self.store, int(tails.max()), self.store.of_rows
-        tensors = {"offsets": offsets, "tail_start": used - tails}
-        for name in TAIL & before.keys():
-            tail = before[name]
-            tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, *tail.shape[4:])
-            for row, length in enumerate(tails.tolist()):
-                tensors[name][:, row, :, used - length : used] = tail[:, row, :, store.used - length : store.used]
-        for name in POOL & before.keys():
-            rows = segments_of(before[name], store.buffers.offsets)
-            for row in due.nonzero().flatten().tolist():
-                appended = self._in_tail(before.get(name.replace("pool", "tail")), row, int(seen[row]))
-                every = [torch.cat(pair) for pair in zip(rows[row], appended, strict=True)]
-                rows[row] = [x[keep[: len(x)]] for x, keep in zip(every, stay[row].flatten(0, 1), strict=True)]
-            tensors[name] = pool_of(name, rows)
-        return store.holding(tensors, used)
+def without(store: FullAttentionLayers, gone: Tensor, seen: Tensor) -> FullAttentionLayers:
+    """Return a store without the entries of some tokens, in buffers of its own; what was in the tail is in the pool.
 
-    def _in_tail(self, tail: Tensor | None, row: int, seen: int) -> Tensor:
-        """What a buffer of the tails holds of one row, for each layer and head, ``[L*K, n, ...]``; None: positions."""
-        store, first = self.store, int(self.store.buffers.tail_start[row])
-        if tail is None:  # they follow from the tokens seen
-            positions = torch.arange(first, store.used, dtype=torch.int32, device=store.buffers.offsets.device)
-            return (positions + (seen - store.used)).expand(store.geometry.layers * store.geometry.kv_heads, -1)
-        return tail[:, row, :, first : store.used].flatten(0, 1)
+    Args:
+        gone: tokens, bool ``[n]`` by true position. seen: as in :meth:`Recompression.finish`.
+    """
+    positions = store.positions(seen)
+    stay, rows = (positions >= 0) & ~gone[positions.clamp(min=0)], torch.ones_like(seen, dtype=torch.bool)
+    return _moved(store, stay, rows, torch.zeros_like(seen), seen)
+
+
+def _moved(store: FullAttentionLayers, stay: Tensor, due: Tensor, tails: Tensor, seen: Tensor) -> FullAttentionLayers:
+    """Return a store of the kept entries; rows that are not due keep their pool, and all of their tail.
+
+    Args:
+        stay: keep mask, bool ``[B, L, K, S]``. tails: tokens of each row that go into the new tail, int64 ``[B]``.
+    """
+    used, before = int(tails.max()), store.of_rows
+    kept = torch.where(due[:, None], stay.sum(3).flatten(1), store.buffers.offsets.diff(dim=1))
+    tensors = {"offsets": pad(kept.cumsum(1), (1, 0)).int(), "tail_start": used - tails}
+    for name in TAIL & before.keys():
+        tail = before[name]
+        tensors[name] = tail.new_empty(*tail.shape[:3], used + TAIL_STEP, *tail.shape[4:])
+        for row, length in enumerate(tails.tolist()):
+            tensors[name][:, row, :, used - length : used] = tail[:, row, :, store.used - length : store.used]
+    for name in POOL & before.keys():
+        rows = segments_of(before[name], store.buffers.offsets)
+        for row in due.nonzero().flatten().tolist():
+            appended = _in_tail(store, before.get(name.replace("pool", "tail")), row, int(seen[row]))
+            every = [torch.cat(pair) for pair in zip(rows[row], appended, strict=True)]
+            rows[row] = [x[keep[: len(x)]] for x, keep in zip(every, stay[row].flatten(0, 1), strict=True)]
+        tensors[name] = pool_of(name, rows)
+    return store.holding(tensors, used)
+
+
+def _in_tail(store: FullAttentionLayers, tail: Tensor | None, row: int, seen: int) -> Tensor:
+    """What a buffer of the tails holds of one row, for each layer and head, ``[L*K, n, ...]``; None: positions."""
+    first = int(store.buffers.tail_start[row])
+    if tail is None:  # they follow from the tokens seen
+        positions = torch.arange(first, store.used, dtype=torch.int32, device=store.buffers.offsets.device)
+        return (positions + (seen - store.used)).expand(store.geometry.layers * store.geometry.kv_heads, -1)
+    return tail[:, row, :, first : store.used].flatten(0, 1)

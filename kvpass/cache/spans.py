@@ -1,4 +1,4 @@
-"""Spans of a prompt that are kept in any case, whatever the policy makes of them."""
+"""Spans of a text: those that are kept in any case, whatever the policy makes of them, and those that are forgotten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_spans(protect: Spans | None, start: Tensor, columns: int) -> Tensor | N
         found = mask.gather(1, column.clamp(max=columns - 1)) & (column < columns)
     else:
         found = torch.zeros(rows, columns, dtype=torch.bool, device="cpu")
-        for begin, end in _checked(protect, columns - int(start.max())):
+        for begin, end in checked_spans("protect", protect, columns - int(start.max())):
             found[:, begin:end] = True
     return found if bool(found.any()) else None
 
@@ -45,20 +45,20 @@ def by_column(protected: Tensor, start: Tensor) -> Tensor:
     return protected.gather(1, position.clamp(min=0)) & (position >= 0)
 
 
-def _checked(spans: Sequence[tuple[int, int]], tokens: int) -> Sequence[tuple[int, int]]:
+def checked_spans(name: str, spans: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
     """Return spans in order; raise ValueError unless they are apart from each other and within ``tokens`` tokens."""
     try:
         ordered = sorted((operator.index(begin), operator.index(end)) for begin, end in spans)
     except (TypeError, ValueError):
-        raise ValueError(f"protect={spans!r}: must be pairs (start, stop) of tokens, or a mask") from None
+        raise ValueError(
+            f"{name}={spans!r}: must be pairs (start, stop) of tokens{', or a mask' * (name == 'protect')}"
+        ) from None
     for begin, end in ordered:
         if not 0 <= begin < end:
-            raise ValueError(f"protect: the span ({begin}, {end}) has no token, or begins before the text")
+            raise ValueError(f"{name}: the span ({begin}, {end}) has no token, or begins before the text")
         if end > tokens:
-            raise ValueError(
-                f"protect: the span ({begin}, {end}) ends behind the text, whose shortest row has {tokens}"
-            )
+            raise ValueError(f"{name}: the span ({begin}, {end}) ends behind the text, whose shortest row has {tokens}")
     for one, other in pairwise(ordered):
         if other[0] < one[1]:
-            raise ValueError(f"protect: the spans {one} and {other} overlap")
+            raise ValueError(f"{name}: the spans {one} and {other} overlap")
     return ordered

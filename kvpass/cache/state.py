@@ -5,7 +5,7 @@ Legend: B batch, N prompt columns, L layers, K KV heads, P entries of the longes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from kvpass.cache.cache_file import CacheMetadata, check_tensors
 from kvpass.cache.layers import FullAttentionLayers
 from kvpass.cache.part import CachePart, RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, scatter_to_layers
-from kvpass.cache.recompression import Recompression
+from kvpass.cache.recompression import Recompression, without
 from kvpass.cache.shared_heads import divided, of_part, record_of_all
 from kvpass.config import Budget, EntryFormat, Layout
 from kvpass.errors import CacheMismatchError
@@ -44,12 +44,13 @@ class KVState:
     parts: Sequence[CachePart] = ()  # full-attention layers, sliding-window layers, recurrent states
     budgets: Sequence[int] = ()  # of each row, in entries
     start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))  # first real column
-    ids: Tensor | None = None  # of the columns, padding included, int32 [B, columns]; None where they are not known
+    ids: Tensor | None = None  # of the text, padding included, int32 [B, text_columns]; None where they are not known
     protected: Tensor | None = None  # prompt tokens kept in any case, bool [B, n] by true position; None: none
     columns: int = 0  # tokens seen, padding included
+    forgotten: frozenset[int] = frozenset()  # true positions whose entries were removed, of every row
     prompt_columns: int = 0
     appended: int = 0  # after the prompt was compressed, or after the last call with padding
-    padded: Tensor | None = None  # mask of the first n columns, int64 [B, n]
+    padded: Tensor | None = None  # mask of the first n columns of the text, int64 [B, n]
     seen: Tensor = field(
         default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu")
     )  # columns, for graphs
@@ -60,7 +61,7 @@ class KVState:
     def ensure_room(self, tokens: int, expected: int = 0) -> None:
         """Grow the tails to hold ``tokens`` more; if more columns are expected in all, for these."""
         for part in self.parts:
-            part.ensure_room(tokens, expected - self.columns, self.reuse)
+            part.ensure_room(tokens, expected - self.text_columns, self.reuse)
 
     def cached_state(
         self, layout: Layout, dtype: torch.dtype, recompressions: Sequence[Recompression] = ()
@@ -106,7 +107,7 @@ class KVState:
         self.appended -= tokens
         self.columns -= tokens
         self.seen.sub_(tokens)
-        self.ids = None if self.ids is None else self.ids[:, : self.columns]
+        self.ids = None if self.ids is None else self.ids[:, : self.text_columns]
         for part in self.parts:
             part.crop(tokens)
 
@@ -136,7 +137,8 @@ class KVState:
         due = entries > budgets * (heads * self.ranks.size * threshold)
         if not bool(due.any()):
             return ()
-        window = torch.where(due, budgets.clamp(max=self.policy.window), NOT_DUE)
+        tail = stores[0].used + tokens - stores[0].buffers.tail_start.cpu()  # shorter after tokens were forgotten
+        window = torch.where(due, torch.minimum(budgets.clamp(max=self.policy.window), tail), NOT_DUE)
         return [Recompression(store, window) for store in stores]
 
     def recompress(self, recompressions: Sequence[Recompression]) -> PromptRecord | None:
@@ -148,8 +150,7 @@ class KVState:
             the new record if all rows were compressed, else None.
         """
         budgets = torch.tensor(self.budgets, device=self.device)
-        window = budgets.clamp(max=self.policy.window)
-        seen = self.columns - self.start
+        window, seen = recompressions[0].buffers.recompress_window, self.columns - self.start
         done = [turn.finish(budgets - window, seen, self.protected) for turn in recompressions]
         self.parts = [*(store for store, _ in done), *self.parts[len(done) :]]
         self.appended = 0
@@ -180,7 +181,37 @@ class KVState:
         )
         return record_of_all(record, self.ranks, self.device) if self.ranks.several else record
 
+    @torch.inference_mode(False)
+    def without(self, positions: Set[int]) -> KVState:
+        """Return a state without the entries at these true positions of each row, of which no ring holds one."""
+        gone = torch.zeros(self.columns, dtype=torch.bool, device=self.device)
+        gone[[*positions]] = True
+        stores = [without(store, gone, self.columns - self.start) for store in self.full_layers]
+        of_text, real = gone[self.text_positions], self.attention_mask
+        left = ~(of_text[(real.cumsum(1) - 1).clamp(min=0)] & (real > 0))  # columns of the text that stay
+        ids = None if self.ids is None else self.ids[left].view(len(left), -1)
+        padded = None if self.padded is None else real[left].view(len(left), -1)
+        return replace(
+            self,
+            parts=[*stores, *self.parts[len(stores) :]],
+            forgotten=self.forgotten | positions,
+            ids=ids,
+            padded=padded,
+            prompt_columns=min(self.prompt_columns, int(left[0].sum())),
+            appended=0,
+        )
+
     # -- what a user reads ------------------------------------------------------------------------------------------
+
+    @property
+    def text_columns(self) -> int:
+        """Columns of the text as it is now, without those of forgotten tokens."""
+        return self.columns - len(self.forgotten)
+
+    @property
+    def text_positions(self) -> list[int]:
+        """True positions of the tokens of the text, of a row without padding."""
+        return [position for position in range(self.columns) if position not in self.forgotten]
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +255,8 @@ class KVState:
     def attention_mask(self) -> Tensor:
         """1 for columns seen so far that are real tokens, 0 for padding, as calls gave it; int64 ``[B, columns]``."""
         if self.padded is not None:
-            return pad(self.padded, (0, self.columns - self.padded.shape[1]), value=1)
-        return (torch.arange(self.columns, device=self.device) >= self.start[:, None]).long()
+            return pad(self.padded, (0, self.text_columns - self.padded.shape[1]), value=1)
+        return (torch.arange(self.text_columns, device=self.device) >= self.start[:, None]).long()
 
     # -- rows, copies and files -------------------------------------------------------------------------------------
 
@@ -268,10 +299,10 @@ class KVState:
         A row's padding does not change what it computes (contract 4).
 
         Args:
-            order: place of each row among those of all states, int64 ``[B]``. mask: int64 ``[B, columns]`` from now on.
+            order: place of each row among those of all states, int64 ``[B]``. mask: of the text from now on, int64.
             ids: of the new columns ``[B, T]``.
         """
-        columns = mask.shape[1]
+        columns = mask.shape[1] + self.columns - self.text_columns
         shifts = [columns - state.columns for state in states]
         same_layers = zip(*(state.parts for state in states), strict=True)
         budgets = [budget for state in states for budget in state.budgets]
@@ -323,6 +354,7 @@ class KVState:
             budgets=metadata.entries,
             columns=metadata.columns,
             prompt_columns=metadata.columns,
+            forgotten=frozenset(metadata.forgotten),
             seen=torch.tensor(metadata.columns, dtype=torch.int64, device="cpu"),
         )
 

@@ -182,7 +182,7 @@ class CaptureCache:
             compiled = _make_compiled_forward(forward, self.further, self.compiler, key[1], ends)
             self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
             captures.compiled[key] = compiled
-        seen = 0 if call.phase == "prefill" else call.cache.columns
+        seen = 0 if call.phase == "prefill" else call.cache.state.columns
         check_length(min(ends.columns, default=None), seen, ids.shape[1])
         ends.check_positions(seen, positions)
         for cache in (call.cache, *call.cache.fills) if call.phase == "prefill" else ():

@@ -207,7 +207,7 @@ def _continue(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
         warnings.warn(_STAYS, stacklevel=6)  # who called the model
     cache = continued(inputs.cache, rows, inputs.text.device)
     if runtime.adapted.longrope_limit is not None:
-        check_rows_stay(runtime.adapted.longrope_limit, cache.state.start, cache.columns, tokens)
+        check_rows_stay(runtime.adapted.longrope_limit, cache.state.start, cache.state.columns, tokens)
     padding = None
     if mask is not None:
         if tuple(mask.shape) != (rows, cache.columns + tokens):
@@ -221,8 +221,8 @@ def _continue(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
     if padding is not None:
         logits, record = _append_padded(model, cache, ids, inputs, padding)
     else:
-        columns = torch.arange(cache.columns, cache.columns + tokens, device=ids.device)
-        positions = _positions(inputs.position_ids, columns - cache.state.start[:, None])
+        columns = torch.arange(cache.state.columns, cache.state.columns + tokens, device=ids.device)
+        positions = _positions(inputs.position_ids, columns - cache.state.start[:, None], cache.forgotten)
         decoder = _decoder_of(model, ids, positions, inputs.logits_to_keep)
         logits, record = append(cache, tokens, decoder, THRESHOLDS[runtime.conditions.recompress], ids)
     if record is not None:
@@ -242,8 +242,8 @@ def _append_padded(
     runtime: Runtime = model._kvpass
     real, logits_to_keep = padding.real, inputs.logits_to_keep
     within = (real.cumsum(1) - 1).clamp(min=0)  # number of the real token whose logits a column gets
-    counted = within + (cache.columns - padding.taken - cache.state.start)[:, None]
-    positions, wanted = _positions(inputs.position_ids, counted), within[:, -logits_to_keep:]
+    counted = within + (cache.state.columns - padding.taken - cache.state.start)[:, None]
+    positions, wanted = _positions(inputs.position_ids, counted, cache.forgotten), within[:, -logits_to_keep:]
     logits, record = ids.new_empty(0), None
     parts: list[CompressedCache] = []
     groups = padding.groups()
@@ -268,7 +268,8 @@ def _append_padded(
     return logits, record if len(parts) == 1 else None
 
 
-def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
+def _positions(given: Tensor | None, computed: Tensor, forgotten: int = 0) -> Tensor:
+    """Return true positions ``[B, T]``: those given, which do not count forgotten tokens, or the computed ones."""
     if given is None:
         return computed.contiguous()
     if given.ndim == 3 and bool((given == given[:1]).all()):  # axes of M-RoPE, all equal where all tokens are text
@@ -276,7 +277,7 @@ def _positions(given: Tensor | None, computed: Tensor) -> Tensor:
     if given.ndim != 2 or given.shape[1] != computed.shape[1] or given.shape[0] not in (1, computed.shape[0]):
         axes = "; those of models that read images (M-RoPE) have several axes and are not supported" * (given.ndim == 3)
         raise ValueError(f"position_ids of shape {list(given.shape)}: must be {list(computed.shape)}{axes}")
-    return given.expand(computed.shape[0], -1).clone(memory_format=torch.contiguous_format)
+    return (given.expand(computed.shape[0], -1) + forgotten).contiguous()
 
 
 def _check_ascending(positions: Tensor, start: Tensor) -> None:

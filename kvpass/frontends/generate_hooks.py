@@ -71,7 +71,7 @@ class GenerateHooks(CompressedForward):
         limit = self._kvpass.adapted.longrope_limit
         if limit is not None and cache is not None and not cache.is_empty:
             # transformers may drop the cache there
-            check_rows_stay(limit, cache.state.start, cache.columns, 1)
+            check_rows_stay(limit, cache.state.start, cache.state.columns, 1)
         first, tokens = kwargs.get("is_first_iteration") and SAYS_NEXT_LENGTH, input_ids.shape[1]
         at = kwargs.get("position_ids")
         only_new = at is not None and at.shape[-1] > tokens  # positions of the whole text beside ids of its end

@@ -246,7 +246,7 @@ class RawModule:
             if tokens >= cache.columns:
                 _check_new([inputs[place] for place in module.texts], prompt, cache)
             longest = min((known for known in (cache.longest, self.longest) if known is not None), default=None)
-            check_length(longest, cache.columns, tokens)
+            check_length(longest, cache.state.columns, tokens)
             result, _ = append(cache, tokens, lambda call: module.decoder(call, *inputs))
         cache.longest = longest
         active.cache = cache
