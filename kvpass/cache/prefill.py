@@ -22,6 +22,7 @@ from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, EvictBuffers, P
 from kvpass.ops import entry_formats
 from kvpass.ops.evict import first_slots
 from kvpass.ops.reference import MASS, OWNER, POSITION
+from kvpass.policies.base import Policy
 
 
 class PrefillLayers:
@@ -153,9 +154,12 @@ class CachePrefill:
         state: empty but for the conditions of the cache, and ``start`` of the prompt, on the CPU. columns: N.
         ids: of the prompt ``[B, N]``, where they are known.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
+        guide: last columns, which observe in place of the policy's window and are not kept.
     """
 
-    def __init__(self, state: KVState, columns: int, ids: Tensor | None, expected: int) -> None:
+    def __init__(self, state: KVState, columns: int, ids: Tensor | None, expected: int, guide: int = 0) -> None:
+        self._guide, self._after = guide, state.policy
+        state = replace(state, policy=replace(state.policy, window=guide)) if guide else state
         lengths = [columns - column for column in state.start.tolist()]
         ids = None if ids is None else ids.int()
         self._filled = replace(state, columns=columns, prompt_columns=columns, ids=ids, budgets=lengths)
@@ -186,13 +190,19 @@ class CachePrefill:
     def _allocate(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, reuse: BufferReuse, pools: Sequence[PoolFacts]
     ) -> None:
-        state, rows = self._filled, len(self._filled.start)
+        state, rows, guide = self._filled, len(self._filled.start), self._guide
+        if guide and (layout.rings or layout.states):
+            raise ValueError(
+                "guide: a layer with a sliding window or a recurrent layer would hold the guide in place of the text; "
+                "compress without it, or with a policy that reads no question"
+            )
         for group in layout.pools:
             group.geometry.check_format(state.entry_format, device)
         budgets = state.budgets
         if state.budget is not None and layout.pools:
             token_bytes = layout.token_bytes(state.entry_format) * state.ranks.size
-            budgets = [state.budget.check(length, state.policy.window, token_bytes) for length in budgets]
+            window = 0 if guide else state.policy.window
+            budgets = [state.budget.check(length - guide, window, token_bytes) + guide for length in budgets]
             self._check_protected(budgets)
         state = replace(state, layout=layout, budgets=budgets, reuse=reuse)
         to_come = self._expected - state.columns
@@ -223,11 +233,22 @@ class CachePrefill:
         seen = state.reuse.empty("seen", (), torch.int64, self._device).fill_(n)
         start = state.reuse.empty("start", state.start.shape, torch.int64, self._device).copy_(state.start)
         left = window - (state.start - (n - window)).clamp(min=0)
-        budgets = torch.tensor(state.budgets, device="cpu")
         protected = None if state.protected is None else state.protected.to(self._device)
         parts = [*(store for store, _ in kept), *state.parts]
         state = replace(state, parts=parts, seen=seen, start=start, protected=protected)
-        return state, state.record(budgets, left, [record for _, record in kept])
+        if guide := self._guide:  # the tails hold it, and nothing else
+            state.crop(guide)
+            left, budgets = left - guide, [budget - guide for budget in state.budgets]
+            state = replace(state, policy=self._after, budgets=budgets, prompt_columns=n - guide, appended=0)
+            for store in state.full_layers:
+                store.policy = self._after
+        entries = torch.tensor(state.budgets, device="cpu")
+        return state, state.record(entries, left, [record for _, record in kept])
+
+    @property
+    def policy(self) -> Policy:
+        """By which the prompt is compressed."""
+        return self._filled.policy
 
 
 def _without_spare_slots(prompt: PrefillBuffers) -> PrefillBuffers:

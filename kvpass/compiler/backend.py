@@ -240,7 +240,7 @@ class PhaseCompiler:
             fills = []
             for cache in (call.cache, *call.cache.fills):
                 assert cache.prefill is not None
-                fills.append(Fill(cache.policy, cache.prefill.buffers(*facts)))
+                fills.append(Fill(cache.prefill.policy, cache.prefill.buffers(*facts)))
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, call.cache.batch_size, device)

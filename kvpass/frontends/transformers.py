@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from kvpass.cache.cache import CompressedCache
 from kvpass.cache.copying import forbid_pickling
 from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Budget, BudgetLike, Spans
+from kvpass.frontends.arguments import check_ids
 from kvpass.frontends.generate_hooks import GenerateHooks
 from kvpass.frontends.request import Request
 from kvpass.frontends.whole_text import by_name
@@ -95,6 +96,7 @@ class CompressedModel(GenerateHooks):
         reusable: bool = True,
         budget: BudgetLike = None,
         protect: Spans | None = None,
+        guide: Tensor | None = None,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
@@ -110,15 +112,20 @@ class CompressedModel(GenerateHooks):
                 count in the budget, and the policy divides what is left. ``(start, stop)`` in tokens of each row,
                 counted from its first real one; or a mask of columns, bool ``[B, N]``. Layers with a sliding window
                 keep their newest tokens alone, and recurrent ones a state.
+            guide: ids of a question of the kind to come, int64 ``[1, G]`` or ``[B, G]``. It is read behind the
+                context, its queries score the entries in place of the window's, and it is not kept. Policies that do
+                not go by a question refuse it; so do models with sliding windows or recurrent layers.
         Raises:
-            ValueError: the policy evicts while decoding; spans are not within the text, overlap or have more tokens
-                than the budget beside the window; or as for a call.
+            ValueError: ``protect`` or ``guide`` with a policy that evicts while decoding; spans are not within the
+                text, overlap or have more tokens than the budget beside the window; or as for a call.
         """
-        if "question" in self.policy.inputs:
-            _warn_of_question(self.policy.name)
         conditions = self._kvpass.conditions_now.with_budget(budget)
+        if guide is not None:
+            input_ids, attention_mask = _with_guide([conditions.policy], input_ids, attention_mask, guide)
+        elif "question" in self.policy.inputs:
+            _warn_of_question(self.policy.name)
         cache = self._kvpass.new_cache(conditions)
-        cache.protect = protect
+        cache.protect, cache.guide = protect, 0 if guide is None else guide.shape[1]
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
         self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask))
         cache.reusable = reusable
@@ -131,6 +138,8 @@ class CompressedModel(GenerateHooks):
         *,
         conditions: Iterable[tuple[PolicyName | Policy, BudgetLike]],
         reusable: bool = True,
+        protect: Spans | None = None,
+        guide: Tensor | None = None,
     ) -> list[CompressedCache]:
         """Compress a context under several policies and budgets, and read it once.
 
@@ -139,7 +148,8 @@ class CompressedModel(GenerateHooks):
         tokens share the replay.
 
         Args:
-            input_ids, attention_mask, reusable: as in :meth:`compress`. conditions: pairs of a policy and its budget.
+            input_ids, attention_mask, reusable, protect, guide: as in :meth:`compress`. conditions: pairs of a policy
+                and its budget.
         Returns:
             one cache for each condition. The conditions of the model do not change, and there is nothing to report.
         Raises:
@@ -154,7 +164,12 @@ class CompressedModel(GenerateHooks):
         chosen = [self._read_conditions(policy, budget) for policy, budget in conditions]
         if not chosen:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
+        if guide is not None:
+            policies = [each.policy for each in chosen]
+            input_ids, attention_mask = _with_guide(policies, input_ids, attention_mask, guide)
         kept = [runtime.new_cache(each) for each in chosen]
+        for cache in kept:
+            cache.protect, cache.guide = protect, 0 if guide is None else guide.shape[1]
         kept[0].fills = kept[1:]
         read = functools.partial(self.forward, past_key_values=kept[0], logits_to_keep=1)
         runtime.call(chosen[0], functools.partial(read, input_ids, attention_mask))
@@ -301,6 +316,23 @@ class CompressedModel(GenerateHooks):
                 record for record in runtime.captures.compiler.records if record.policy == prompt.policy.spec
             ),
         )
+
+
+def _with_guide(
+    policies: Sequence[Policy], ids: Tensor | None, mask: Tensor | None, guide: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return ids and mask of a context with a guide behind it; ValueError where a policy has no use of it."""
+    for policy in policies:
+        if "question" not in policy.inputs or policy.compact or policy.decode_rule() is not None:
+            reason = "it also evicts while decoding, or compacts" if "question" in policy.inputs else "it reads none"
+            raise ValueError(f"guide with policy {policy.name!r}: {reason}; take one that scores by a question alone")
+    if ids is None:
+        raise ValueError("guide with inputs_embeds: give the context as input_ids")
+    check_ids(guide)
+    if len(guide) not in (1, len(ids)):
+        raise ValueError(f"guide of shape {list(guide.shape)}: must have one row, or {len(ids)} as input_ids")
+    joined = torch.cat([ids, guide.expand(len(ids), -1)], 1)
+    return joined, None if mask is None else torch.nn.functional.pad(mask, (0, guide.shape[1]), value=1)
 
 
 @functools.cache
