@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DOCUMENT = "kvpass_document"
 """Names a document in ``SamplingParams.extra_args``; over HTTP in the body or in ``vllm_xargs``, which has no dicts."""
+PROTECT = "kvpass_protect"
+"""Says, likewise, how many of the first tokens of a prompt every head of every layer keeps."""
 
 
 class Continued(NamedTuple):
@@ -50,18 +52,19 @@ class Prompt(NamedTuple):
     """The prompt of a request that runs."""
 
     length: int  # without what was generated
-    digest: bytes  # of its tokens
+    digest: bytes  # of its tokens, and of how many are protected: what it keeps depends on both
     size: BlockSize  # of its block
     number: int  # no other that runs has it; less than most run
     document: Continued | None = None  # that it continues
     resumed: bool = False  # it was preempted, and what was generated before comes behind it
+    protected: int = 0  # its first tokens that are kept in any case
 
     @classmethod
-    def of(
-        cls, ids: Sequence[int], size: BlockSize, number: int, document: Continued | None = None, resumed: bool = False
-    ) -> Prompt:
-        digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
-        return cls(len(ids), digest, size, number, document, resumed)
+    def of(cls, ids: Sequence[int], size: BlockSize, number: int, params: Any = None, resumed: bool = False) -> Prompt:
+        """Return that of an admitted request with these sampling parameters."""
+        protected = (getattr(params, "extra_args", None) or {}).get(PROTECT) or 0
+        digest = hashlib.blake2b(array("q", [protected, *ids]).tobytes(), digest_size=16).digest()
+        return cls(len(ids), digest, size, number, Continued.of(params), resumed, protected)
 
     @property
     def compressed(self) -> int:
@@ -112,7 +115,7 @@ class Rows:
             numbers = {prompt.number for prompt in self._prompts.values()}
             number = next(each for each in itertools.count() if each not in numbers)
             size = block_size(self.layout, len(ids), params)
-            self._prompts[row] = Prompt.of(ids, size, number, Continued.of(params), resumed=bool(output))
+            self._prompts[row] = Prompt.of(ids, size, number, params, resumed=bool(output))
             new.add(number)
         for source, target, swapped in moved:
             prompt, other = self._prompts.pop(source, None), self._prompts.pop(target, None)
@@ -130,8 +133,8 @@ BEAMS = "kvpass does not support beam search in vLLM, which reads the prompt ane
 def check_names(names: Iterable[object]) -> None:
     """Raise ValueError for an argument of a request that begins with ``kvpass`` and is unknown."""
     for name in names:
-        if str(name).startswith("kvpass") and name != DOCUMENT:
-            raise ValueError(f"{name}: kvpass does not know this argument of a request; it knows {[DOCUMENT]}")
+        if str(name).startswith("kvpass") and name not in (DOCUMENT, PROTECT):
+            raise ValueError(f"{name}: kvpass does not know this argument of a request; it knows {[DOCUMENT, PROTECT]}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class Admission:
             request: with its own copy of ``sampling_params``.
         Raises:
             ValueError: an argument is unknown, there is no such document, its question or ``min_tokens`` is more than
-                there is room for, or the request is a streaming session; HTTP 400.
+                there is room for, what it protects cannot be kept, or the request is a streaming session; HTTP 400.
         """
         most = self.settings.room + 1  # the last token is never appended
         params = request.sampling_params
@@ -181,6 +184,8 @@ class Admission:
             raise ValueError("kvpass does not support streaming sessions: send the whole prompt in one request")
         if self.settings.only_documents or (params.extra_args or {}).get(DOCUMENT) is not None:
             most -= self._continue(request)
+        if (protected := (params.extra_args or {}).get(PROTECT)) is not None:
+            self._check_protected(protected, 0 if Continued.of(params) else len(request.prompt_token_ids))
         if params.min_tokens > most:
             raise ValueError(f"min_tokens={params.min_tokens}: kvpass keeps room for {most} tokens; raise 'room'")
         params.max_tokens = min(params.max_tokens, most)
@@ -193,6 +198,20 @@ class Admission:
                 "with a chat template; read others by 'kvpass compress' without --no-chat, or use /v1/completions"
             )
         return self.chats[name]
+
+    def _check_protected(self, protected: object, tokens: int) -> None:
+        """Raise ValueError unless so many tokens fit the budget, and the ``tokens`` that are compressed."""
+        budget, window = self.settings.budget, self.settings.policy.window
+        if type(protected) is not int or not 0 <= protected <= tokens:
+            raise ValueError(
+                f"{PROTECT}={protected!r}: must be an int from 0 to {tokens}, the tokens of the prompt that are "
+                "compressed; of a question about a document there are none"
+            )
+        if (outside := min(protected, tokens - window)) > budget - window:
+            raise ValueError(
+                f"{PROTECT}={protected}: {outside} tokens are to be kept beside the last {window}, the window, and the "
+                f"budget is {budget} entries for both: {outside + window} are needed"
+            )
 
     def _continue(self, request: Any) -> int:
         """Put the tokens of the document that a request names before its own; return how many its own are."""

@@ -322,6 +322,9 @@ class KVPassImpl(AttentionImpl):
         layers, ops = self.layout.layers, meta.run.ops
         if row.buffers is None:
             row.buffers = self._buffers(block, meta.tables.offsets[row.block : row.block + 1], call.k.dtype)
+            if row.prompt.protected:
+                token = torch.arange(row.prompt.length, device=call.k.device)[None]
+                row.buffers = row.buffers._replace(protected=token < row.prompt.protected)
         buffers = row.buffers
         start = torch.zeros(1, dtype=torch.int64, device="cpu")
         first = start.to(call.k.device)

@@ -1,11 +1,12 @@
 """Requests before the engine sees them, and the prompt of each row."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from kvpass.vllm.admission import DOCUMENT, Admission, Continued, Prompt, Rows
+from kvpass.vllm.admission import DOCUMENT, PROTECT, Admission, Continued, Prompt, Rows
 from kvpass.vllm.layout import BlockLayout, BlockSize
 from kvpass.vllm.settings import Settings
 
@@ -37,7 +38,7 @@ def test_a_request_begins_with_the_document_that_it_names_and_its_question_takes
     assert given == {DOCUMENT: "manual", "other": 1}, "the caller's"
 
 
-KNOWN = r": .* it knows \['kvpass_document'\]"
+KNOWN = r": .* it knows \['kvpass_document', 'kvpass_protect'\]"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,19 @@ KNOWN = r": .* it knows \['kvpass_document'\]"
             ({"extra_args": {DOCUMENT: "manual", name: 1}}, name + KNOWN)
             for name in ("kvpass_documents", "kvpass", "kvpass_budget")
         ),
+        *(
+            ({"extra_args": {PROTECT: first}}, re.escape(f"{PROTECT}={first!r}: must be an int from 0 to 3, "))
+            for first in (-1, 4, 1.0, "1", True, [1])
+        ),
+        (
+            {"extra_args": {PROTECT: 1, DOCUMENT: "manual"}},
+            f"{PROTECT}=1: .* 0 to 0, .* about a document",
+        ),
+        (
+            {"extra_args": {PROTECT: 33}, "ids": 90},
+            "33 tokens .* the last 32, the window, and the budget is 64 entries for both: 65 are needed",
+        ),
+        ({"extra_args": {PROTECT: 97}, "ids": 97}, f"{PROTECT}=97: 65 tokens .* 97 are needed"),
     ],
 )
 def test_what_there_is_no_room_for_and_what_cannot_be_asked_of_a_document_is_refused(change, message):
@@ -71,6 +85,12 @@ def test_what_there_is_no_room_for_and_what_cannot_be_asked_of_a_document_is_ref
 def test_a_prompt_that_is_not_about_a_document_may_begin_as_it_likes():
     ADMISSION.admit(asking := request(4, first=1))
     assert asking.prompt_token_ids == [1, 9, 9]
+
+
+@pytest.mark.parametrize(("first", "ids"), [(0, 3), (3, 3), (32, 90), (64, 64), (None, 3)])
+def test_what_a_request_protects_may_be_as_much_as_the_budget_holds_and_the_window_costs_nothing(first, ids):
+    ADMISSION.admit(request(4, ids=ids, extra_args={PROTECT: first}))
+    ADMISSION.admit(request(4, extra_args={PROTECT: 0, DOCUMENT: "manual"}))
 
 
 def test_where_no_policy_is_given_each_request_must_name_a_document():
@@ -125,3 +145,6 @@ def test_a_request_that_comes_back_with_a_part_of_its_answer_is_known_and_prompt
     assert [rows[row].resumed for row in range(2)] == [False, True]
     first, same, other = (Prompt.of(ids, BlockSize(1, 2), 0) for ids in ([1, 2], [1, 2], [2, 1]))
     assert first == same != other
+    params.extra_args = {PROTECT: 2}
+    rows.update([], [(0, params, [1, 2], [])], [])
+    assert rows[0].protected == 2 and rows[0].digest != first.digest, "what a prompt keeps depends on both"

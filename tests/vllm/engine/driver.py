@@ -37,9 +37,10 @@ def engine(folder: str, kvpass: dict[str, Any] | None = None, **options: Any) ->
         llm.llm_engine.engine_core.shutdown()
 
 
-def greedy(new: int = NEW, document: str | None = None) -> SamplingParams:
-    named = None if document is None else {"kvpass_document": document}
-    return SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, extra_args=named)
+def greedy(new: int = NEW, document: str | None = None, protect: int | None = None) -> SamplingParams:
+    given = {"kvpass_document": document, "kvpass_protect": protect}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True, extra_args=given or None)
 
 
 def together(llm: LLM, cases: Cases, new: int = NEW) -> Tokens:

@@ -3,6 +3,7 @@
 import gc
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from kvpass.vllm import refusals
 from kvpass.vllm.admission import Rows
+from kvpass.vllm.kept import Kept, Tables
 
 
 def ways(folder: str, settings: dict[str, Any] | None) -> dict[str, Any]:
@@ -179,6 +181,38 @@ def documents(
             "blocks": max(taken),
             "left": free - pool.get_num_free_blocks(),
         }
+
+
+def protected(
+    folder: str, settings: dict[str, Any], cases: list[tuple[int, int, int | None]], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Prompts of some seeds and lengths of which so many first tokens are protected, alone, then all at once.
+
+    Returns:
+        positions that each kept, of each layer and head, where one process holds all; tokens of each, alone and if all
+        are preempted; how many were.
+    """
+    kept, tokens, preempted, enter = list[list[list[int]]](), list[dict[str, list[int]]](), 0, Tables.enter
+
+    def noted(self: Tables, block: int, units: int, before: int, digest: bytes, found: Kept) -> None:
+        kept.append([found.positions[a:b].tolist() for a, b in pairwise(found.offsets.tolist())])
+        enter(self, block, units, before, digest, found)
+
+    with engine(folder, settings, **options) as llm, patch.object(Tables, "enter", noted):
+        core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+        numbered = [(str(number), *case) for number, case in enumerate(cases)]
+        for chosen in (*([one] for one in numbered), numbered):
+            for name, seed, length, first in chosen:
+                core.add_request(name, {"prompt_token_ids": prompt(seed, length)}, greedy(protect=first))
+            tokens.append({})
+            step = 0
+            while core.has_unfinished_requests():
+                if step == 25 and len(chosen) > 1:
+                    preempted = preempt(scheduler)
+                tokens[-1] |= {out.request_id: list(out.outputs[0].token_ids) for out in core.step() if out.finished}
+                step += 1
+    alone = {name: found for each in tokens[:-1] for name, found in each.items()}
+    return {"kept": kept[: len(cases)], "alone": alone, "resumed": tokens[-1], "preempted": preempted}
 
 
 def two_processes(

@@ -22,13 +22,16 @@ from tiny import (
     SHORT,
     SHORT_NEW,
     SHORT_QUESTIONS,
+    answer,
     answers,
     compress_documents,
     make_latent_model,
     make_model,
     prompt,
 )
+from transformers import AutoModelForCausalLM
 
+import kvpass
 from kvpass.operands import Attention
 from kvpass.ops import reference as reference_ops
 from kvpass.vllm import versions
@@ -243,6 +246,37 @@ def test_questions_about_documents_get_the_tokens_of_kvpass_and_hold_documents_o
         assert preempted == len(QUESTIONS) and blocks == units_of(settings, QUESTIONS)
     for way, tokens in found.items():
         assert tokens == expected, way
+
+
+PROTECTED = [(1, 300, None), (1, 300, 20), (1, 300, 28), (5, 1000, 16), (2, 40, 40)]
+"""Seed and length of prompts, and how many first tokens are protected; three prompts are the same."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("snapkv", {}),
+        ("lava", {}),
+        ("pyramidkv", {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 8}),
+        ("lava", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_every_head_keeps_what_kvpass_keeps_of_prompts_whose_first_tokens_are_protected(ask, folder, policy, options):
+    found = ask("protected", LAVA | {"policy": policy}, PROTECTED, options)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    fast = kvpass.compile(model, policy=policy, budget=64, backend="eager")
+    tokens, heads = {}, []
+    for number, (seed, length, first) in enumerate(PROTECTED):
+        protect = None if first is None else [(0, first)]
+        tokens[str(number)] = answer(fast, prompt(seed, length), NEW, protect=protect)
+        positions = fast.compress(torch.tensor([prompt(seed, length)]), protect=protect).positions[0]
+        heads.append([[p for p in head.tolist() if 0 <= p < length - 32] for layer in positions for head in layer])
+    assert found["alone"] == found["resumed"] == tokens
+    assert found["preempted"] >= 3 if "enable_chunked_prefill" in options else found["preempted"] == len(PROTECTED)
+    assert tokens["0"] != tokens["1"] != tokens["2"] != tokens["0"], "what is protected changes no token"
+    if "tensor_parallel_size" not in options:
+        assert found["kept"] == heads
+        assert [all({*range(20)} <= {*head} for head in kept) for kept in found["kept"][:3]] == [False, True, True]
 
 
 def test_requests_keep_their_codes_while_the_engine_is_paused(ask_biased):

@@ -185,6 +185,19 @@ def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
     assert choice["token_ids"] == server.expected["chat"] and choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("place", [dict, lambda **given: {"vllm_xargs": given}], ids=["body", "vllm_xargs"])
+def test_a_chat_protects_as_many_tokens_as_the_server_counts_in_its_system_text(server, folder, place):
+    rule = [{"role": "system", "content": "the old farmer carried the lamp ."}]
+    asked = {"model": "tiny", "messages": rule, "add_generation_prompt": False}
+    first = httpx.post(server.address + "/tokenize", json=asked).json()["count"]
+    found = server.ask("chat", messages=[*rule, *CHATS["chat"]], **place(kvpass_protect=first)).json()
+    ids, [choice] = found["prompt_token_ids"], found["choices"]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    fast = kvpass.compile(model, policy=POLICY, budget=BUDGET, backend="eager")
+    expected, free = (answer(fast, ids, ROOM + 1, protect=protect) for protect in ([(0, first)], None))
+    assert choice["token_ids"] == expected != free
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -198,6 +211,8 @@ def test_a_chat_that_names_no_max_tokens_is_answered_up_to_the_room(server):
         ({"kvpass_document": "small"}, "tokens about document 'small': kvpass keeps room for 32"),
         ({"kvpass_documents": "small"}, "kvpass_documents: kvpass does not know this argument"),
         ({"vllm_xargs": {"kvpass": 1}, "stream": True}, "kvpass: kvpass does not know this argument"),
+        ({"kvpass_protect": 33}, "33 tokens are to be kept beside the last 32, the window"),
+        ({"vllm_xargs": {"kvpass_protect": "4"}}, "kvpass_protect='4': must be an int from 0 to "),
         ({"kvpass_document": "small", "prompt": "the lamb"}, "document 'small' begins with the token of a new prompt"),
         (
             {"kvpass_document": "told", "prompt": "<bos> farmer the lamb", "add_special_tokens": False},
