@@ -30,8 +30,8 @@ Seed = Annotated[int, Option(min=0, help="Seed of texts and weights that are mad
 Backend = Annotated[Literal["inductor", "eager"], Option(help="What compiles the graphs; eager: nothing does.")]
 Device = Annotated[str, Option(help="Where the model runs, such as 'cpu' or 'cuda'.")]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "int8"],
-    Option(help="Of the weights; auto: the checkpoint's own; int8: quantised with torchao, computes in bfloat16."),
+    Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"],
+    Option(help="Of the weights; auto: the checkpoint's own; int8, int4: quantised with torchao, multiply bfloat16."),
 ]
 System = Annotated[str | None, Option(help="Text of a system message at the begin of the chat.")]
 Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one; else the model continues text.")]

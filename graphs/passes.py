@@ -33,7 +33,7 @@ yours                       :data:`PROGRAM_PASSES`
 :func:`part_passes`, on each part of a layer, before it is compiled:
 
 ==========================  =====================================================================================
-``widen_linear``            16-bit products on a CPU that has no instructions for them -> products in fp32
+``widen_linear``            16-bit products on a CPU without instructions for them -> in fp32; int8 weights -> converted
 ==========================  =====================================================================================
 
 :func:`step_passes`, on a copy for each phase that continues a cache:

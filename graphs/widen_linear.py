@@ -1,4 +1,4 @@
-"""Compute products of 16-bit numbers in fp32, on CPUs that have no instructions for them.
+"""Choose the dtype of products of several rows on a CPU: fp32 where it has no instructions for 16 bits.
 
 Before::
 
@@ -9,9 +9,13 @@ After::
     y = linear(x.float(), weight.float(), bias.float()).to(bfloat16)
 
 The library otherwise multiplies number by number, several times slower (docs/figures.md has seconds). The sums are
-those of fp32 numbers, rounded once. Where the weight is a tensor of torchao that wraps int8 numbers, only ``x`` and
-``bias`` are converted: it computes in the dtype that it is multiplied with. Such products of one token a row are left
-to Inductor, which calls ``aten._weight_int8pack_mm`` for them.
+those of fp32 numbers, rounded once. Where the weight is a tensor of torchao that wraps int8 numbers, these are
+converted, also to 16 bits, and the products multiplied by the scales in fp32::
+
+    y = (linear(x, weight.qdata.to(bfloat16)).float() * weight.scale.flatten() + bias).to(bfloat16)
+
+Inductor otherwise calls ``aten._weight_int8pack_mm``, which takes twice as long for the rows of a prompt. Such products
+of one token a row are left to it.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ def multiplies(dtype: torch.dtype) -> bool:
     return True
 
 
-def _is_int8(weight: Any) -> bool:
+def is_int8(weight: Any) -> bool:
     """Return whether a weight is one of torchao with int8 numbers and a scale for each row, for plain activations."""
     integers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if not isinstance(integers, Tensor) or not isinstance(scales, Tensor) or integers.dtype != torch.int8:
@@ -52,22 +56,29 @@ def _is_int8(weight: Any) -> bool:
 
 
 def widen_linear_pass(gm: GraphModule) -> int:
-    """Replace every ``linear`` of several rows, on a CPU, whose dtype the CPU does not multiply; return how many."""
+    """Replace each ``linear`` of several rows, on a CPU, of int8 or a dtype that it does not multiply; count them."""
     changed = 0
     for node in gm.graph.find_nodes(op="call_function", target=_LINEAR):
         x, weight, bias = arguments_of(node).values()
         value, weights = recorded(x), recorded(weight)
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or multiplies(value.dtype):
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
             continue
-        wraps_others = is_traceable_wrapper_subclass(weights)
+        dtype, wraps_others = value.dtype if multiplies(value.dtype) else torch.float32, is_int8(weights)
+        if not wraps_others and (dtype == value.dtype or is_traceable_wrapper_subclass(weights)):
+            continue
         rows = value.shape[1:-1] if wraps_others else value.shape[:-1]
-        if all(dim_of(size) == 1 for size in rows) or (wraps_others and not _is_int8(weights)):
+        if all(dim_of(size) == 1 for size in rows):
             continue
         with gm.graph.inserting_before(node), value.fake_mode:  # type: ignore[attr-defined]
-            widen = partial(insert_function, node, _TO)
-            wide = [widen(x, torch.float32), weight if wraps_others else widen(weight, torch.float32)]
-            wide += [] if bias is None else [widen(bias, torch.float32)]
-            product = insert_function(node, _LINEAR, *wide)
-            replace_node(node, insert_function(node, _TO, product, value.dtype))
+            insert = partial(insert_function, node)
+            numbers = insert(getattr, weight, "qdata") if wraps_others else weight
+            product = insert(_LINEAR, insert(_TO, x, dtype), insert(_TO, numbers, dtype))
+            if wraps_others or bias is not None:
+                product = insert(_TO, product, torch.float32)
+            if wraps_others:
+                product = insert(torch.mul, product, insert(torch.flatten, insert(getattr, weight, "scale")))
+            if bias is not None:
+                product = insert(torch.add, product, bias)
+            replace_node(node, insert(_TO, product, value.dtype))
         changed += 1
     return changed

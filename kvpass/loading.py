@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpass import builtin
 from kvpass.fetch import PACKAGES, fetched
+from kvpass.torch_compat import is_traceable_wrapper_subclass
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 
 
 def launched() -> tuple[int, int]:
@@ -35,7 +37,7 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     Args:
         name: ``builtin``, a name of ``kvpass fetch``, or a folder or hub name.
         dtype: one of :data:`DTYPES`; ``auto`` is fp32 for the built-in model, else the checkpoint's own; ``int8``
-            quantises the linear layers of a model in bf16, with torchao.
+            quantises the linear layers of a model in bf16, with torchao, ``int4`` those of its decoder in 4 bits.
         device: a name that ``torch.device`` reads.
 
     Raises:
@@ -50,14 +52,16 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no CUDA device")
     processes, quantise, shared = launched()[1], None, dict[str, Any]()
-    if dtype == "int8":
+    if dtype in ("int8", "int4"):
         if processes > 1:
-            raise ValueError("dtype='int8': torchrun divides models in 16 or 32 bits only")
+            raise ValueError(f"dtype={dtype!r}: torchrun divides models in 16 or 32 bits only")
+        if dtype == "int4" and target.type != "cpu":
+            raise ValueError(f"dtype='int4': is for CPUs, not for device={device!r}")
         try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+            quantise = quantiser(dtype)
         except ImportError as error:
-            raise ValueError(f"dtype='int8' needs torchao, pip install 'kvpass[int8]': {error}") from None
-        dtype, quantise = "bfloat16", partial(quantize_, config=Int8WeightOnlyConfig())
+            raise ValueError(f"dtype={dtype!r} needs torchao, pip install 'kvpass[int8]': {error}") from None
+        dtype = "bfloat16"
     if processes > 1:
         from transformers.distributed import DistributedConfig
 
@@ -80,6 +84,27 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
             f"device={device!r}: transformers divides a model among the {model.device.type} devices of this machine"
         )
     return model, tokenizer
+
+
+def quantiser(dtype: str) -> Callable[[PreTrainedModel], None]:
+    """Return a function that quantises the linear layers of a model in place, to ``int8`` or ``int4``."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    if dtype == "int8":
+        return partial(quantize_, config=Int8WeightOnlyConfig())
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    def fits(module: nn.Module, name: str) -> bool:  # aten._weight_int4pack_mm_for_cpu
+        return isinstance(module, nn.Linear) and module.in_features % 32 == module.out_features % 16 == 0
+
+    def others(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and not is_traceable_wrapper_subclass(module.weight)
+
+    def quantise(model: PreTrainedModel) -> None:
+        quantize_(model.base_model, PrototypeInt4WeightOnlyConfig(group_size=32), filter_fn=fits)
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=others)
+
+    return quantise
 
 
 @contextmanager

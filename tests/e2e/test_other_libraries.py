@@ -8,7 +8,7 @@ from torch import nn
 
 import kvpass
 from compiled_models import greedy, reloaded
-from kvpass.loading import load_model
+from kvpass.loading import load_model, quantiser
 from pairwise import quick
 from tiny_models import random_ids, tiny_model
 from wrapping_tensor import HalfPrecision
@@ -48,12 +48,15 @@ def test_activations_quantised_by_torchao_are_refused_in_compiled_code_and_layer
         kvpass.compile(model, policy="full", backend="eager")
 
 
-@pytest.mark.parametrize("config", quick(["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"], ["Int8WeightOnlyConfig"]))
+@pytest.mark.parametrize("weights", quick(["int8", "int4", "Float8WeightOnlyConfig"], ["int8", "int4"]))
 @pytest.mark.parametrize("rows", quick([1, 3], [1]))
-def test_weights_quantised_by_torchao_work_in_compiled_code(config, rows):
+def test_weights_quantised_by_torchao_work_in_compiled_code(weights, rows):
     torchao = pytest.importorskip("torchao.quantization")
     model = tiny_model("llama", layers=1, dtype=torch.bfloat16)
-    torchao.quantize_(model, getattr(torchao, config)())
+    if weights in ("int8", "int4"):
+        quantiser(weights)(model)
+    else:
+        torchao.quantize_(model, getattr(torchao, weights)())
     fast, ids = kvpass.compile(model, policy="full"), random_ids(rows, 40)
     out = fast(ids[:, :35], logits_to_keep=1)
     tokens = ids[:, 35:].split(1, 1)
@@ -62,10 +65,22 @@ def test_weights_quantised_by_torchao_work_in_compiled_code(config, rows):
     torch.testing.assert_close(torch.cat([out.logits, *logits], 1), expected, rtol=0.05, atol=0.05)
 
 
-def test_the_command_line_loads_models_of_int8_weights():
+@pytest.mark.parametrize(("dtype", "kind"), [("int8", "Int8Tensor"), ("int4", "Int4OpaqueTensor")])
+def test_the_command_line_loads_models_of_quantised_weights(dtype, kind):
     pytest.importorskip("torchao")
-    model, _ = load_model("builtin", dtype="int8", device="cpu")
-    assert type(model.lm_head.weight).__name__ == "Int8Tensor" and model.dtype == torch.bfloat16
+    model, _ = load_model("builtin", dtype=dtype, device="cpu")
+    layer = model.model.layers[0].mlp.up_proj.weight
+    assert (type(layer).__name__, type(model.lm_head.weight).__name__) == (kind, "Int8Tensor")
+    assert model.dtype == torch.bfloat16 and type(model.get_input_embeddings().weight) is nn.Parameter
+
+
+def test_a_layer_that_does_not_divide_into_groups_of_int4_has_int8():
+    pytest.importorskip("torchao")
+    model = tiny_model("llama", layers=1, dtype=torch.bfloat16, hidden_size=48, intermediate_size=32)
+    quantiser("int4")(model)
+    layer = model.model.layers[0].mlp
+    kinds = [type(linear.weight).__name__ for linear in (layer.up_proj, layer.down_proj, model.lm_head)]
+    assert kinds == ["Int8Tensor", "Int4OpaqueTensor", "Int8Tensor"]
 
 
 def test_a_cache_of_quantised_weights_is_continued_with_these_alone(model, tmp_path):

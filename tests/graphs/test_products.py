@@ -47,16 +47,56 @@ def test_products_of_several_rows_are_added_in_fp32_where_the_cpu_has_no_instruc
         torch.testing.assert_close(result.double(), exact(layer.weight, layer, x), **close)
 
 
-def test_int8_weights_of_prompts_are_multiplied_in_fp32_where_the_cpu_has_no_instructions(monkeypatch):
+def quantised(layer):
+    """Quantise a layer in place with torchao; return its weight as it is multiplied."""
     torchao = pytest.importorskip("torchao.quantization")
-    monkeypatch.setattr(widen_linear, "multiplies", lambda _: False)
-    layer, x = torch.nn.Linear(64, 40).bfloat16(), torch.randn(2, 7, 64).bfloat16()
     torchao.quantize_(layer, torchao.Int8WeightOnlyConfig())
+    return layer.weight.dequantize(torch.float32)
+
+
+@pytest.mark.parametrize(("has_instructions", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_weights_of_prompts_are_converted_to_what_the_cpu_multiplies(has_instructions, dtype, bias, monkeypatch):
+    monkeypatch.setattr(widen_linear, "multiplies", lambda _: has_instructions)
+    layer, x = torch.nn.Linear(64, 40, bias=bias).bfloat16(), torch.randn(2, 7, 64).bfloat16()
+    weight = quantised(layer)
     changed, dtypes, result = changed_by(widen_linear_pass, layer, x)
-    assert changed == 1 and dtypes == [torch.float32] and result.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        result.double(), exact(layer.weight.dequantize(torch.float32), layer, x), rtol=0.005, atol=1e-3
-    )
+    assert changed == 1 and dtypes == [dtype] and result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.double(), exact(weight, layer, x), rtol=0.008, atol=0.004)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_int8_weights_of_single_tokens_are_not_converted(rows):
+    layer = torch.nn.Linear(64, 40).bfloat16()
+    quantised(layer)
+    changed, _, _ = changed_by(widen_linear_pass, layer, torch.randn(rows, 1, 64).bfloat16())
+    assert changed == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_weights_of_a_single_row_are_multiplied_and_added_in_fp32(dtype):
+    layer, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
+    weight = quantised(layer)
+    changed, left, result = changed_by(decompose_linear_pass, layer, x, dynamic=False)
+    assert (changed, left, result.dtype) == (1, [], dtype)
+    wanted = exact(weight, layer, x).to(dtype)
+    torch.testing.assert_close(result, wanted, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-6)
+
+
+@pytest.mark.parametrize(("inputs", "pieces"), [(4096, 1), (4864, 2), (3 * 4096, 4), (4099, 1)])
+def test_a_long_sum_is_decomposed_into_equal_short_ones(inputs, pieces):
+    layer, x = torch.nn.Linear(inputs, 3), torch.randn(1, inputs)
+    sizes = []
+
+    def decompose(gm):
+        changed = decompose_linear_pass(gm)
+        products = gm.graph.find_nodes(op="call_function", target=torch.reshape)
+        sizes.extend(node.args[1][-2:] for node in products)
+        return changed
+
+    changed, _, result = changed_by(decompose, layer, x, dynamic=False)
+    assert changed == 1 and sizes == 2 * [(pieces, inputs // pieces)]
+    assert_close("result", result.double(), exact(layer.weight, layer, x), atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 24), (1, 3, 24), (24,)])
