@@ -261,7 +261,7 @@ class Chat:
         model: from ``kvpass.compile``; with ``recompress`` the cache stays within its budget. tokenizer: of the model.
         system: text of a system message. document: that the chat is about. chat: False: messages are plain text.
         protect: ``("system", "tools")``: what comes before the first message stays in every head, and counts in the
-            budget; ``()``: it may be dropped. By default it stays, unless the policy evicts while decoding.
+            budget; ``()``: it may be dropped.
         options: of the chat template.
     Attributes:
         messages: of the user and the assistant so far, as ``apply_chat_template`` takes them.
@@ -290,8 +290,7 @@ class Chat:
         self.notice = ""
         self._document, self._system = document, system
         self._template = Template(tokenizer, options if chat else None) if document is None else document.template
-        stays = model.policy.needs_budget and model.policy.decode_rule() is None
-        self._protect = (ROLES if stays else ()) if protect is None else protect
+        self._protect = (ROLES if model.policy.needs_budget else ()) if protect is None else protect
 
     def send(self, message: str, **options: Any) -> str:
         """Return the answer to a message.

@@ -226,8 +226,8 @@ class EvictBuffers(NamedTuple):
     """Cache of a policy that evicts while decoding.
 
     slot_positions: true position of the entry in each slot, or negative; decode_state: numbers of the decode rule for
-    each, 0 in slots without an entry; quota: entries a head may hold besides its newest; next_position: of the first
-    new token. rule_rows: for rules that have rows.
+    each, 0 in slots without an entry, and where a cache has protected tokens, 1 for those; quota: entries a head may
+    hold besides its newest; next_position: of the first new token. rule_rows: for rules that have rows.
     """
 
     pool: Entries

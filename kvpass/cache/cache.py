@@ -148,11 +148,6 @@ class CompressedCache(Cache):
         """Clear the cache for a prompt of ``columns`` columns and these ids, with real tokens from ``start``."""
         expected, guide = self.expected, self.guide
         protected = read_spans(self.protect, start, columns - guide)
-        if protected is not None and self.policy.decode_rule() is not None:
-            raise ValueError(
-                f"protect with policy {self.policy.name!r}: it evicts while decoding, what is protected too; where it "
-                "has the option, give evict_during_decode=False"
-            )
         self.reset()
         self.expected, self.state.start = expected, start
         self.state.protected = None if protected is None else pad(protected, (0, guide))

@@ -189,6 +189,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
         group.geometry.check_format(entry_format, torch.device("cpu"))
     buffers, sizes = _expected(metadata, rule)
     buffers = {name: buffer for name, buffer in buffers.items() if name not in _OPTIONAL or name in tensors}
+    for part in layout.names[: len(layout.pools)] if rule is not None else ():
+        sizes[part]["numbers_per_entry"] += "protected" in tensors
     if tensors.keys() != buffers.keys():
         raise ValueError(f"tensors {sorted(tensors.keys() ^ buffers.keys())} are missing or unknown")
     in_floats = ("ring_k", "ring_v", *(("tail_k", "tail_v") if entry_format == "model" else ()))

@@ -139,8 +139,12 @@ class PrefillLayers:
         """Make the tables for eviction while decoding: slots of entries, quota of each head."""
         columns, first, policy = self._state.columns, self._state.start.to(self._device), self._state.policy
         assert self._rule is not None
-        slots = first_slots(b, first, columns, window, self._rule.numbers_per_entry)
-        tensors["slot_positions"], tensors["decode_state"] = slots
+        position, numbers = first_slots(b, first, columns, window, self._rule.numbers_per_entry)
+        if self._state.protected is not None:
+            spans = self._state.protected.to(self._device)[None, :, None].expand(*position.shape[:3], -1)
+            stays = spans.gather(3, position.clamp(min=0).long()) & (position >= 0)
+            numbers = torch.cat([numbers, stays[None].float()])
+        tensors["slot_positions"], tensors["decode_state"] = position, numbers
         kept = entries_of(b.offsets, self._group).transpose(0, 1)
         available = (columns - first - policy.window).clamp(min=0)
         tensors["quota"] = policy.decode_quota(kept, b.entries, available, self._state.ranks).contiguous()
@@ -215,8 +219,9 @@ class CachePrefill:
     def _check_protected(self, budgets: Sequence[int]) -> None:
         """Raise ValueError if spans have more tokens than the budget keeps beside the window."""
         state, window = self._filled, self._filled.policy.window
+        leaves = 0 if state.policy.decode_rule() is None else window  # the window's, when tokens follow
         for row, (budget, start) in enumerate(zip(budgets, state.start.tolist(), strict=True)):
-            outside = max(state.columns - start - window, 0)
+            outside = max(state.columns - start - window + leaves, 0)
             spans = 0 if state.protected is None else int(state.protected[row, :outside].sum())
             if spans > max(budget - window, 0):
                 raise ValueError(

@@ -116,8 +116,8 @@ class CompressedModel(GenerateHooks):
                 context, its queries score the entries in place of the window's, and it is not kept. Policies that do
                 not go by a question refuse it; so do models with sliding windows or recurrent layers.
         Raises:
-            ValueError: ``protect`` or ``guide`` with a policy that evicts while decoding; spans are not within the
-                text, overlap or have more tokens than the budget beside the window; or as for a call.
+            ValueError: ``guide`` with a policy that evicts while decoding; spans are not within the text, overlap or
+                have more tokens than the budget beside the window; or as for a call.
         """
         conditions = self._kvpass.conditions_now.with_budget(budget)
         if guide is not None:

@@ -44,7 +44,8 @@ def attend_evict(
     rule = policy.decode_rule()
     if rule is None:
         raise ValueError(f"policy {policy.name!r} does not evict while decoding")
-    position, state, quota = held.slot_positions[layer], held.decode_state[:, layer], held.quota[layer]
+    position, numbers, quota = held.slot_positions[layer], held.decode_state[:, layer], held.quota[layer]
+    state, protected = numbers[: rule.numbers_per_entry], numbers[rule.numbers_per_entry :]
     outputs, tokens = [], call.q.shape[2]
     scores = None
     if entering is not None:
@@ -80,10 +81,11 @@ def attend_evict(
             ranks=ranks,
         )
         worth, state_after = rule.observe(attention, before)
+        worth = worth.masked_fill((protected > 0).any(0), float("inf"))
         allowed = rule.quota_now(quota, due, worth, position)
         keep = implementation.evict_lowest(worth, position, allowed, rule.window)
-        if rule.numbers_per_entry:
-            state.copy_(torch.where(keep, state_after, 0.0))
+        if len(numbers):
+            numbers.copy_(torch.where(keep, torch.cat([state_after, protected]), 0.0))
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 

@@ -123,6 +123,45 @@ def test_every_policy_keeps_what_is_protected_within_its_budget(fast, policy):
     assert sum(map(len, heads)) <= max(sum(map(len, without)), len(heads) * (BUDGET - WINDOW))
 
 
+EVICTING: dict[str, dict[str, object]] = {
+    "h2o": {},
+    "tova": {},
+    "streaming_llm": {},
+    "cake": OPTIONS["cake"],
+    "r_kv": {"buffer": 4},
+}
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_policies_that_evict_while_decoding_leave_them(fast, policy, tmp_path):
+    options = EVICTING[policy] | {"window": WINDOW}
+    fast.set_policy(policy, BUDGET, **options)
+    prompt = torch.cat([random_ids(2, N), random_ids(2, 90, seed=3)], 1)
+    spans, caches = [*SPANS, (N - 4, N)], {}
+    for protect in (None, spans):
+        cache = fast(prompt[:, :N], protect=protect).past_key_values
+        for place in range(N, N + 60):
+            fast(prompt[:, place : place + 1], past_key_values=cache)
+        cache.save(tmp_path / "cache.kv")
+        cache = kvpass.load_cache(tmp_path / "cache.kv", fast)
+        fast(prompt[:, N + 60 :], past_key_values=cache)  # several at once
+        caches[protect is None] = cache
+    assert torch.equal(*(caches[free].lengths.sum((1, 2)) for free in (True, False))), "within the same budget"
+    tokens = TOKENS | {*range(N - 4, N)}
+    for row in range(2):
+        assert all(head >= tokens for head in kept_by_head(caches[False], row, window=0))
+    assert not all(head >= tokens for head in kept_by_head(caches[True], window=0)), "they would else be evicted"
+
+
+def test_protecting_what_stays_anyway_changes_nothing(fast):
+    fast.set_policy("streaming_llm", BUDGET, window=WINDOW, sinks=4)
+    ids, new = random_ids(1, N), random_ids(1, 40, seed=2)
+    logits = [
+        fast(new, past_key_values=fast(ids, protect=protect).past_key_values).logits for protect in (None, [(0, 4)])
+    ]
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize("policy", ["lava", "ada_snapkv"])
 def test_released_rules_that_round_keep_them_where_nothing_else_has_room(fast, policy):
     fast.set_policy(policy, WINDOW + 14, window=WINDOW, parity="code")
@@ -200,10 +239,10 @@ def test_protected_tokens_in_the_window_cost_nothing(fast):
     assert kept_by_head(cache) == [set(range(N - WINDOW - 32, N - WINDOW))] * LAYERS * HEADS
 
 
-def test_policies_that_evict_while_decoding_and_filled_caches_refuse(fast):
-    fast.set_policy("h2o", BUDGET)
-    with pytest.raises(ValueError, match=r"'h2o': it evicts while decoding, .*evict_during_decode"):
-        fast.compress(random_ids(1, N), protect=SPANS)
+def test_what_leaves_the_window_while_decoding_needs_room_and_filled_caches_refuse(fast):
+    fast.set_policy("h2o", BUDGET, window=WINDOW)
+    with pytest.raises(ValueError, match=r"40 tokens of row 0 .* the budget is 40 .* 48 are needed"):
+        fast.compress(random_ids(1, N), protect=[(N - WINDOW - 32, N)])
     fast.set_policy("snapkv", BUDGET, window=WINDOW)
     cache, ids = fast.compress(random_ids(1, N)), random_ids(1, 3)
     for call in (fast, fast.generate):
