@@ -328,7 +328,7 @@ class Capture:
         assert shapes is not None
         self._shapes = shapes
         self._tokens = batch_and_tokens(gm)[1]
-        self._runners: dict[tuple[type[Policy], str, EntryFormat, Phase, bool, int], Runner] = {}
+        self._runners: dict[tuple[type[Policy], str, tuple[EntryFormat, bool], Phase, bool, int], Runner] = {}
 
     def admit_one_token(self) -> None:
         """Let Dynamo call this capture with one token too. To be called last in its trace."""
@@ -344,9 +344,12 @@ class Capture:
 
     def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:
         """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
-        policy = call.cache.policy
+        policy, evicts_others = call.cache.policy, False
+        if policy.decode_rule() is not None and call.phase != "prefill":  # then slots have one more number
+            evicts_others = call.cache.state.protected is not None
         # a policy may be defined again by the same name; of a full cache, entries are no codes
-        key = type(policy), policy.spec, call.cache.entry_format, call.phase, call.observed, call.logits
+        of_cache = call.cache.entry_format, evicts_others
+        key = type(policy), policy.spec, of_cache, call.phase, call.observed, call.logits
         if key in self._runners:
             return self._runners[key]
 

@@ -11,8 +11,9 @@ from kvpass.policies import POLICIES
 from kvpass.policies.head_splits import AdaptiveHeads, UniformHeads
 from kvpass.policies.layer_splits import EntropyLayers, GlobalLayers, UniformLayers
 from kvpass.policies.scores import hashed
+from numeric_checks import assert_close
 from policy_variants import BUILT_IN
-from tiny_models import random_ids, tiny_model
+from tiny_models import compiled_once, random_ids, tiny_model
 
 N, BUDGET, WINDOW, LAYERS, HEADS = 120, 40, 8, 3, 2
 SPANS = [(0, 5), (50, 61)]
@@ -151,6 +152,19 @@ def test_policies_that_evict_while_decoding_leave_them(fast, policy, tmp_path):
     for row in range(2):
         assert all(head >= tokens for head in kept_by_head(caches[False], row, window=0))
     assert not all(head >= tokens for head in kept_by_head(caches[True], window=0)), "they would else be evicted"
+
+
+def test_compiled_steps_serve_caches_with_and_without_them():
+    ids, new, logits = random_ids(2, N), random_ids(2, 8, seed=1), {}
+    for backend in ("eager", "inductor"):
+        _, fast = compiled_once(layers=1, backend=backend, policy="h2o", budget=BUDGET, window=WINDOW)
+        for protect in (None, SPANS):
+            cache = fast(ids, protect=protect).past_key_values
+            logits[backend, protect is None] = torch.cat(
+                [fast(token, past_key_values=cache).logits for token in new.split(1, 1)], 1
+            )
+    for free in (True, False):
+        assert_close("logits", logits["inductor", free], logits["eager", free], atol=1e-4)
 
 
 def test_protecting_what_stays_anyway_changes_nothing(fast):
