@@ -153,6 +153,7 @@ class CompressOptions:
     policy: Annotated[str, Option(help="With its options, such as 'compactor' or 'cake:tau1=1.6,tau2=0.4'.")] = "kvzip"
     budget: Budget = "0.5"
     entries: Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2'.")] = "rot4"
+    guide: Annotated[str | None, Option(help="A question of the kind to come, for policies that go by one.")] = None
     system: System = None
     chat: Chat = True
     backend: Backend = "inductor"

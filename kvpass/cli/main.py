@@ -262,7 +262,8 @@ def compress(options: CompressOptions) -> None:
         loaded, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
         entries: Any = options.entries
         fast = kvpass.compile(loaded, backend=options.backend, entries=entries, **chosen)
-        document = Document.of_text(text, fast, tokenizer, system=options.system, chat=options.chat)
+        given: Any = {"system": options.system, "chat": options.chat, "guide": options.guide}
+        document = Document.of_text(text, fast, tokenizer, **given)
         document.notes = {"model": options.model, "dtype": options.dtype}
         document.save(output)
     if first:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvpass
 from command_line import invoke
@@ -78,7 +79,14 @@ def test_the_command_takes_options_of_a_policy(text, tmp_path):
     result = invoke("compress", text, "-o", path, "--budget", "40", "--backend", "eager", "--policy", "lava:window=9")
     assert result.exit_code == 0, result.output
     assert "entries kept" in result.output and "written" in result.output
-    assert json.loads(read_cache_file(path)[0]["policy"])["window"] == 9
+    metadata, tensors = read_cache_file(path)
+    assert json.loads(metadata["policy"])["window"] == 9
+    given = ("--budget", "40", "--backend", "eager", "--policy", "lava:window=9", "--guide", "question the code is")
+    result = invoke("compress", text, "-o", path, *given)
+    assert result.exit_code == 0, result.output
+    guided, others = read_cache_file(path)
+    assert guided["policy"] == metadata["policy"] and torch.equal(others["ids"], tensors["ids"])
+    assert not torch.equal(others["store0_pool_positions"], tensors["store0_pool_positions"])
 
 
 def test_standard_input_and_a_byte_order_mark_are_read_as_the_same_text(text, tmp_path):
@@ -106,6 +114,7 @@ def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
         (("compress", empty, "-o", path), "document is empty"),
         (("compress", binary, "-o", path), "is no UTF-8 text"),
         (("compress", text, "-o", path, "--policy", "lavaa"), "did you mean 'lava'"),
+        (("compress", text, "-o", path, "--backend", "eager", "--guide", "code"), "guide with policy 'kvzip'"),
         (("compress", text, "-o", path, "--policy", "lava,snapkv"), "name one"),
         (("compress", text, "-o", path, "--entries", "int4"), "entries='int4'"),
         (("compress", text, "-o", path, "--policy", "lava", "--budget", "0.01", "--backend", "eager"), "window + 1"),
