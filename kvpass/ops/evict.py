@@ -81,11 +81,12 @@ def attend_evict(
             ranks=ranks,
         )
         worth, state_after = rule.observe(attention, before)
-        worth = worth.masked_fill((protected > 0).any(0), float("inf"))
+        if len(protected):
+            worth, state_after = worth.masked_fill(protected[0] > 0, float("inf")), torch.cat([state_after, protected])
         allowed = rule.quota_now(quota, due, worth, position)
         keep = implementation.evict_lowest(worth, position, allowed, rule.window)
         if len(numbers):
-            numbers.copy_(torch.where(keep, torch.cat([state_after, protected]), 0.0))
+            numbers.copy_(torch.where(keep, state_after, 0.0))
     return outputs[0] if tokens == 1 else torch.cat([x.transpose(1, 2) for x in outputs], 1).transpose(1, 2)
 
 

@@ -43,7 +43,7 @@ VALUES = f"""
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
 --json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a --question who?
---document {__file__} --agreement 0.9 --memory 4MiB --rows policy --columns task --against full --task t
+--document {__file__} --guide a --agreement 0.9 --memory 4MiB --rows policy --columns task --against full --task t
 """.split()
 
 
