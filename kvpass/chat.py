@@ -381,7 +381,7 @@ class Chat:
         if self.cache is not None and self.cache.ids is not None:
             held: list[int] = self.cache.ids[0].tolist()
             ids = self._ids([*messages, {"role": "user", "content": _MARKS[0]}])
-            same = len(_common(held, ids))
+            same = len(_common(held, ids[:-1]))
             ends = (end for end in range(same, len(held)) if held[end] == ids[same])
             end = next((end for end in ends if held[end:] == ids[same : same + len(held) - end]), len(held))
             if end > same:

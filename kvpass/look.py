@@ -34,8 +34,9 @@ def page(state: KVState, tokenizer: PreTrainedTokenizerBase) -> str:
     heads = torch.tensor([by_layer[layer] for layer in layer_ids(pools)], device="cpu")[:, None]
     ids = state.ids[0, state.attention_mask[0] == 1].tolist()
     positions = state.positions[0].flatten(1).cpu()  # -1: no entry
-    kept = torch.zeros(len(heads), 1 + len(ids), device="cpu")
+    kept = torch.zeros(len(heads), 1 + state.columns, device="cpu")
     kept = kept.scatter_add_(1, positions + 1, torch.ones(positions.shape, device="cpu"))[:, 1:]
+    kept = kept[:, state.text_positions[: len(ids)]]
     pieces, starts = _pieces(ids, tokenizer)
     shares = torch.cat([kept.sum(0, keepdim=True) / heads.sum(), kept / heads])
     sizes = torch.tensor([*starts, len(ids)], device="cpu").diff()

@@ -185,6 +185,10 @@ def test_a_turn_is_forgotten(model, fast, qwen3, turn):
     assert chat.cache.forgotten == sum(hidden) > 10, "it was not read again"
     with pytest.raises(IndexError):
         chat.forget_turn(7)
+    chat.send("a.", max_new_tokens=1)  # as what stands for the next message while texts are compared
+    before = chat.messages[:-2]
+    chat.forget_turn(-1)
+    assert chat.messages == before and chat.send("a.", max_new_tokens=1) is not None
 
 
 def test_thoughts_are_forgotten(model, fast, qwen3):

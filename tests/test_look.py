@@ -98,6 +98,21 @@ def test_tokens_that_came_later_are_shown_as_kept(tokenizer):
     assert "Who?" in "".join(data["pieces"])
 
 
+def test_forgotten_tokens_are_not_shown(tokenizer):
+    document = read(tokenizer, policy="snapkv", window=8, budget=24)
+    before = data_of(document.html())
+    last = document.cache.columns
+    document.cache.forget(5, 9)
+    data = data_of(document.html())
+    assert data["tokens"] == before["tokens"] - 4 == last - 4
+    layers = document.cache.positions[0].tolist()
+    kept = [sum(token in head for heads in layers for head in heads) for token in range(last) if not 5 <= token < 9]
+    bounds, heads = [*data["starts"], last - 4], sum(map(len, layers))
+    shares = [sum(kept[a:b]) / (b - a) / heads for a, b in pairwise(bounds)]
+    shown = [*b64decode(data["shares"])][: len(data["starts"])]
+    assert shown == [max(round(100 * share), share > 0) for share in shares]
+
+
 def test_a_cache_of_several_rows_is_no_document(tokenizer):
     document = read(tokenizer, policy="snapkv", window=8, budget=24)
     document.cache = document.model.compress(*padded(50, 33))

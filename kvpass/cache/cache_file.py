@@ -72,8 +72,12 @@ class CacheMetadata:
             raise ValueError(f"columns={self.columns} of {len(self.entries)} rows: must be from 1 to 2**26 in all")
         if not (self.layout.pools or self.layout.rings):
             raise ValueError("layout: must have a group of layers")
-        if not {*self.forgotten} <= {*range(self.columns)}:
+        if any(not 0 <= position < self.columns for position in self.forgotten):
             raise ValueError("forgotten: must be tokens of the text")
+
+    @property
+    def text_columns(self) -> int:
+        return self.columns - len({*self.forgotten})
 
 
 def write_cache_file(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
@@ -208,7 +212,7 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
             name, tensors[name], buffer, dtype, sizes[name.partition("_")[0]], BITS[entry_format] if in_codes else 8
         )
     start, mask = tensors["start"], tensors.get("mask")
-    _check_range("start", start, metadata.columns - 1)
+    _check_range("start", start, metadata.text_columns - 1)
     if "ids" in tensors:
         _check_range("ids", tensors["ids"], torch.iinfo(torch.int32).max)
     if mask is not None and (mask.shape[1] > metadata.columns or not torch.equal((mask != 1).sum(1), start)):
@@ -244,7 +248,7 @@ def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[st
     buffers = {"start": Buffer("batch", torch.int64), "ids": Buffer("batch columns", torch.int32)}
     buffers |= {name: Buffer(f"batch {name}", torch.uint8) for name in ("mask", "protected")}
     layout, rows = metadata.layout, dict.fromkeys(("batch", "pool_batch"), len(metadata.entries))
-    sizes = {name: {**rows, "columns": metadata.columns - len({*metadata.forgotten})} for name in buffers}
+    sizes = {name: {**rows, "columns": metadata.text_columns} for name in buffers}
     for part, group in zip(layout.names, (*layout.pools, *layout.rings), strict=False):
         g, saved = group.geometry, ["always"]
         if rule is not None:

@@ -131,6 +131,9 @@ def _read(path: Path, max_model_len: int, entry_format: EntryFormat) -> SavedDoc
         f"has policy {policy.name!r}, which evicts while decoding: compress with one that does not": (
             policy.decode_rule() is not None
         ),
+        "has forgotten tokens, whose places the engine does not know: read the text without them": bool(
+            metadata.forgotten
+        ),
         "has no token ids (an older kvpass made it, or from embeddings): compress the text's ids": "ids" not in tensors,
     }
     for fault, holds in faults.items():

@@ -121,6 +121,8 @@ def test_every_place_of_the_metadata_with_every_wrong_value_is_refused(base, ste
 
 NUMBERS = {
     "no columns": {"columns": 0},
+    "forgotten tokens that it never had": {"forgotten": [53]},
+    "nothing left of its text": {"forgotten": [*range(53)]},
     "columns that no memory has a mask for": {"columns": 2**26 + 1},
     "a budget of no row": {"entries": []},
     "a budget of too many rows": {"entries": [20, 20, 20]},

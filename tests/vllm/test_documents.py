@@ -157,6 +157,13 @@ def test_a_cache_that_an_engine_cannot_continue_is_refused(folder, model, file, 
     refused(folder, file, f"{file} {message}")
 
 
+def test_a_text_of_which_a_part_was_forgotten_is_refused(folder, model, file):
+    _, cache = compressed(model)
+    cache.forget(3, 5)
+    cache.save(file)
+    refused(folder, file, f"{file} has forgotten tokens")
+
+
 def test_a_file_that_cannot_be_read_or_is_of_before_and_without_token_ids_is_refused(folder, model, file):
     refused(folder, file, ".*No such file")
     _, cache = compressed(model)
