@@ -63,19 +63,19 @@ def widen_linear_pass(gm: GraphModule) -> int:
         value, weights = recorded(x), recorded(weight)
         if not isinstance(value, Tensor) or value.device.type != "cpu":
             continue
-        dtype, wraps_others = value.dtype if multiplies(value.dtype) else torch.float32, is_int8(weights)
-        if not wraps_others and (dtype == value.dtype or is_traceable_wrapper_subclass(weights)):
+        dtype, in_int8 = value.dtype if multiplies(value.dtype) else torch.float32, is_int8(weights)
+        if not in_int8 and (dtype == value.dtype or is_traceable_wrapper_subclass(weights)):
             continue
-        rows = value.shape[1:-1] if wraps_others else value.shape[:-1]
+        rows = value.shape[1:-1] if in_int8 else value.shape[:-1]
         if all(dim_of(size) == 1 for size in rows):
             continue
         with gm.graph.inserting_before(node), value.fake_mode:  # type: ignore[attr-defined]
             insert = partial(insert_function, node)
-            numbers = insert(getattr, weight, "qdata") if wraps_others else weight
+            numbers = insert(getattr, weight, "qdata") if in_int8 else weight
             product = insert(_LINEAR, insert(_TO, x, dtype), insert(_TO, numbers, dtype))
-            if wraps_others or bias is not None:
+            if in_int8 or bias is not None:
                 product = insert(_TO, product, torch.float32)
-            if wraps_others:
+            if in_int8:
                 product = insert(torch.mul, product, insert(torch.flatten, insert(getattr, weight, "scale")))
             if bias is not None:
                 product = insert(torch.add, product, bias)

@@ -308,10 +308,10 @@ class Chat:
             raise ValueError("the message is empty")
         ids = self._ids(messages)
         most = _positions(self.model)
-        seen = len(ids) + (0 if self.cache is None else self.cache.forgotten)
-        new_tokens = 512 if most is None else max(min(512, most - seen), 1)
+        length = len(ids) + (0 if self.cache is None else self.cache.forgotten)
+        new_tokens = 512 if most is None else max(min(512, most - length), 1)
         options = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True} | options
-        _check_length(self.model, seen + options["max_new_tokens"], "the chat with its answer")
+        _check_length(self.model, length + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
         if cache is None:

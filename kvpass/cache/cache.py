@@ -180,6 +180,11 @@ class CompressedCache(Cache):
             raise _differs(f"entries={ours!r}", repr(entry_format), "compile the model with the cache's entries")
         self._check_state(owner)
 
+    def check_entries(self) -> None:
+        """Raise CacheMismatchError if an interrupted call has overwritten some."""
+        if self.interrupted:
+            raise CacheMismatchError(f"{self!r}: a call on it was interrupted, its entries are lost; reset it")
+
     def _check_state(self, owner: Fingerprint) -> None:
         if self.is_empty:
             self._filler = _Filler(owner)
@@ -310,8 +315,7 @@ class CompressedCache(Cache):
             tokens = operator.index(tokens)
         except TypeError:
             raise ValueError(f"crop({tokens!r}): must be an int") from None
-        if self.interrupted:
-            raise CacheMismatchError(f"{self!r}: a call on it was interrupted, its entries are lost; reset it")
+        self.check_entries()
         if not state.only_appends:
             raise ValueError(
                 f"{self!r} cannot be cropped, as drafts (assistant_model, prompt_lookup_num_tokens) need it: layers "
@@ -346,8 +350,7 @@ class CompressedCache(Cache):
         state, spans = self._filled, [(start, stop)] if stop is not None else start
         tokens = state.columns - int(state.start.max())
         ordered = checked_spans("forget", spans, tokens)  # type: ignore[arg-type]
-        if self.interrupted:
-            raise CacheMismatchError(f"{self!r}: a call on it was interrupted, its entries are lost; reset it")
+        self.check_entries()
         if state.states or any(store.evicts for store in state.full_layers):
             raise ValueError(
                 "forget: a recurrent layer holds one state after all tokens, and a policy that evicts while decoding "

@@ -191,10 +191,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     layout, entry_format, rule = metadata.layout, metadata.entry_format, policy.decode_rule()
     for group in layout.pools:
         group.geometry.check_format(entry_format, torch.device("cpu"))
-    buffers, sizes = _expected(metadata, rule)
+    buffers, sizes = _expected(metadata, rule, "protected" in tensors)
     buffers = {name: buffer for name, buffer in buffers.items() if name not in _OPTIONAL or name in tensors}
-    for part in layout.names[: len(layout.pools)] if rule is not None else ():
-        sizes[part]["numbers_per_entry"] += "protected" in tensors
     if tensors.keys() != buffers.keys():
         raise ValueError(f"tensors {sorted(tensors.keys() ^ buffers.keys())} are missing or unknown")
     in_floats = ("ring_k", "ring_v", *(("tail_k", "tail_v") if entry_format == "model" else ()))
@@ -243,8 +241,13 @@ def _check_entries(metadata: CacheMetadata, policy: Policy) -> None:
         raise ValueError(f"entries={list(metadata.entries)}: must be {least} to {most} of each row")
 
 
-def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[str, Buffer], dict[str, dict[str, int]]]:
-    """Return the buffers of a file by name, and the sizes in each part that the metadata says, by their names."""
+def _expected(
+    metadata: CacheMetadata, rule: DecodeRule | None, protects: bool
+) -> tuple[dict[str, Buffer], dict[str, dict[str, int]]]:
+    """Return the buffers of a file by name, and the sizes in each part that the metadata says, by their names.
+
+    ``protects``: it has protected tokens, which slots that may be evicted say with one more number.
+    """
     buffers = {"start": Buffer("batch", torch.int64), "ids": Buffer("batch columns", torch.int32)}
     buffers |= {name: Buffer(f"batch {name}", torch.uint8) for name in ("mask", "protected")}
     layout, rows = metadata.layout, dict.fromkeys(("batch", "pool_batch"), len(metadata.entries))
@@ -260,7 +263,7 @@ def _expected(metadata: CacheMetadata, rule: DecodeRule | None) -> tuple[dict[st
         buffers |= {f"{part}_{name}": buffer for name, buffer in BUFFERS.items() if buffer.saved in saved}
         sizes[part] = {**rows, **g.sizes, "ring": group.sliding_window or 0}
         if rule is not None:
-            sizes[part] |= {"rows_per_head": rule.rows_per_head, "numbers_per_entry": rule.numbers_per_entry}
+            sizes[part] |= {"rows_per_head": rule.rows_per_head, "numbers_per_entry": rule.numbers_per_entry + protects}
     for part, state in zip(layout.names[len(layout.names) - len(layout.states) :], layout.states, strict=True):
         buffers[f"{part}_held"] = Buffer(" ".join(map(str, ("batch", *state.shape))), getattr(torch, state.dtype))
         sizes[part] = rows | {str(size): size for size in state.shape}

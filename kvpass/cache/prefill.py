@@ -15,7 +15,7 @@ from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.cache.layers import MOST_SPARE, FullAttentionLayers, rounded_up
 from kvpass.cache.part import RecurrentState, SlidingWindowLayers
 from kvpass.cache.prompt_record import LayersRecord, PromptRecord, entries_of
-from kvpass.cache.spans import by_column
+from kvpass.cache.spans import by_column, check_room
 from kvpass.cache.state import KVState, named
 from kvpass.config import LayerGroup, Layout, PoolFacts
 from kvpass.operands import BITS, BUFFERS, CODES, AppendBuffers, EvictBuffers, PrefillBuffers, names_of
@@ -223,11 +223,7 @@ class CachePrefill:
         for row, (budget, start) in enumerate(zip(budgets, state.start.tolist(), strict=True)):
             outside = max(state.columns - start - window + leaves, 0)
             spans = 0 if state.protected is None else int(state.protected[row, :outside].sum())
-            if spans > max(budget - window, 0):
-                raise ValueError(
-                    f"protect: {spans} tokens of row {row} are to be kept beside the last {window}, the window, and "
-                    f"the budget is {budget} entries for both: {spans + window} are needed"
-                )
+            check_room(f"protect: {spans} tokens of row {row}", spans, window, budget)
 
     def finish(self) -> tuple[KVState, PromptRecord]:
         """Return the cache after the prefill graph, and the record of what was kept."""

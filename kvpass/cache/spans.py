@@ -45,6 +45,15 @@ def by_column(protected: Tensor, start: Tensor) -> Tensor:
     return protected.gather(1, position.clamp(min=0)) & (position >= 0)
 
 
+def check_room(asked: str, tokens: int, window: int, budget: int) -> None:
+    """Raise ValueError, which begins with what was asked, if ``tokens`` before the window exceed the budget with it."""
+    if tokens > max(budget - window, 0):
+        raise ValueError(
+            f"{asked} are to be kept beside the last {window}, the window, and the budget is {budget} entries for "
+            f"both: {tokens + window} are needed"
+        )
+
+
 def checked_spans(name: str, spans: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
     """Return spans in order; raise ValueError unless they are apart from each other and within ``tokens`` tokens."""
     try:

@@ -344,11 +344,10 @@ class Capture:
 
     def runner(self, call: Call, ranks: Ranks = ONE_PROCESS) -> Runner:
         """What runs calls like this one, compiled when there is none yet; ``ranks``: processes that now need it too."""
-        policy, evicts_others = call.cache.policy, False
-        if policy.decode_rule() is not None and call.phase != "prefill":  # then slots have one more number
-            evicts_others = call.cache.state.protected is not None
-        # a policy may be defined again by the same name; of a full cache, entries are no codes
-        of_cache = call.cache.entry_format, evicts_others
+        policy, protects = call.cache.policy, call.phase != "prefill" and call.cache.state.protected is not None
+        # a policy may be defined again by the same name; of a full cache, entries are no codes; slots that may be
+        # evicted have one more number in a cache with protected tokens
+        of_cache = call.cache.entry_format, protects and policy.decode_rule() is not None
         key = type(policy), policy.spec, of_cache, call.phase, call.observed, call.logits
         if key in self._runners:
             return self._runners[key]

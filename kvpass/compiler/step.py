@@ -104,8 +104,7 @@ def continued(cache: CompressedCache, rows: int, device: torch.device) -> Compre
     Raises:
         CacheMismatchError: a call of so many rows on this device does not fit, or the cache is interrupted.
     """
-    if cache.interrupted:
-        raise CacheMismatchError(f"{cache!r}: a call on it was interrupted, its entries are lost; reset it")
+    cache.check_entries()
     if device != cache.device:
         raise CacheMismatchError(f"the call is on {device}, the cache on {cache.device}: use cache.to()")
     if cache.batch_size not in (1, rows):

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpass.cache.cache import CompressedCache
@@ -120,12 +121,10 @@ class CompressedModel(GenerateHooks):
                 have more tokens than the budget beside the window; or as for a call.
         """
         conditions = self._kvpass.conditions_now.with_budget(budget)
-        if guide is not None:
-            input_ids, attention_mask = _with_guide([conditions.policy], input_ids, attention_mask, guide)
-        elif "question" in self.policy.inputs:
+        if guide is None and "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
         cache = self._kvpass.new_cache(conditions)
-        cache.protect, cache.guide = protect, 0 if guide is None else guide.shape[1]
+        input_ids, attention_mask = _prepared([cache], input_ids, attention_mask, protect, guide)
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
         self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask))
         cache.reusable = reusable
@@ -164,15 +163,11 @@ class CompressedModel(GenerateHooks):
         chosen = [self._read_conditions(policy, budget) for policy, budget in conditions]
         if not chosen:
             raise ValueError("conditions=[]: name at least one, a pair of a policy and its budget")
-        if guide is not None:
-            policies = [each.policy for each in chosen]
-            input_ids, attention_mask = _with_guide(policies, input_ids, attention_mask, guide)
         kept = [runtime.new_cache(each) for each in chosen]
-        for cache in kept:
-            cache.protect, cache.guide = protect, 0 if guide is None else guide.shape[1]
+        ids, mask = _prepared(kept, input_ids, attention_mask, protect, guide)
         kept[0].fills = kept[1:]
         read = functools.partial(self.forward, past_key_values=kept[0], logits_to_keep=1)
-        runtime.call(chosen[0], functools.partial(read, input_ids, attention_mask))
+        runtime.call(chosen[0], functools.partial(read, ids, mask))
         kept[0].fills, runtime.last_prompt = (), None
         for cache in kept:
             cache.reusable = reusable
@@ -318,11 +313,22 @@ class CompressedModel(GenerateHooks):
         )
 
 
-def _with_guide(
-    policies: Sequence[Policy], ids: Tensor | None, mask: Tensor | None, guide: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return ids and mask of a context with a guide behind it; ValueError where a policy has no use of it."""
-    for policy in policies:
+def _prepared(
+    caches: Sequence[CompressedCache],
+    ids: Tensor | None,
+    mask: Tensor | None,
+    protect: Spans | None,
+    guide: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tell empty caches what to protect and how long the guide is; return ids and mask of the context with the guide.
+
+    ValueError: a policy has no use of it, or it does not fit the ids.
+    """
+    for cache in caches:
+        cache.protect = protect
+    if guide is None:
+        return ids, mask
+    for policy in (cache.policy for cache in caches):
         if "question" not in policy.inputs or policy.compact or policy.decode_rule() is not None:
             reason = "it also evicts while decoding, or compacts" if "question" in policy.inputs else "it reads none"
             raise ValueError(f"guide with policy {policy.name!r}: {reason}; take one that scores by a question alone")
@@ -331,8 +337,10 @@ def _with_guide(
     check_ids(guide)
     if len(guide) not in (1, len(ids)):
         raise ValueError(f"guide of shape {list(guide.shape)}: must have one row, or {len(ids)} as input_ids")
+    for cache in caches:
+        cache.guide = guide.shape[1]
     joined = torch.cat([ids, guide.expand(len(ids), -1)], 1)
-    return joined, None if mask is None else torch.nn.functional.pad(mask, (0, guide.shape[1]), value=1)
+    return joined, None if mask is None else pad(mask, (0, guide.shape[1]), value=1)
 
 
 @functools.cache

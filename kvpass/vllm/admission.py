@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpass.cache.spans import check_room
 from kvpass.vllm.layout import BlockLayout, BlockSize
 from kvpass.vllm.settings import Settings
 
@@ -207,11 +208,8 @@ class Admission:
                 f"{PROTECT}={protected!r}: must be an int from 0 to {tokens}, the tokens of the prompt that are "
                 "compressed; of a question about a document there are none"
             )
-        if (outside := min(protected, tokens - window)) > budget - window:
-            raise ValueError(
-                f"{PROTECT}={protected}: {outside} tokens are to be kept beside the last {window}, the window, and the "
-                f"budget is {budget} entries for both: {outside + window} are needed"
-            )
+        outside = min(protected, max(tokens - window, 0))
+        check_room(f"{PROTECT}={protected}: {outside} tokens", outside, window, budget)
 
     def _continue(self, request: Any) -> int:
         """Put the tokens of the document that a request names before its own; return how many its own are."""
