@@ -1,4 +1,4 @@
-"""Spans of a text: those that are kept in any case, whatever the policy makes of them, and those that are forgotten."""
+"""Spans of a text, as callers give them: tokens that every head keeps, and tokens that are forgotten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def by_column(protected: Tensor, start: Tensor) -> Tensor:
 
 
 def check_room(asked: str, tokens: int, window: int, budget: int) -> None:
-    """Raise ValueError, which begins with what was asked, if ``tokens`` before the window exceed the budget with it."""
+    """Raise ValueError if the budget has no room for ``tokens`` beside the window; ``asked`` begins the message."""
     if tokens > max(budget - window, 0):
         raise ValueError(
             f"{asked} are to be kept beside the last {window}, the window, and the budget is {budget} entries for "
