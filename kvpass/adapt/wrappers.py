@@ -79,6 +79,11 @@ def check_weights(model: nn.Module, compiler: Compiler) -> None:
                 f"{path} is an 8-bit layer of bitsandbytes, which sets its weights anew in every call: load the model "
                 "in 4 bits, or quantise it with torchao"
             )
+        if getattr(module, "quantization_status", None) is not None:
+            raise ValueError(
+                f"{path} is a layer of compressed-tensors, which unpacks its weights in the model's first call: load "
+                "the model with quantization_config=CompressedTensorsConfig(run_compressed=False)"
+            )
     for path, weight in model.named_parameters():
         dynamic = getattr(weight, "act_quant_kwargs", None) is not None
         if dynamic and compiler == "inductor" and weight.device.type == "cpu":

@@ -36,6 +36,12 @@ def test_dora_is_named_until_it_is_merged(model):
     kvpass.compile(adapted.merge_and_unload(), policy="full", backend="eager")
 
 
+def test_layers_of_compressed_tensors_are_refused_with_the_way_out(model):
+    model.model.layers[0].mlp.up_proj.quantization_status = "compressed"
+    with pytest.raises(ValueError, match=r"up_proj is a layer of compressed-tensors.*run_compressed=False"):
+        kvpass.compile(model, policy="full", backend="eager")
+
+
 def test_activations_quantised_by_torchao_are_refused_in_compiled_code_and_layers_of_bitsandbytes_named(model):
     torchao = pytest.importorskip("torchao.quantization")
     torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
