@@ -26,7 +26,9 @@ PAGES = {file: page for page, file in ABOVE.items()} | {"README.md": "index.md"}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
-    pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks(), "reference.md": reference()}
+    pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks()}
+    pages |= {"reference.md": reference("API", _FIRST + _OTHERS)}
+    pages |= {"policy-reference.md": reference("API of policies", _FOR_POLICIES)}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
@@ -69,29 +71,36 @@ def benchmarks() -> str:
     lines = [
         "# Every record",
         "",
-        "Written from the files in `benchmarks/results`. `kvpass bench` and `make gpu-check` make them; "
-        " [figures.md](figures.md) discusses them.",
+        "Written from the files in `benchmarks/results`. [Results and speed](results.md) has what decides.",
     ]
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
+        for path in sorted(folder.glob("*.md")):
+            lines += ["", f"### {path.stem}", "", path.read_text()]
         for path in sorted(folder.glob("*.json")):
             record = json.loads(path.read_text())
             lines += ["", f"### {path.stem}", "", f"`{' '.join(record['command'])}`", ""]
-            lines.append("[serve.md](serve.md) has its figures." if "serve" in record else show(record).markdown())
+            lines.append(
+                "[Serve](serve.md#measured) has its figures." if "serve" in record else show(record).markdown()
+            )
     return "\n".join(lines) + "\n"
 
 
-def reference() -> str:
-    """A section for each public name."""
-    lines = ["# API", "", "What `import kvpass` gives. Everything else may change without notice.", ""]
-    for name in kvpass.__all__:
-        if not name.startswith("__"):
-            lines += [f"::: kvpass.{name}", *_OPTIONS.get(name, []), ""]
+def reference(page: str, names: list[str]) -> str:
+    """A section for each of these public names."""
+    lines = [f"# {page}", "", "What `import kvpass` gives. Everything else may change without notice.", ""]
+    for name in names:
+        lines += [f"::: kvpass.{name}", *_OPTIONS.get(name, []), ""]
         if name == "compile":
             lines += ["What it returns is of the model's own class, and of this one:", "", _COMPILED, ""]
     return "\n".join(lines)
 
 
+_FOR_POLICIES = (
+    "Policy POLICIES register_policy plan Plan calibrate Calibration attention_output_loss OutputLoss".split()
+)
+_FIRST = "compile Document Chat load_cache CompressedCache Report".split()
+_OTHERS = sorted({*kvpass.__all__} - {*_FOR_POLICIES, *_FIRST, "__version__"})
 _OPTIONS = {
     "CompressedCache": [
         "    options: { show_bases: false, members: "

@@ -157,7 +157,7 @@ def others(record: Path = RECORD) -> str:
     for name in sorted(untested):
         result, reason, version = found.get(name, ("not tried", "", ""))
         reason = re.sub(r"^\w+: (cannot compress attention in .*?\): )?|`", "", reason).replace("|", "\\|")
-        rows.append([name, result if result == "same" or not reason else f"{result}: {reason}", version])
+        rows.append([name, f"{result}: {reason}" if result in ("refused", "DIFFERENT") and reason else result, version])
     order = ("same", "refused", "not tried", "DIFFERENT")
     rows.sort(key=lambda row: order.index(row[1].partition(":")[0]))
     said = f"Of the {len(types)} types of transformers {transformers.__version__} the tests lack {len(untested)}:\n\n"
