@@ -35,6 +35,14 @@ NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
 HUB = "Qwen/Qwen3-0.6B"
 """The model of the first code; tests put local weights in its place."""
 FACTS = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
+MANUAL = """# Tide clock
+
+The clock shows the tide of one harbour. Wind it once a week. The file harbours.txt has the names of all harbours.
+
+The variable TIDE_VERSION selects the version of the tables. Without it the newest tables are taken.
+
+Oil the hands in spring. The workshop is open on Mondays. Do not set the hands by force.
+"""
 
 Block = tuple[str, str | None]
 """Code, and what it prints; None where nothing is said of that."""
@@ -163,17 +171,24 @@ def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies
         )
 
 
-@pytest.mark.parametrize("weights", ["builtin", pytest.param("smollm2-135m", marks=pytest.mark.real)])
-def test_the_first_code_of_readme_answers_about_a_document_with_local_weights(weights, quickly, document):
+@pytest.mark.parametrize(
+    ("weights", "text", "question", "answer"),
+    [
+        ("builtin", FACTS, "question the code of bara dador is", "482 913"),
+        pytest.param(
+            "smollm2-135m", MANUAL, "Which variable selects the version?", "TIDE_VERSION", marks=pytest.mark.real
+        ),
+    ],
+    ids=["builtin", "smollm2"],
+)
+def test_the_first_code_of_readme_answers_about_a_document(weights, text, question, answer, quickly, document):
     folder = str(builtin.path() if weights == "builtin" else fetch(weights))
     code = _BLOCKS.findall((ROOT / "README.md").read_text())[0][0]
-    asked = {"builtin": "question the code of bara dador is", "smollm2-135m": "What is the code of bara dador?"}[
-        weights
-    ]
-    for of_readme, here in ((HUB, folder), ("Which variable selects the version?", asked)):
+    for of_readme, here in ((HUB, folder), ("Which variable selects the version?", question)):
         assert code.count(of_readme) == 1
         code = code.replace(of_readme, here)
-    assert "482 913" in run([(code, None)], {"__name__": "__main__"}, "README.md")
+    document.write_text(text)
+    assert answer in run([(code, None)], {"__name__": "__main__"}, "README.md")
     assert document.with_suffix(".kv").exists()
 
 
