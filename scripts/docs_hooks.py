@@ -55,8 +55,7 @@ def each_policy() -> str:
     lines = [
         "# Each policy",
         "",
-        "Options without a text are those of a base class, such as [`Policy`][kvpass.Policy] (`window`, `parity`, "
-        "`compact`). [Results](results.md) compares what they answer.",
+        "Options without a text are those of a base class, such as [`Policy`][kvpass.Policy].",
     ]
     for name, policy in sorted(kvpass.POLICIES.items()):
         lines += ["", f"## {name}", "", f"::: {policy.__module__}.{policy.__qualname__}", _POLICY]
@@ -71,7 +70,7 @@ def benchmarks() -> str:
     lines = [
         "# Every record",
         "",
-        "Written from the files in `benchmarks/results`. [Results and speed](results.md) has what decides.",
+        "The files of `benchmarks/results`. [Results and speed](results.md) has what decides.",
     ]
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
