@@ -27,8 +27,7 @@ PAGES = {file: page for page, file in ABOVE.items()} | {"README.md": "index.md"}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
     pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks()}
-    pages |= {"reference.md": reference("API", _FIRST + _OTHERS)}
-    pages |= {"policy-reference.md": reference("API of policies", _FOR_POLICIES)}
+    pages |= {"reference.md": reference("API", _API), "policy-reference.md": reference("API of policies", _POLICIES)}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
@@ -52,11 +51,7 @@ def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: File
 
 def each_policy() -> str:
     """A section for each policy, of the docstring of its class."""
-    lines = [
-        "# Each policy",
-        "",
-        "Options without a text are those of a base class, such as [`Policy`][kvpass.Policy].",
-    ]
+    lines = ["# Each policy\n\nOptions without a text are those of a base class, such as [`Policy`][kvpass.Policy]."]
     for name, policy in sorted(kvpass.POLICIES.items()):
         lines += ["", f"## {name}", "", f"::: {policy.__module__}.{policy.__qualname__}", _POLICY]
     return "\n".join(lines) + "\n"
@@ -67,11 +62,7 @@ _POLICY = "    options: { heading_level: 3, members: false, show_root_full_path:
 
 def benchmarks() -> str:
     """Every record in benchmarks/results, newest first."""
-    lines = [
-        "# Every record",
-        "",
-        "The files of `benchmarks/results`. [Results and speed](results.md) has what decides.",
-    ]
+    lines = ["# Every record\n\nThe files of `benchmarks/results`. [Results and speed](results.md) has what decides."]
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
         for path in sorted(folder.glob("*.md")):
@@ -79,9 +70,7 @@ def benchmarks() -> str:
         for path in sorted(folder.glob("*.json")):
             record = json.loads(path.read_text())
             lines += ["", f"### {path.stem}", "", f"`{' '.join(record['command'])}`", ""]
-            lines.append(
-                "[Serve](serve.md#measured) has its figures." if "serve" in record else show(record).markdown()
-            )
+            lines.append("[Serve](serve.md) has its figures." if "serve" in record else show(record).markdown())
     return "\n".join(lines) + "\n"
 
 
@@ -95,11 +84,9 @@ def reference(page: str, names: list[str]) -> str:
     return "\n".join(lines)
 
 
-_FOR_POLICIES = (
-    "Policy POLICIES register_policy plan Plan calibrate Calibration attention_output_loss OutputLoss".split()
-)
-_FIRST = "compile Document Chat load_cache CompressedCache Report".split()
-_OTHERS = sorted({*kvpass.__all__} - {*_FOR_POLICIES, *_FIRST, "__version__"})
+_POLICIES = "Policy POLICIES register_policy plan Plan calibrate Calibration attention_output_loss OutputLoss".split()
+_API = "compile Document Chat load_cache CompressedCache Report".split()
+_API += sorted({*kvpass.__all__} - {*_POLICIES, *_API, "__version__"})
 _OPTIONS = {
     "CompressedCache": [
         "    options: { show_bases: false, members: "
