@@ -33,7 +33,7 @@ _VARIANTS = {
     "mistral_sliding": "mistral with a sliding window",
     "falcon_alibi": "falcon with ALiBi",
 }
-_HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because")
+_HEADERS = ("decoder", "its attention is found through", "note"), ("refused", "because")
 _BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
 _OTHERS_BEGIN, _OTHERS_END = "<!-- other types, by make support-table -->\n\n", "\n<!-- end of other types -->"
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "decoders.json"
