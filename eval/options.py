@@ -99,7 +99,7 @@ class DemoOptions:
     tokens: Annotated[int | None, Option(help="Length of each prompt; 2048 for the built-in model, else 1024.")] = None
     facts: Annotated[int, Option(min=1, max=512, help="Facts hidden in the text; each is asked for.")] = 8
     seed: Seed = 0
-    output: Annotated[Path, Option(help="Where the heat map of what was kept goes (.png).")] = Path("kvpass-demo.png")
+    output: Annotated[Path, Option(help="Where the heat map goes (.png, .pdf or .svg).")] = Path("kvpass-demo.png")
     document: Annotated[
         Path | None, Option(exists=True, dir_okay=False, help="Text file to ask about, in place of facts.")
     ] = None

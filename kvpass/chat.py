@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList, TextIteratorStreamer
 
 from kvpass.api import restore_cache
 from kvpass.cache.cache import CompressedCache
@@ -176,7 +176,7 @@ class Document:
         template = Template(tokenizer, options if chat else None)
         before = template.before(opening(system, text, ""))
         ids = _common(*(template.ids(before + mark) for mark in _MARKS))
-        _check_length(model, len(ids) + 1, "the document")
+        check_length(model, len(ids) + 1, "the document")
         given: dict[str, Any] = {"protect": _spans(protect, lambda: template.head(system))}
         if guide is not None:
             asked = template.ids(template.text(opening(system, text, guide.strip())))
@@ -311,7 +311,7 @@ class Chat:
         length = len(ids) + (0 if self.cache is None else self.cache.forgotten)
         new_tokens = 512 if most is None else max(min(512, most - length), 1)
         options = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True} | options
-        _check_length(self.model, length + options["max_new_tokens"], "the chat with its answer")
+        check_length(self.model, length + options["max_new_tokens"], "the chat with its answer")
         cache, seen = self._held(ids)
         new = torch.tensor([ids[seen:]], device=self.model.device)
         if cache is None:
@@ -471,12 +471,12 @@ def opening(system: str | None, document: str, question: str) -> list[Message]:
     return [*_system_message(system), {"role": "user", "content": f"{document}\n\n{question}"}]
 
 
-def _positions(model: CompressedModel) -> int | None:
+def _positions(model: CompressedModel | PreTrainedModel) -> int | None:
     """Return how many tokens a model takes; None where it does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _check_length(model: CompressedModel, tokens: int, what: str) -> None:
+def check_length(model: CompressedModel | PreTrainedModel, tokens: int, what: str) -> None:
     """Raise ValueError if a model does not take so many tokens."""
     most = _positions(model)
     if most is not None and tokens > most:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -72,6 +72,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, li
         if not part:
             raise ValueError(f"{name} of sample {sample.id!r} has no token (limit={limit})")
     return prompt
+
+
+def answer_places(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], *, chat: bool) -> dict[str, list[int]]:
+    """Tokens of a prompt in front of answers that stand once in its text, that of the first question by itself."""
+    places: dict[str, list[int]] = {}
+    for number, sample in enumerate(samples):
+        before, *behind = sample.context.split(sample.answers[0])
+        if len(behind) == 1:
+            shortened = replace(sample, context=before.rstrip())
+            place = len(encode(tokenizer, shortened, chat=chat).head)
+            places.setdefault("other facts" if number else "fact asked for", []).append(place)
+    return places
 
 
 def largest(
