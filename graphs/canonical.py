@@ -77,7 +77,7 @@ class Site:
     def needed(self, part: T | None, what: str) -> T:
         """Return what a policy reads of the model; raise UnsupportedAttentionError if it was not found."""
         if part is None:
-            advice = "take a policy that does not need it, see docs/policies.md"
+            advice = "take a policy that does not need it, see docs/which-policy.md"
             raise refuse(self.node, f"the policy needs {what}; {advice}")
         return part
 

@@ -8,7 +8,7 @@ After::
 
     y = linear(x.float(), weight.float(), bias.float()).to(bfloat16)
 
-The library otherwise multiplies number by number, several times slower (docs/figures.md has seconds). The sums are
+The library otherwise multiplies number by number, several times slower (docs/results.md has seconds). The sums are
 those of fp32 numbers, rounded once. Where the weight is a tensor of torchao that wraps int8 numbers, these are
 converted, also to 16 bits, and the products multiplied by the scales in fp32::
 

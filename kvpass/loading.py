@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +112,10 @@ def quantiser(dtype: str) -> Callable[[PreTrainedModel], None]:
 @contextmanager
 def located(name: str) -> Iterator[str]:
     """Give what ``from_pretrained`` takes for a model; what is wrong there is a ``ValueError`` of one line."""
+    known = ("builtin", *PACKAGES)
+    near = [] if name in known or "/" in name or Path(name).exists() else difflib.get_close_matches(name, known, 1)
+    if near:  # else the hub would be asked first
+        raise ValueError(f"model={name!r}: did you mean {near[0]!r}?")
     try:
         yield str(builtin.path() if name == "builtin" else fetched(name) if name in PACKAGES else name)
     except OSError as error:

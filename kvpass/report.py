@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -262,6 +263,10 @@ class Report:
         with console.capture() as captured:
             console.print(self)
         return captured.get().rstrip()
+
+    def _repr_html_(self) -> str:
+        """Return the text as a notebook shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def plot(self, path: str | Path, *, row: int = 0, marks: Mapping[str, Sequence[int]] | None = None) -> Path:
         """Write a picture: a heat map of lengths (layers x KV heads), and the positions kept.

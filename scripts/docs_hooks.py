@@ -26,7 +26,8 @@ PAGES = {file: page for page, file in ABOVE.items()} | {"README.md": "index.md"}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: (ROOT / name).read_text() for page, name in ABOVE.items()}
-    pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks(), "reference.md": reference()}
+    pages |= {"each-policy.md": each_policy(), "benchmarks.md": benchmarks()}
+    pages |= {"reference.md": reference("API", _API), "policy-reference.md": reference("API of policies", _POLICIES)}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
     return files
@@ -50,12 +51,7 @@ def on_page_markdown(text: str, *, page: Page, config: MkDocsConfig, files: File
 
 def each_policy() -> str:
     """A section for each policy, of the docstring of its class."""
-    lines = [
-        "# Each policy",
-        "",
-        "Options without a text are those of a base class, such as [`Policy`][kvpass.Policy] (`window`, `parity`, "
-        "`compact`). [Results](results.md) compares what they answer.",
-    ]
+    lines = ["# Each policy\n\nOptions without a text are those of a base class, such as [`Policy`][kvpass.Policy]."]
     for name, policy in sorted(kvpass.POLICIES.items()):
         lines += ["", f"## {name}", "", f"::: {policy.__module__}.{policy.__qualname__}", _POLICY]
     return "\n".join(lines) + "\n"
@@ -66,32 +62,31 @@ _POLICY = "    options: { heading_level: 3, members: false, show_root_full_path:
 
 def benchmarks() -> str:
     """Every record in benchmarks/results, newest first."""
-    lines = [
-        "# Every record",
-        "",
-        "Written from the files in `benchmarks/results`. `kvpass bench` and `make gpu-check` make them; "
-        " [figures.md](figures.md) discusses them.",
-    ]
+    lines = ["# Every record\n\nThe files of `benchmarks/results`. [Results and speed](results.md) has what decides."]
     for folder in sorted((ROOT / "benchmarks" / "results").iterdir(), reverse=True):
         lines += ["", f"## {folder.name}"]
+        for path in sorted(folder.glob("*.md")):
+            lines += ["", f"### {path.stem}", "", path.read_text()]
         for path in sorted(folder.glob("*.json")):
             record = json.loads(path.read_text())
             lines += ["", f"### {path.stem}", "", f"`{' '.join(record['command'])}`", ""]
-            lines.append("[serve.md](serve.md) has its figures." if "serve" in record else show(record).markdown())
+            lines.append("[Serve](serve.md) has its figures." if "serve" in record else show(record).markdown())
     return "\n".join(lines) + "\n"
 
 
-def reference() -> str:
-    """A section for each public name."""
-    lines = ["# API", "", "What `import kvpass` gives. Everything else may change without notice.", ""]
-    for name in kvpass.__all__:
-        if not name.startswith("__"):
-            lines += [f"::: kvpass.{name}", *_OPTIONS.get(name, []), ""]
+def reference(page: str, names: list[str]) -> str:
+    """A section for each of these public names."""
+    lines = [f"# {page}", "", "What `import kvpass` gives. Everything else may change without notice.", ""]
+    for name in names:
+        lines += [f"::: kvpass.{name}", *_OPTIONS.get(name, []), ""]
         if name == "compile":
             lines += ["What it returns is of the model's own class, and of this one:", "", _COMPILED, ""]
     return "\n".join(lines)
 
 
+_POLICIES = "Policy POLICIES register_policy plan Plan calibrate Calibration attention_output_loss OutputLoss".split()
+_API = "compile Document Chat load_cache CompressedCache Report".split()
+_API += sorted({*kvpass.__all__} - {*_POLICIES, *_API, "__version__"})
 _OPTIONS = {
     "CompressedCache": [
         "    options: { show_bases: false, members: "

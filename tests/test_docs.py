@@ -2,7 +2,7 @@
 
 A ``text`` block behind a ``python`` block is what that block prints; ``...`` stands for anything. The blocks of a page
 run in order in one namespace. To be quick they run without Inductor, and ``kvpass.compile`` gives them all one model,
-set to their policy and budget. ``-m exhaustive`` runs them as they stand.
+set to their policy and budget, also in the place of a model of the hub. ``-m exhaustive`` runs them with Inductor.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ import torch
 
 import kvpass
 from kvpass import builtin
+from kvpass.fetch import fetch
 from tiny_models import random_ids, sharing_captures, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,6 +32,17 @@ TEXTS = [*(ROOT / f"{name}.md" for name in ("README", "DESIGN", "CONTRIBUTING"))
 PAGES = [path for path in TEXTS if "```python" in path.read_text()]
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if "torchrun" not in path.read_text())
 NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
+HUB = "Qwen/Qwen3-0.6B"
+"""The model of the first code; tests put local weights in its place."""
+FACTS = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
+MANUAL = """# Tide clock
+
+The clock shows the tide of one harbour. Wind it once a week. The file harbours.txt has the names of all harbours.
+
+The variable TIDE_VERSION selects the version of the tables. Without it the newest tables are taken.
+
+Oil the hands in spring. The workshop is open on Mondays. Do not set the hands by force.
+"""
 
 Block = tuple[str, str | None]
 """Code, and what it prints; None where nothing is said of that."""
@@ -48,7 +60,8 @@ _OWN_WORDS = (
 
 
 def blocks_of(page: Path) -> list[Block]:
-    return [(code, shown or None) for code, shown in _BLOCKS.findall(page.read_text())]
+    found = _BLOCKS.findall(page.read_text().replace(HUB, str(builtin.path())))
+    return [(code, shown or None) for code, shown in found]
 
 
 def cells_of(notebook: Path) -> list[Block]:
@@ -119,7 +132,7 @@ def shared() -> Iterator[Shared]:
 
 
 @pytest.fixture
-def quickly(shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def quickly(shared: Shared, monkeypatch: pytest.MonkeyPatch, document: Path) -> None:
     """Without Inductor, and with the shared model as the only one."""
     compile_module = torch.compile
 
@@ -130,13 +143,14 @@ def quickly(shared: Shared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
     monkeypatch.setattr(kvpass, "compile", shared.compile)
     monkeypatch.setattr(torch, "compile", compiled_module)
+
+
+@pytest.fixture
+def document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A document of the reader's, in the working directory."""
     monkeypatch.chdir(tmp_path)
-
-
-def started(shared: Shared) -> dict[str, Any]:
-    """Names that the first lines of README use without making them."""
-    ids = shared.tokenizer("the code of bara dador is", return_tensors="pt", return_token_type_ids=False)
-    return {"__name__": "__main__", "kvpass": kvpass, "model": shared.model, "inputs": ids}
+    (tmp_path / "manual.md").write_text(FACTS)
+    return tmp_path / "manual.md"
 
 
 @pytest.fixture
@@ -148,9 +162,34 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies):
-    printed = run(blocks_of(page), started(shared), page.name)
+    printed = run(blocks_of(page), {"__name__": "__main__"}, page.name)
     if page.name == "README.md":  # another processor may round otherwise and keep a few other entries
         assert numbers_of_report(printed) == pytest.approx(numbers_of_report(page.read_text()), rel=0.05, abs=3)
+        shown = page.read_text().split("```\n")[1]
+        assert shown.startswith("def forward") and _SAME.check_output(
+            shown, printed[printed.index("def forward") :], _LIKE
+        )
+
+
+@pytest.mark.parametrize(
+    ("weights", "text", "question", "answer"),
+    [
+        ("builtin", FACTS, "question the code of bara dador is", "482 913"),
+        pytest.param(
+            "smollm2-135m", MANUAL, "Which variable selects the version?", "TIDE_VERSION", marks=pytest.mark.real
+        ),
+    ],
+    ids=["builtin", "smollm2"],
+)
+def test_the_first_code_of_readme_answers_about_a_document(weights, text, question, answer, quickly, document):
+    folder = str(builtin.path() if weights == "builtin" else fetch(weights))
+    code = _BLOCKS.findall((ROOT / "README.md").read_text())[0][0]
+    for of_readme, here in ((HUB, folder), ("Which variable selects the version?", question)):
+        assert code.count(of_readme) == 1
+        code = code.replace(of_readme, here)
+    document.write_text(text)
+    assert answer in run([(code, None)], {"__name__": "__main__"}, "README.md")
+    assert document.with_suffix(".kv").exists()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
@@ -181,7 +220,7 @@ def test_blocks_that_print_something_else_are_seen_and_every_language_block_is_p
 @pytest.mark.parametrize("page", [*TEXTS, *sorted(ROOT.glob("[CS]*.md"))], ids=lambda path: path.name)
 def test_links_to_files_lead_to_files(page):
     """Pages that ``make docs`` writes are not there before; it checks links to them."""
-    made = {"benchmarks.md", "changelog.md", "design.md", "each-policy.md", "reference.md"}
+    made = {"benchmarks.md", "changelog.md", "design.md", "each-policy.md", "policy-reference.md", "reference.md"}
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     found = [page.parent / link for link in links if link not in made]
     assert [str(path) for path in found if not path.exists()] == []
@@ -217,9 +256,8 @@ def test_an_example_runs_as_a_program(example, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_the_code_of_a_page_runs_with_inductor(page, shared, policies, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run(blocks_of(page), started(shared), page.name)
+def test_the_code_of_a_page_runs_with_inductor(page, policies, document):
+    run(blocks_of(page), {"__name__": "__main__"}, page.name)
 
 
 @pytest.mark.exhaustive

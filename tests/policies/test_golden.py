@@ -24,7 +24,7 @@ from kvpass.policies.replay import Replayed
 from policy_oracle import decode_keep
 
 SHIPPED = Path(__file__).resolve().parents[1] / "golden"
-POLICIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
+POLICIES_PAGE = Path(__file__).resolve().parents[2] / "docs" / "which-policy.md"
 WHOLE = Path(__file__).resolve().parents[3] / "shared" / "golden"
 ROOT = WHOLE if WHOLE.is_dir() else SHIPPED
 CASES = sorted(

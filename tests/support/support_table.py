@@ -33,7 +33,7 @@ _VARIANTS = {
     "mistral_sliding": "mistral with a sliding window",
     "falcon_alibi": "falcon with ALiBi",
 }
-_HEADERS = ("decoder", "its attention is met by", "note"), ("refused", "because")
+_HEADERS = ("decoder", "its attention is found through", "note"), ("refused", "because")
 _BEGIN, _END = "<!-- made by make support-table -->\n\n", "\n<!-- end -->"
 _OTHERS_BEGIN, _OTHERS_END = "<!-- other types, by make support-table -->\n\n", "\n<!-- end of other types -->"
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "decoders.json"
@@ -157,7 +157,7 @@ def others(record: Path = RECORD) -> str:
     for name in sorted(untested):
         result, reason, version = found.get(name, ("not tried", "", ""))
         reason = re.sub(r"^\w+: (cannot compress attention in .*?\): )?|`", "", reason).replace("|", "\\|")
-        rows.append([name, result if result == "same" or not reason else f"{result}: {reason}", version])
+        rows.append([name, f"{result}: {reason}" if result in ("refused", "DIFFERENT") and reason else result, version])
     order = ("same", "refused", "not tried", "DIFFERENT")
     rows.sort(key=lambda row: order.index(row[1].partition(":")[0]))
     said = f"Of the {len(types)} types of transformers {transformers.__version__} the tests lack {len(untested)}:\n\n"
