@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors, of_table
-from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
+from kvpass.kernels.launch import blocks, launch, strides
 from kvpass.kernels.prefill_attention import load_parts, store_parts, wide_case
 from kvpass.operands import Candidates, PrefillBuffers
 
@@ -56,7 +56,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 def gather_winners(
     source: Tensor, rank: Tensor, candidates: Candidates, buffers: PrefillBuffers, layer: int,
-    config: KernelConfig | None = None,
+    config: triton.Config | None = None,
 ) -> None:  # fmt: skip
     """Copy the entries that ``source`` names into the pool and record them in its tables; one launch.
 

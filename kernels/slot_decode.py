@@ -31,7 +31,7 @@ from kvpass.kernels.cached_attention import (
     hold_queries,
     merge_partials,
 )
-from kvpass.kernels.launch import KernelConfig, kind, launch, strides
+from kvpass.kernels.launch import kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, SlotCache
@@ -169,7 +169,7 @@ def _finish_slots(  # type: ignore[no-untyped-def]
 
 
 def attend_slots(
-    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
+    call: Attention, lines: SlotCache, layer: int, config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """CUDA version of :func:`kvpass.ops.slots.attend_slots`; arguments as of ``ragged_decode.attend_ragged``.
 
