@@ -165,13 +165,9 @@ class OwnScores(DecodeRule):
     """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
     reads_tokens = True
+    numbers_per_entry = 1  # the score
 
     options: KVzap
-
-    @property
-    def numbers_per_entry(self) -> int:
-        """The score."""
-        return 1
 
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
         return prompt_scores(obs, self.options.sinks)[None]
