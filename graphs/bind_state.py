@@ -31,7 +31,6 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
-    """Return the graph's inputs, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
@@ -47,7 +46,6 @@ def ids_and_positions(gm: GraphModule) -> tuple[int | None, ...]:
 
 
 def backend_mode() -> FakeTensorMode:
-    """Return the fake mode of the current Dynamo trace."""
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
         raise RuntimeError("the kvpass backend must be called by torch.compile, inside a Dynamo trace")
