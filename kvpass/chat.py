@@ -71,7 +71,6 @@ class Template:
             raise ValueError(f"the chat template of this tokenizer refuses the messages: {error}") from error
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text of :meth:`text`."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.options is None).input_ids
         return ids
 
@@ -433,7 +432,6 @@ class Chat:
         return cache, cache.columns
 
     def _ends(self) -> list[int]:
-        """Return the tokens that end an answer."""
         ends = self.model.generation_config.eos_token_id
         return sorted({*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *self._template.end()})
 
@@ -477,7 +475,6 @@ def _positions(model: CompressedModel) -> int | None:
 
 
 def _check_length(model: CompressedModel, tokens: int, what: str) -> None:
-    """Raise ValueError if a model does not take so many tokens."""
     most = _positions(model)
     if most is not None and tokens > most:
         raise ValueError(f"{what} has {tokens} tokens, and the model takes {most}: shorten it")
