@@ -123,8 +123,7 @@ class KVzap(Policy):
         x = x.float()
         for first, offset in inner:
             x = gelu(x @ first.T + offset)
-        scores = x @ ranks.local_shard(weight, 0).T + ranks.local_shard(bias, 0)
-        return scores.transpose(1, 2)
+        return (x @ ranks.local_shard(weight, 0).T + ranks.local_shard(bias, 0)).transpose(1, 2)
 
     def score(self, obs: Observation) -> Tensor:
         scores = prompt_scores(obs, self.sinks)[..., : obs.evictable]

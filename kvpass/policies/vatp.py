@@ -62,8 +62,7 @@ class Vatp(WindowAttention):
                 total = obs.recent_sum(SCISSORHANDS_ROWS)[..., :m]
                 attention = reduce_group(total, obs.kv_heads, self.group) / SCISSORHANDS_ROWS
         worth = attention * obs.value_norm[..., :m]
-        first = obs.positions[..., :m] < self.sinks
-        return torch.where(first, torch.finfo(torch.float32).max, worth)
+        return torch.where(obs.positions[..., :m] < self.sinks, torch.finfo(torch.float32).max, worth)
 
     @property
     def query_rows(self) -> int | None:
