@@ -20,8 +20,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     """Return a copy to rewrite; Dynamo reads the original again after the backend returns."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    output = graph.graph_copy(gm.graph, copies)
-    graph.output(output)
+    graph.output(graph.graph_copy(gm.graph, copies))
     for node, copied in copies.items():
         if node.op == "placeholder":
             copied._dynamo_source = source_of(node)
