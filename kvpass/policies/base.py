@@ -286,6 +286,11 @@ class Policy(ABC):
         """
         return None if "queries" in self.inputs else 0
 
+    @property
+    def queries_read(self) -> int | None:
+        """By how many of the last prompt queries the policy scores, those of :attr:`query_rows` included; None: all."""
+        return None if self.query_rows is None else max(self.query_rows, self.window, 1)
+
     @cached_property
     def spec(self) -> str:
         """Canonical text form, with every option; ``kvpass.policies.from_spec`` reads it."""
