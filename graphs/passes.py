@@ -224,7 +224,6 @@ def _disabled() -> set[str]:
 
 
 def _count_ops(gm: GraphModule) -> Counter[str]:
-    """Count the calls of each function, method or module."""
     return Counter(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
 
 

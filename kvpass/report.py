@@ -172,7 +172,6 @@ class Report:
         return Group(self._table(), *self._kept(), *self._outside(), *self._compiled())
 
     def _table(self) -> Table:
-        """A line for each layer."""
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")

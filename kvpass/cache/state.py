@@ -226,17 +226,14 @@ class KVState:
 
     @property
     def sliding_layers(self) -> list[SlidingWindowLayers]:
-        """The layers with a sliding window."""
         return [part for part in self.parts if isinstance(part, SlidingWindowLayers)]
 
     @property
     def states(self) -> list[RecurrentState]:
-        """The states of recurrent layers."""
         return [part for part in self.parts if isinstance(part, RecurrentState)]
 
     @property
     def device(self) -> torch.device:
-        """Device of the entries."""
         return self.start.device
 
     @property
@@ -274,7 +271,6 @@ class KVState:
 
     @torch.inference_mode(False)
     def to(self, device: torch.device) -> KVState:
-        """Return a copy on another device."""
         parts = [part.to(device) for part in self.parts]
         start, seen = self.start.to(device), self.seen.to(device)
         ids, padded, protected = (None if x is None else x.to(device) for x in self._of_tokens)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton import Config
 
 from kvpass.kernels import cpu
 from kvpass.kernels.cached_attention import HALF_TERMS, LEVEL_TERMS
-from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, attend_ragged, chunks_of
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.operands import LEVELS, AppendBuffers, Attention
@@ -18,8 +18,8 @@ from kvpass.rotation import rotated_call, rotated_output
 from numeric_checks import DecodeCase, Exact, assert_rounded, decode_case
 from pairwise import each_value, quick, quick_rows
 
-SPLIT = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
-EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
+SPLIT = Config({"BLOCK_S": 16, "BLOCK_P": 4, "BLOCK_M": 2}, 4, 2)
+EXTEND = Config({"BLOCK_R": 32, "BLOCK_S": 16}, 4, 2)
 
 
 def eager(case: DecodeCase) -> Tensor:
@@ -34,14 +34,14 @@ def counted(case: DecodeCase) -> AppendBuffers:
     return case.held._replace(arrivals=torch.zeros(len(case.call.k) * case.call.k.shape[1], 64, dtype=torch.int32))
 
 
-def ragged(case: DecodeCase, config: KernelConfig | None = SPLIT, chunks: int | None = 3) -> Tensor:
+def ragged(case: DecodeCase, config: Config | None = SPLIT, chunks: int | None = 3) -> Tensor:
     held = counted(case)
     found = turned(case, lambda call: attend_ragged(call, held, case.layer, config, chunks))
     assert not held.arrivals.any(), "the counters are not ready for the next step"
     return found
 
 
-def extend(case: DecodeCase, config: KernelConfig | None = EXTEND) -> Tensor:
+def extend(case: DecodeCase, config: Config | None = EXTEND) -> Tensor:
     return turned(case, lambda call: attend_extend(call, case.held, case.layer, config))
 
 
@@ -217,7 +217,7 @@ def test_scales_that_do_not_fit_are_refused():
 
 
 def test_a_tail_that_begins_behind_more_empty_tiles_than_are_merged_at_a_time():
-    start = dict(SPLIT.blocks)["BLOCK_P"] * TAIL_TILE + 30
+    start = SPLIT.kwargs["BLOCK_P"] * TAIL_TILE + 30
     check(decode_case([[0]], slots=start + 50, used=start + 20, tokens=3, start=[start], dim=16))
 
 

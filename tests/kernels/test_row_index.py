@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton import Config
 
 from kvpass.kernels import cpu
-from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.operands import CODES, AppendBuffers, Attention, Entries, by_name, from_names
@@ -19,8 +19,8 @@ from pairwise import quick_rows
 
 LAYERS, KV_HEADS, BLOCKS, TAIL = 3, 2, 5, 70
 ROWS = (4, 0, 2)
-SMALL = KernelConfig.of(4, 2, BLOCK_S=16, BLOCK_P=4, BLOCK_M=2)
-EXTEND = KernelConfig.of(4, 2, BLOCK_R=32, BLOCK_S=16)
+SMALL = Config({"BLOCK_S": 16, "BLOCK_P": 4, "BLOCK_M": 2}, 4, 2)
+EXTEND = Config({"BLOCK_R": 32, "BLOCK_S": 16}, 4, 2)
 USED = (3, 64, 0)
 """Tail slots in use: in the first of two tiles, at the begin of the second, none."""
 
