@@ -298,6 +298,19 @@ class TableOfThisLength(BiasOfLongestCall):
         self.bias = None
 
 
+class PacksInFirstCall(SmallDecoder):
+    """bitsandbytes on a CPU: weights get the layout of its kernels in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(WIDTH, dtype=torch.float64)
+
+    def embedded(self, ids, positions=None):
+        if self.scale.dtype != torch.float32:
+            self.scale = self.scale.float()
+        return super().embedded(ids, positions) * self.scale
+
+
 OWN_CACHE = r"cache or counter of the decoder's own.*kvpass keeps the cache"
 BY_THE_LINE = {
     WritesCache: (rf"setitem.*changes k_cache, a {OWN_CACHE}", "self.k_cache[layer][:, :, at] = k"),
@@ -305,6 +318,10 @@ BY_THE_LINE = {
     TableOfThisLength: (
         "a table for the length of this call.*once on the longest text",
         "bias = -slopes[:, None, None]",
+    ),
+    PacksInFirstCall: (
+        "changes scale by what stands there.*Call the decoder once before it is compiled",
+        "self.scale = self.scale.float()",
     ),
 }
 
