@@ -61,7 +61,7 @@ def gather_layer(buffers: PrefillBuffers, candidates: Candidates, *operands: Any
 
 
 cascade_step = reference.cascade_step
-layer_shares = reference.layer_shares
+fixed_shares = reference.fixed_shares
 pack = reference.pack
 evict_lowest = slot_lines.evict_lowest
 pool_in_order = slot_lines.pool_in_order

@@ -270,13 +270,13 @@ def cascade_step(
     buffers.layer_weights[:, layer] = weight
     if policy.compares_layers:
         buffers.layer_weights.copy_(_best_entries(buffers, scores, layer, policy, ranks))
-    budgets = layer_shares(buffers, scores, first, layer, policy)
+    budgets = fixed_shares(buffers, scores, first, layer, policy)
     owner_layer = slots[OWNER].clamp(min=0).long() // heads
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), EMPTY)
     return budgets
 
 
-def layer_shares(buffers: PrefillBuffers, scores: Tensor, first: Tensor, layer: int, policy: Policy) -> Tensor:
+def fixed_shares(buffers: PrefillBuffers, scores: Tensor, first: Tensor, layer: int, policy: Policy) -> Tensor:
     """Return the entries that each layer may hold, as :func:`cascade_step`, where no layer gives up any."""
     kv_heads, n = scores.shape[1:]
     available, certain = (n - first - policy.window).clamp(min=0), (scores[:, 0] == PROTECTED).sum(1)
@@ -307,7 +307,7 @@ def gather_layer(
     """
     scores = candidates.scores
     if shares is None:
-        shares = layer_shares(buffers, scores, candidates.start, layer, policy)
+        shares = fixed_shares(buffers, scores, candidates.start, layer, policy)
     rank = policy.rank(scores, buffers.entries) if ranking is None else ranking
     keep = ranks.local_shard((rank < shares[:, layer, None, None]) & (scores > float("-inf")), 1)
     source = assign_slots(keep, buffers.slots[OWNER])
