@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from compiled_models import in_pieces
 from kvpass.adapt.copied import copy_structure
 from kvpass.cache.cache import CompressedCache
+from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids
 
@@ -174,3 +176,40 @@ def assert_decodes_like_the_masked_model(
     assert_close("decode logits", torch.cat(logits, 1), expected, atol=1e-4)
     assert cache.get_seq_length() == columns
     assert (everything - expected).abs().max() > 1e-2, "the budget should change the logits"
+
+
+PROMPT = 61
+"""Tokens of the longest prompt below."""
+OPTIONS: dict[str, dict[str, Any]] = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
+
+
+def under(fast: Any, policy: str, budget: int, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> Any:
+    """Logits of a text that is given in pieces of so many tokens under a policy, and its cache."""
+    given = budget if POLICIES[policy].needs_budget else None
+    fast.set_policy(policy, given, window=8, **OPTIONS.get(policy, {}))
+    return in_pieces(fast, ids, sizes, mask)
+
+
+def assert_padded_rows_equal_alone(fast: Any, policy: str, copies: int) -> None:
+    """Against each prompt without padding, in a batch of ``copies``: with 3 no other batch size need be captured.
+
+    The tokens of a prompt differ: equal ones have keys of nearly equal norms, and rounding depends on the batch. The
+    model's own token for padding has zeros as its embedding, which would hide what it leaves.
+    """
+    vocabulary = fast.config.get_text_config().vocab_size
+    prompts = [
+        torch.randperm(vocabulary, generator=torch.Generator().manual_seed(n))[:n] for n in (PROMPT, 37, 5)
+    ]  # the last is shorter than the window
+    new, singles = random_ids(3, 4, seed=1), [1] * 4
+    ids, mask = left_pad(prompts, pad=5)
+    whole_mask = torch.cat([mask, torch.ones_like(new)], 1)
+    logits, cache = under(fast, policy, 16, torch.cat([ids, new], 1), [PROMPT, *singles], whole_mask)
+    for row, prompt in enumerate(prompts):
+        n = prompt.numel()
+        text = torch.cat([prompt, new[row]]).repeat(copies, 1)
+        expected, alone = under(fast, policy, 16, text, [n, *singles])
+        label = f"{policy}, row {row}"
+        assert_close(label, logits[row, PROMPT - n :], expected[0], atol=1e-4)
+        kept = kept_columns(cache, PROMPT + 4)[row]
+        assert torch.equal(kept[..., PROMPT - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
+        assert not kept[..., : PROMPT - n].any(), f"{label} keeps padding"
