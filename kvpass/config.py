@@ -289,9 +289,9 @@ class Budget:
 BudgetLike: TypeAlias = Budget | int | float | str | None
 """A budget as users write it; None where a policy has none, or to take the model's."""
 
-Spans: TypeAlias = Sequence[tuple[int, int]] | torch.Tensor
-"""Parts of a prompt: ``(start, stop)`` in tokens of each row, counted from its first real one; or a mask of its
-columns, bool ``[B, N]``."""
+Spans: TypeAlias = Sequence[tuple[int, int]] | torch.Tensor | tuple[Literal["images"]]
+"""Parts of a prompt: ``(start, stop)`` in tokens of each row, counted from its first real one; a mask of its columns,
+bool ``[B, N]``; or ``("images",)``, the tokens of its images."""
 
 
 def read_bytes(text: str, name: str = "budget") -> int:

@@ -24,30 +24,34 @@ class MaskedOracle:
     Keeps everything and masks, so it shares no code with the compressed path: new tokens attend, per layer and KV
     head, to the kept positions of the prompt and causally to each other; prompt tokens attend to the whole prompt.
     Sliding windows, soft-capping and sinks are the model's own.
+
+    Args:
+        reads_images: attention outside of its language model stays as it is. sees_later: which tokens see which in any
+            case, themselves too, bool ``[S, S]``.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = copy_structure(model)
-        for module in self.model.modules():
+    def __init__(self, model: PreTrainedModel, *, reads_images: bool = False, sees_later: Tensor | None = None) -> None:
+        self.model, self.sees_later = copy_structure(model), sees_later
+        for module in (self.model.get_decoder() if reads_images else self.model).modules():
             if getattr(module, "config", None) is not None:
                 module.config._attn_implementation = _ORACLE_NAME
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, mask: Tensor, keep: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, mask: Tensor, keep: Tensor, **images: Tensor) -> Tensor:
         """Logits of every token, ``[B, S, vocabulary]``.
 
         Args:
             ids: prompt and new tokens, ``[B, S]``, left-padded. mask: ``[B, S]``.
-            keep: bool ``[B, L, K, N]`` over the prompt's columns.
+            keep: bool ``[B, L, K, N]`` over the prompt's columns. images: of a prompt that has some.
         """
         s = ids.shape[1]
         n = keep.shape[3]
         seen = torch.cat([keep, torch.ones(*keep.shape[:3], s - n, dtype=torch.bool)], 3)
         new_rows = torch.arange(s)[:, None] >= n
-        return self.logits_seen(ids, mask, seen[:, :, :, None, :] | ~new_rows)
+        return self.logits_seen(ids, mask, seen[:, :, :, None, :] | ~new_rows, **images)
 
     @torch.no_grad()
-    def logits_seen(self, ids: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+    def logits_seen(self, ids: Tensor, mask: Tensor, seen: Tensor, **images: Tensor) -> Tensor:
         """The same where every token may have another view: ``seen`` bool ``[B, L, K, S, S]``, rows look at columns.
 
         What lies in the future or in padding stays hidden whatever ``seen`` says; a token always sees itself.
@@ -55,12 +59,13 @@ class MaskedOracle:
         s = ids.shape[1]
         causal = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
         allowed = causal[:, None] & seen
-        allowed |= torch.eye(s, dtype=torch.bool)
+        allowed |= torch.eye(s, dtype=torch.bool) if self.sees_later is None else self.sees_later
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         _ORACLE_MASKS[:] = list(allowed.unbind(1))
         # recurrent layers must not read padding; attention reads ``allowed`` alone
         given = {} if bool(mask.all()) else {"attention_mask": mask}
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+        given |= images or {"position_ids": positions}  # a model that reads images counts positions itself
+        return self.model(input_ids=ids, use_cache=False, **given).logits
 
 
 _ORACLE_NAME = "kvpass_masked_oracle"
