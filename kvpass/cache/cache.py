@@ -154,7 +154,7 @@ class CompressedCache(Cache):
         self.prefill = CachePrefill(self.state, columns, ids, expected, guide)
 
     def finish_prefill(self) -> None:
-        """Store the results of the prefill graph."""
+        """Store what the program of a prompt left."""
         assert self.prefill is not None
         self.state, self.record = self.prefill.finish()
         self.prefill = None

@@ -35,7 +35,7 @@ class CachePart:
         return {name: x for name, x in self.buffers._asdict().items() if x is not None}
 
     def finish_prefill(self) -> None:
-        """Take over what the prefill graph wrote."""
+        """Take over what the program of a prompt wrote."""
 
     @property
     def cached_state(self) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class PrefillLayers:
         state: its conditions, and start, columns and budgets of the prompt. dtype, device: of keys and values.
         expected: further tokens that tails are reserved for.
     Attributes:
-        buffers: written by the prefill graph.
+        buffers: written by the program of a prompt.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class CachePrefill:
     def buffers(
         self, layout: Layout, dtype: torch.dtype, device: torch.device, reuse: BufferReuse, pools: Sequence[PoolFacts]
     ) -> dict[str, Tensor]:
-        """Return the buffers that the prefill graph writes, on first use from ``reuse``.
+        """Return the buffers that the program of a prompt writes, on first use from ``reuse``.
 
         ``start`` and ``first`` int64 ``[B]`` are the first real columns, on the CPU and on the device.
 
@@ -225,7 +225,7 @@ class CachePrefill:
             check_room(f"protect: {spans} tokens of row {row}", spans, window, budget)
 
     def finish(self) -> tuple[KVState, PromptRecord]:
-        """Return the cache after the prefill graph, and the record of what was kept."""
+        """Return the cache after the program of a prompt, and the record of what was kept."""
         state, n, window = self._filled, self._filled.columns, min(self._filled.policy.window, self._filled.columns)
         kept = [pool.finish() for pool in self._pools]
         for part in state.parts:

@@ -166,7 +166,7 @@ class PhaseCompiler:
         return self.reuse if self.captures_steps(device) else NO_REUSE
 
     def canonicalize(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Capture:
-        """Return the capture of a graph and its inputs, as Dynamo gives them to a backend, in their trace."""
+        """Return the capture of a graph; called as Dynamo's backend, while its trace is open."""
         gm, inputs, label = copy_graph(gm), fake_inputs(gm, example_inputs), f"capture.{len(self.records):02d}"
         inline = partial(inline_layers_pass, inputs=inputs, mode=backend_mode(), known={})
         distinct = distinct_layers(gm)
@@ -179,7 +179,7 @@ class PhaseCompiler:
         """Compile a copy of the graph for calls like ``call``, in the trace that captured it."""
         began, cache, phase = time.perf_counter(), call.cache, call.phase
         is_prompt = phase == "prefill"
-        names_policy = not is_prompt and (call.observed or cache.policy.decode_rule() is not None)
+        names_policy = not is_prompt and (call.recompresses or cache.policy.decode_rule() is not None)
         kind = (phase, call.logits, None if is_prompt else cache.entry_format)
         made = None if names_policy else captured.shared.get(kind)
         if made is None:
@@ -254,7 +254,7 @@ class PhaseCompiler:
         compiled, parts = self._compile_step(gm, inputs, call, len(find_sites(captured.gm)))
         (layout, dtype, device), tokens, step = layout_of(captured.gm), batch_and_tokens(captured.gm)[1], None
         count = size_reader(captured.gm, tokens)
-        if not call.observed and self.captures_steps(device):
+        if not call.recompresses and self.captures_steps(device):
             step = GraphedStep(compiled, CudaRecorder(device), device, held_by_module(captured.gm))
 
         def run(call: Call, *inputs: Any) -> Any:
@@ -348,7 +348,7 @@ class Capture:
         # a policy may be defined again by the same name; of a full cache, entries are no codes; slots that may be
         # evicted have one more number in a cache with protected tokens
         of_cache = call.cache.entry_format, protects and policy.decode_rule() is not None
-        key = type(policy), policy.spec, of_cache, call.phase, call.observed, call.logits
+        key = type(policy), policy.spec, of_cache, call.phase, call.recompresses, call.logits
         if key in self._runners:
             return self._runners[key]
 

@@ -176,7 +176,7 @@ class LayerResult(NamedTuple):
     entered: list[Tensor]
 
 
-class LayerRun:
+class DecoderRun:
     """Tokens that run through the layers of a decoder, at once or behind others.
 
     Args:
@@ -208,7 +208,7 @@ class LayerRun:
 
     def begin(self) -> Hidden:
         """Run what comes before all layers."""
-        run = _BlockRun(self, {})
+        run = _LayerRun(self, {})
         made = run.run_part(self.decoder.split.begin, 0, self.tokens, {})
         return {**run.hidden, **{node: value.contiguous() for node, value in made.items()}}  # as they are recorded
 
@@ -235,7 +235,7 @@ class LayerRun:
         Raises:
             UnsupportedAttentionError: what enters attention is not found.
         """
-        run, site, n, seen = _BlockRun(self, hidden), layer.site, self.tokens, self.seen
+        run, site, n, seen = _LayerRun(self, hidden), layer.site, self.tokens, self.seen
         queries, lses = _TokenBuffer(n - num_queries, n), _TokenBuffer(n - num_queries, n)
         keys, values = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n)
         entered: list[list[Tensor]] = [[] for _ in of_entering]
@@ -285,14 +285,14 @@ def _attend_later(call: Attention, sees: Tensor, out: Tensor) -> None:
     out[:, :, at] = scaled_dot_product_attention(q[:, :, at], k, v, sees[:, None, at], scale=scale, enable_gqa=True)
 
 
-class _BlockRun:
+class _LayerRun:
     """A layer that runs over blocks of tokens, or what comes before all layers.
 
     Attributes:
         hidden: what the layers before it gave, and what it has made for later ones.
     """
 
-    def __init__(self, run: LayerRun, hidden: Hidden) -> None:
+    def __init__(self, run: DecoderRun, hidden: Hidden) -> None:
         self.decoder, self.tokens, self.hidden = run.decoder, run.tokens, dict(hidden)
         self.node_values = run.node_values
 

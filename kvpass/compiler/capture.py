@@ -91,7 +91,7 @@ class _LengthLimits:
         return min(self.columns | self.positions, default=None)
 
     def check_positions(self, seen: int, positions: Tensor) -> None:
-        """Whether tables have rows for the positions, at which those on CUDA are looked at only near an end."""
+        """Raise ValueError if a table has no row for a position; those on CUDA are looked at only near an end."""
         end, tokens = min(self.positions, default=None), positions.shape[1]
         if end is None or (positions.is_cuda and seen + tokens <= end):
             return
@@ -103,7 +103,7 @@ class _LengthLimits:
             )
 
     def check_replays(self, policy: Policy, positions: Tensor) -> None:
-        """Whether the decoder takes what the policy replays behind a prompt at these positions."""
+        """Raise ValueError if the decoder does not take what the policy replays behind a prompt at these positions."""
         if self.longest is None:
             return
         tokens = positions.shape[1]
@@ -199,7 +199,7 @@ class CaptureCache:
             return _call_compiled(compiled, call, ids, positions)
 
     def _watch(self, captures: _Captures, names: frozenset[str | Global]) -> ModelState:
-        """The state of the attributes that captures of the model read: now those of these names too."""
+        """Also watch attributes of these names, which captures of the model read; return the state of all of them."""
         captures.names |= names
         attributes = self.model.attributes(captures.names)
         captures.state = attributes.value

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.node import map_arg
 from torch.profiler import record_function
 
-from kvpass.compiler.blocks import Hidden, LayerResult, LayerRun, SplitDecoder
+from kvpass.compiler.blocks import DecoderRun, Hidden, LayerResult, SplitDecoder
 from kvpass.compiler.step import Call
 from kvpass.graphs.canonical import SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
@@ -100,7 +100,7 @@ class ReplayGroup(NamedTuple):
         turns: what runs together, and the replays of which it is made. fills: numbers of the caches.
     """
 
-    turns: list[tuple[LayerRun, list[RowReplay]]]
+    turns: list[tuple[DecoderRun, list[RowReplay]]]
     fills: list[int]
 
 
@@ -130,7 +130,7 @@ class Prompt:
         real = (columns >= self.first[:, None]).long()
         self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
         states = {node: state[f"{name}_held"] for node, name in self.states.items()}
-        self.run = LayerRun(decoder, inputs, real, block, self.start, states=states, text=call.merged)
+        self.run = DecoderRun(decoder, inputs, real, block, self.start, states=states, text=call.merged)
         self.tokens, self.compacts = self.run.tokens, compacts
         self.replay_groups = list(_replay_groups(self))
 
@@ -316,7 +316,7 @@ class Prompt:
         self,
         layer: Layer,
         prompt: Attention,
-        run: LayerRun,
+        run: DecoderRun,
         hidden_before: Hidden,
         hidden: Hidden,
         of_entering: Sequence[Callable[[Tensor], Tensor]] = (),
@@ -430,7 +430,7 @@ def _replay_groups(prompt: Prompt) -> Iterator[ReplayGroup]:
 
 def _turns(
     prompt: Prompt, policy: Policy, by_rows: Sequence[tuple[slice, int, Sequence[Replay]]]
-) -> Iterator[tuple[LayerRun, list[RowReplay]]]:
+) -> Iterator[tuple[DecoderRun, list[RowReplay]]]:
     """Yield what runs behind the prompt: the rows' first replays together, then their second, and so on.
 
     Those of fewer tokens than others are filled up at their end, which none of their tokens attends to.
@@ -463,4 +463,4 @@ def _turns(
             raise ValueError(f"policy {policy.name!r} replays tokens, of which {error}") from None
         states = {node: prompt.run.node_values[node] for node in prompt.states}
         real = torch.ones_like(ids)
-        yield LayerRun(decoder, inputs, real, prompt.block, prompt.start, prompt.tokens, states), row_replays
+        yield DecoderRun(decoder, inputs, real, prompt.block, prompt.start, prompt.tokens, states), row_replays

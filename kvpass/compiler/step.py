@@ -28,11 +28,11 @@ class Call:
 
     Attributes:
         recompressions: whose scores the extension also computes.
-        logits: of so many last tokens, of more; 0: of all.
+        logits: how many of the last tokens get logits; 0: all.
         has_begun: the graph of the call was started. If not, the decoder ran without the cache.
         only_capture: capture the graph and do not run it. layers_once: trace layers of equal code once.
         block: tokens of a block of a prompt, "auto" or at least 2.
-        take_over_guards: of the capture that is being traced, those on the model.
+        take_over_guards: called while Dynamo traces; takes over its guards on the model (``compiler/guards.py``).
         merged: the text, where it has images.
     """
 
@@ -48,7 +48,7 @@ class Call:
     merged: Merged | None = None
 
     @property
-    def observed(self) -> bool:
+    def recompresses(self) -> bool:
         """Whether the extension also computes recompression scores."""
         return bool(self.recompressions)
 

@@ -58,7 +58,7 @@ else:
 
 
 class CompressedForward(_Base):
-    """Base class before the model's own class."""
+    """The forward of a compiled model: base class before the model's own class, which :mod:`kvpass.api` makes."""
 
     _kvpass: Runtime
 

@@ -16,7 +16,7 @@ from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
 
 
 class GenerateHooks(CompressedForward):
-    """Base class before the model's own class, whose ``generate`` calls these methods."""
+    """What transformers' ``generate`` calls of a compiled model: base class before the model's own class."""
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
         """Repeat the rows for beams or several answers, as transformers does; those of a filled cache too.

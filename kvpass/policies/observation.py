@@ -85,8 +85,8 @@ class Observation:
         layer: index of the attention op among those that share a pool. num_layers: their number.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)``.
         sinks: one extra logit per query head, ``[H]``, which is part of the softmax and then dropped.
-        asked: what the policy asks for besides, of these rows and this layer. Rows of the policy's decode rule, where
-            the cache holds them, fp32 ``[B, K, G, rows, D]``, are made before the scores.
+        asked: what the policy's inputs name, for these rows of the batch and this layer; where the cache holds rows of
+            the decode rule, these too, fp32 ``[B, K, G, rows, D]``, made before the scores.
         ranks: processes that share the heads of the layer; queries, keys, values and all statistics are then those of
             this process.
 

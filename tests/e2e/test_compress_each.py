@@ -5,7 +5,7 @@ import torch
 
 import kvpass
 from compiled_models import compiled_apart, padded, two_layers
-from kvpass.compiler.blocks import LayerRun
+from kvpass.compiler.blocks import DecoderRun
 from kvpass.policies import POLICIES, resolve
 from pairwise import quick_rows
 from policy_variants import BUILT_IN
@@ -65,7 +65,7 @@ def test_a_decoder_that_does_not_run_in_blocks_fills_all_caches_too():
 
 def test_policies_that_replay_the_same_share_the_replay(monkeypatch):
     _, fast = compiled_once("llama", layers=1, backend="eager", policy="full", budget=None)
-    asked, run = [], LayerRun.run_layer
-    monkeypatch.setattr(LayerRun, "run_layer", lambda *args, **kw: asked.append(kw.get("behind")) or run(*args, **kw))
+    asked, run = [], DecoderRun.run_layer
+    monkeypatch.setattr(DecoderRun, "run_layer", lambda *args, **kw: asked.append(kw.get("behind")) or run(*args, **kw))
     fast.compress_each(random_ids(1, 60), conditions=[("kvzip", 9), ("kvzip_plus", 9), (resolve("kvzip", sinks=2), 9)])
     assert sum(behind is not None for behind in asked) == 2
