@@ -92,11 +92,11 @@ def working(what: str) -> Iterator[None]:
 def reading(tokens: int) -> Iterator[None]:
     """Show how many of a prompt's tokens have been read while the block runs: their number times the layers' share."""
     with progress_bar(progress_console()) as progress:
-        bar = progress.add_task("tokens read", total=tokens)
+        bar = progress.add_task("tokens read (compiling)", total=tokens)
 
         def show(read: int, share: float) -> None:
             if read == tokens:  # else an example, on which a capture is checked
-                progress.update(bar, completed=round(share * tokens))
+                progress.update(bar, completed=round(share * tokens), description="tokens read")
 
         outer = _READING.set(show)
         try:
