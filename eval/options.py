@@ -251,12 +251,10 @@ class ChooseOptions:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Split a text at commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Split the text of an option at commas into ints."""
     try:
         return tuple(int(name) for name in names(text))
     except ValueError:

@@ -92,6 +92,5 @@ def _wrapped(column: Sequence[str], narrower: int) -> Sequence[str]:
 
 
 def markdown_table(header: Sequence[str], rows: Cells, *, left: int = 1) -> str:
-    """A table in Markdown."""
     divider = ["---"] * left + ["---:"] * (len(header) - left)
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, divider, *rows))

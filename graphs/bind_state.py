@@ -20,8 +20,7 @@ def copy_graph(gm: GraphModule) -> GraphModule:
     """Return a copy to rewrite; Dynamo reads the original again after the backend returns."""
     graph = Graph()
     copies: dict[Node, Node] = {}
-    output = graph.graph_copy(gm.graph, copies)
-    graph.output(output)
+    graph.output(graph.graph_copy(gm.graph, copies))
     for node, copied in copies.items():
         if node.op == "placeholder":
             copied._dynamo_source = source_of(node)
@@ -31,7 +30,6 @@ def copy_graph(gm: GraphModule) -> GraphModule:
 
 
 def placeholders(gm: GraphModule) -> list[Node]:
-    """Return the graph's inputs, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 
@@ -47,7 +45,6 @@ def ids_and_positions(gm: GraphModule) -> tuple[int | None, ...]:
 
 
 def backend_mode() -> FakeTensorMode:
-    """Return the fake mode of the current Dynamo trace."""
     context = TracingContext.try_get()
     if context is None or context.fake_mode is None:
         raise RuntimeError("the kvpass backend must be called by torch.compile, inside a Dynamo trace")

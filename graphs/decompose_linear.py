@@ -80,8 +80,7 @@ def _reduction(gm: GraphModule, x: Node, weight: Node, bias: Node | None) -> Nod
         scales, weight = (gm.graph.call_function(getattr, (weight, name)) for name in ("scale", "qdata"))
     if dtype != torch.float32 or scales is not None:
         x, weight = (gm.graph.call_function(_TO, (operand, torch.float32)) for operand in (x, weight))
-        strides = [*[inputs] * (value.ndim - 1), 1]
-        x = gm.graph.call_function(force_stride_order, (x, strides))
+        x = gm.graph.call_function(force_stride_order, (x, [*[inputs] * (value.ndim - 1), 1]))
     pieces = 1
     while inputs > LONGEST_SUM * pieces and inputs % (2 * pieces) == 0:
         pieces *= 2

@@ -136,7 +136,6 @@ def shape_of(node: Node) -> tuple[Dim, ...] | None:
 
 
 def symbols_of(dims: Iterable[Dim]) -> set[sympy.Symbol]:
-    """Return the symbols that the sizes depend on."""
     return {symbol for dim in dims if isinstance(dim, sympy.Expr) for symbol in dim.free_symbols}
 
 
@@ -217,7 +216,6 @@ def value_inputs(node: Node) -> list[Node]:
 
 
 def mutated_inputs(node: Node) -> list[Node]:
-    """Return operands that the node writes into."""
     target, name = node.target, target_name(node)
     if isinstance(target, torch._ops.OpOverload):
         arguments = target._schema.arguments
@@ -368,7 +366,6 @@ def numbers_given(node: Node) -> list[Node]:
 
 
 def replace_node(node: Node, other: Node) -> None:
-    """Replace a call by another node, and erase it."""
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
 

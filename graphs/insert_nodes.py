@@ -47,10 +47,6 @@ def replace_output(node: Node, out: Node) -> None:
 
 def emit_site(call: Node, q: Node, k: Node, v: Node, scale: float, band: Band, softcap: float | None = None) -> Node:
     """Insert an attention op for ``call``, of ``[B, H, T, D]`` and ``[B, K, T, D]``; ``band`` is what the mask does."""
-    site = call.graph.call_function(SITE, (q, k, v, scale, band.window, softcap))
-    b, h, t, _ = recorded(q).shape
-    example = recorded(q).new_empty(b, t, h, recorded(v).shape[3]).transpose(1, 2)
-    site.meta = {"example_value": example, SLOPES: band.slopes}
-    for name in ("nn_module_stack", "stack_trace"):
-        site.meta[name] = call.meta.get(name)
+    site = insert_function(call, SITE, q, k, v, scale, band.window, softcap)
+    site.meta[SLOPES] = band.slopes
     return site

@@ -77,7 +77,6 @@ def _is_gated(product: Node, x: Node) -> bool:
 
 
 def _swaps_heads_and_tokens(call: Node) -> bool:
-    """Whether a ``transpose`` or ``permute`` of 4 axes swaps the middle two."""
     example = torch.empty(2, 3, 5, 7, device="meta")
     return bool(getattr(example, target_name(call))(*call.args[1:], **call.kwargs).shape == (2, 5, 3, 7))
 

@@ -2,8 +2,8 @@
 
 A pass is a function ``verb_object_pass(gm) -> int`` that changes an FX graph in place and returns how many attention
 ops (or nodes) it changed. Passes that only check return 0. Settings are bound with ``functools.partial``.
-``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes, to
-find a faulty one; results may then be wrong. docs/add-a-pass.md says how to write one.
+``KVPASS_DUMP=folder`` writes the graph before and after each pass. ``KVPASS_DISABLE_PASSES=name,...`` skips passes (not
+``inline_layers``), to find a faulty one; results may then be wrong. docs/add-a-pass.md says how to write one.
 
 :func:`capture_passes`, once on each graph that Dynamo captures:
 
@@ -224,7 +224,6 @@ def _disabled() -> set[str]:
 
 
 def _count_ops(gm: GraphModule) -> Counter[str]:
-    """Count the calls of each function, method or module."""
     return Counter(str(node.target) for node in gm.graph.nodes if node.op.startswith("call_"))
 
 

@@ -74,11 +74,6 @@ def prompt_program(
     return PromptProgram(nn.Module(), program.graph)
 
 
-def queries_read(policy: Policy) -> int | None:
-    """Return by how many of the last queries a policy scores; None: by all of them."""
-    return None if policy.query_rows is None else max(policy.query_rows, policy.window, 1)
-
-
 _RESULTS = {"hidden": "queries", "attention": "queries", "summed": "column_sums", "entered": "token_scores"}
 """What ``run_layer`` returns, in its order, and the option with which it is there."""
 
@@ -96,7 +91,7 @@ class _Program:
     ) -> None:
         self.graph, self.layers, self.locations, self.policies = Graph(), layers, locations, policies
         self.ranks = {"ranks": ranks} if ranks else {}
-        queries = [queries_read(policy) for policy in policies]
+        queries = [policy.queries_read for policy in policies]
         self.queries = None if None in queries else max(number or 0 for number in queries)
         self.scoring_tokens = [fill for fill, policy in enumerate(policies) if "token_scores" in policy.inputs]
         self.readers = Counter(layer.site.layer for layer in layers)  # ops that attend to one layer's entries
@@ -185,7 +180,7 @@ class _Program:
     def _keep(self, place: int, layer: Layer, location: SiteLocation, fill: int, read: Mapping[str, Node]) -> None:
         """Add what scores a layer for one cache, and keeps entries of it."""
         policy, cache, attention = self.policies[fill], self.caches[fill, location.prefix], read["attention"]
-        queries, text = queries_read(policy), policy.text
+        queries, text = policy.queries_read, policy.text
         if queries != self.queries:
             attention = self.call("last_queries", attention, queries, name=self.named("queries", fill, place))
         options: dict[str, Any] = {"scale": layer.site.scale}

@@ -45,8 +45,8 @@ class Part:
         return bool(self.outputs) or any(map(mutated_inputs, self.gm.graph.nodes))
 
 
-def is_cache_operator(node: Node) -> bool:
-    """Whether a node is a ``kvpass::`` operator, and none that Inductor traces through."""
+def cuts_graph(node: Node) -> bool:
+    """Whether a node is called between compiled parts: a ``kvpass::`` operator that Inductor does not trace through."""
     traced = node.target in (ABSORBED_QUERY, EXPANDED_OUTPUT)
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "kvpass" and not traced
 
@@ -62,8 +62,8 @@ def split_graph(gm: GraphModule) -> list[Part | Node]:
     for node in gm.graph.nodes:
         if not node.op.startswith("call_"):
             continue
-        picks = node.target is operator.getitem and is_cache_operator(node.args[0])
-        if picks or is_cache_operator(node):
+        picks = node.target is operator.getitem and cuts_graph(node.args[0])
+        if picks or cuts_graph(node):
             pieces.append(node)
         elif pieces and isinstance(pieces[-1], list):
             pieces[-1].append(node)

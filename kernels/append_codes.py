@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvpass.kernels.cached_attention import held_row
-from kvpass.kernels.launch import KernelConfig, launch, strides
+from kvpass.kernels.launch import launch, strides
 from kvpass.kernels.prefill_attention import block_dim
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import AppendBuffers, Attention, Entries, SlotCache, by_name, levels
@@ -98,9 +98,7 @@ def _append_codes(  # type: ignore[no-untyped-def]
             _encode(p_v, p_codes_v + i_row * (DV * BITS // 8), p_v_scale + i_row, levels, DV, BDV, BITS)
 
 
-def append_codes(
-    call: Attention, held: AppendBuffers | SlotCache, layer: int, config: KernelConfig | None = None
-) -> None:
+def append_codes(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
     """Store the new entries of one layer as codes: behind ``tail_used``, or in each line's first empty slot.
 
     Entries beyond the last slot of a tail, or of a line without an empty slot, are not stored. Arguments are those of
@@ -126,4 +124,4 @@ def append_codes(
         "segments": tail_k.shape[0] * kv_heads + 1, "K": kv_heads, "D": key_dim, "DV": value_dim,
         "BD": block_dim(key_dim), "BDV": block_dim(value_dim), "BITS": bits,
     }  # fmt: skip
-    launch(_append_codes, (tokens, rows * kv_heads), arguments, "append codes", config)
+    launch(_append_codes, (tokens, rows * kv_heads), arguments, "append codes")

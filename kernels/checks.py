@@ -151,7 +151,6 @@ def check_slots(call: Attention, lines: SlotCache, layer: int) -> None:
 
 
 def check_eviction(worth: Tensor, position: Tensor, quota: Tensor) -> None:
-    """Check the tables of lines ``[B, K, S]`` from which entries are evicted."""
     line = position.shape
     expected = {
         "worth": (worth, line, torch.float32),

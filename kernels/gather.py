@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors, of_table
-from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
+from kvpass.kernels.launch import blocks, launch, strides
 from kvpass.kernels.prefill_attention import load_parts, store_parts, wide_case
 from kvpass.operands import Candidates, PrefillBuffers
 
@@ -54,10 +54,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
             tl.store(slot_stats + i_stat * plane + o_slot, b_stat, mask=m_e)
 
 
-def gather_winners(
-    source: Tensor, rank: Tensor, candidates: Candidates, buffers: PrefillBuffers, layer: int,
-    config: KernelConfig | None = None,
-) -> None:  # fmt: skip
+def gather_winners(source: Tensor, rank: Tensor, candidates: Candidates, buffers: PrefillBuffers, layer: int) -> None:
     """Copy the entries that ``source`` names into the pool and record them in its tables; one launch.
 
     Args:
@@ -90,4 +87,4 @@ def gather_winners(
         "layer": layer, "rows": rows, "entries": entries, "columns": columns, "K": kv_heads, "D": dim, "DV": value_dim,
         "STATS": planes,
     }  # fmt: skip
-    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather" + wide_case(dim, value_dim), config)
+    launch(_gather_kernel, blocks(entries, "BLOCK_E", rows), arguments, "gather" + wide_case(dim, value_dim))

@@ -3,9 +3,9 @@
 The contract of a kernel file (prefill_attention.py is an example):
 
 * kernels take every block size as a ``tl.constexpr`` argument, named as in the ``blocks`` of their configs;
-* ``configs.json`` pins one :class:`KernelConfig` for each case (a kernel, with what its registers and shared memory
-  depend on) and architecture. A launcher names the case and passes it to :func:`launch`, with the
-  ``config: KernelConfig | None = None`` that it takes itself: a given one is used as it is (tests do so). Nothing is
+* ``configs.json`` pins one :class:`triton.Config` for each case (a kernel, with what its registers and shared memory
+  depend on) and architecture. A launcher names the case and passes it to :func:`launch`, perhaps with the
+  ``config: triton.Config | None = None`` that it takes itself: a given one is used as it is (tests do so). Nothing is
   measured at run time, and a case holds dtypes and head dims, never batch or prompt length: all rows and all machines
   of an architecture round alike, and so keep the same entries;
 * a launcher raises ValueError, before anything is written, where a shape, dtype, stride or device does not fit;
@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,42 +28,24 @@ from torch import Tensor
 TABLE = Path(__file__).with_name("configs.json")  # the table of configs; it says itself where its figures come from
 
 
-@dataclass(frozen=True)
-class KernelConfig:
-    """Block sizes (under the names of the kernel's arguments), warps, pipeline stages and limit of registers."""
+def parsed(text: str) -> triton.Config:
+    """Return the config of a text such as ``BLOCK_S=64 warps=4 stages=2 registers=128``.
 
-    blocks: tuple[tuple[str, int], ...]
-    num_warps: int
-    num_stages: int
-    registers: int | None = None  # of a thread, so that more programs fit on a multiprocessor; None: what it would take
-
-    @classmethod
-    def of(cls, num_warps: int, num_stages: int, registers: int | None = None, **blocks: int) -> KernelConfig:
-        return cls(tuple(blocks.items()), num_warps, num_stages, registers)
-
-    @classmethod
-    def parse(cls, text: str) -> KernelConfig:
-        """Return the config of a text such as ``BLOCK_S=64 warps=4 stages=2 registers=128``."""
-        numbers = {name: int(number) for name, _, number in (part.partition("=") for part in text.split())}
-        return cls.of(numbers.pop("warps"), numbers.pop("stages"), numbers.pop("registers", None), **numbers)
-
-    @property
-    def options(self) -> dict[str, int | None]:
-        """What Triton's compiler is told beside the blocks."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.registers}
+    registers: most of a thread, so that more programs fit on a multiprocessor; without it, what the kernel would take.
+    """
+    blocks = {name: int(number) for name, _, number in (part.partition("=") for part in text.split())}
+    warps, stages, registers = blocks.pop("warps"), blocks.pop("stages"), blocks.pop("registers", None)
+    return triton.Config(blocks, num_warps=warps, num_stages=stages, maxnreg=registers)
 
 
 @functools.cache
-def table() -> dict[str, dict[int, KernelConfig]]:
+def table() -> dict[str, dict[int, triton.Config]]:
     """Return the config of each case and architecture (80 is compute capability 8.0)."""
     cases = json.loads(TABLE.read_text(encoding="utf-8"))["cases"]
-    return {
-        case: {int(arch): KernelConfig.parse(text) for arch, text in of_archs.items()}
-        for case, of_archs in cases.items()
-    }
+    return {case: {int(arch): parsed(text) for arch, text in of_archs.items()} for case, of_archs in cases.items()}
 
 
-def pinned(case: str, architecture: int) -> KernelConfig:
+def pinned(case: str, architecture: int) -> triton.Config:
     """Return a case's config for an architecture: its own, else that of the nearest lower one, else of the lowest."""
     configs = table()[case]
     return configs[max((known for known in configs if known <= architecture), default=min(configs))]
@@ -94,7 +75,9 @@ def strides(dims: str, **tensors: Tensor) -> dict[str, int]:
     return {f"stride_{name}{dim}": x.stride(i) for name, x in tensors.items() for i, dim in enumerate(dims)}
 
 
-def launch(kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, config: KernelConfig | None = None) -> None:
+def launch(
+    kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, config: triton.Config | None = None
+) -> None:
     """Run a kernel on its tensors' device, with a config or the one that the table pins for the case.
 
     ``grid``: a tuple, or a function from the dict of all arguments to a tuple. ``arguments``: all except the blocks.
@@ -102,4 +85,4 @@ def launch(kernel: Any, grid: Any, arguments: Mapping[str, Any], case: str, conf
     tensor = next(value for value in arguments.values() if isinstance(value, Tensor))
     config = config or pinned(case, architecture_of(tensor.device))
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
-        kernel[grid](**arguments, **dict(config.blocks), **config.options)
+        kernel[grid](**arguments, **config.all_kwargs())

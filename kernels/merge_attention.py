@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_tensors
-from kvpass.kernels.launch import KernelConfig, launch, strides
+from kvpass.kernels.launch import launch, strides
 from kvpass.kernels.prefill_attention import LN2, LOG2E, block_dim
 from kvpass.operands import PartialAttention
 
@@ -46,9 +46,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(lse + (i_b * HEADS + i_h) * queries + o_q, b_max + tl.log2(b_sum) * LN2, mask=m_q)
 
 
-def merge_attention(
-    one: PartialAttention, other: PartialAttention, config: KernelConfig | None = None
-) -> PartialAttention:
+def merge_attention(one: PartialAttention, other: PartialAttention) -> PartialAttention:
     """Return the attention of the same queries to the keys of both, as :meth:`PartialAttention.merged` does.
 
     Outputs ``[B, H, T, Dv]`` are fp32, fp16 or bf16, with any strides but a contiguous last dim; log-sum-exps fp32
@@ -70,5 +68,5 @@ def merge_attention(
         **strides("bhq", out_a=one.out, out_b=other.out, lse_a=one.lse, lse_b=other.lse),
         "HEADS": heads, "DV": dv, "BLOCK_DV": block_dim(dv),
     }  # fmt: skip
-    launch(_merge_kernel, lambda given: (heads, triton.cdiv(t, given["BLOCK_Q"]), b), arguments, "merge", config)
+    launch(_merge_kernel, lambda given: (heads, triton.cdiv(t, given["BLOCK_Q"]), b), arguments, "merge")
     return PartialAttention(out.transpose(1, 2), lse)

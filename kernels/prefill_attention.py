@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.kernels.checks import check_heads, check_tensors
-from kvpass.kernels.launch import KernelConfig, blocks, kind, launch, strides
+from kvpass.kernels.launch import blocks, kind, launch, strides
 from kvpass.operands import Attention
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -250,7 +250,7 @@ def is_aligned(*dims: int) -> bool:
 
 
 def prefill_attention(
-    call: Attention, sliding_window: int | None = None, config: KernelConfig | None = None
+    call: Attention, sliding_window: int | None = None, config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of a prompt without padding; FlashAttention-2 (Dao, arXiv 2307.08691).
 

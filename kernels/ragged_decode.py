@@ -32,7 +32,7 @@ from kvpass.kernels.cached_attention import (
     merge_partials,
     shared_arguments,
 )
-from kvpass.kernels.launch import KernelConfig, kind, launch
+from kvpass.kernels.launch import kind, launch
 from kvpass.kernels.prefill_attention import block_dim, in_parts, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
@@ -215,7 +215,7 @@ def _attend_piece(  # type: ignore[no-untyped-def]
 
 
 def attend_ragged(
-    call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None, chunks: int | None = None
+    call: Attention, held: AppendBuffers, layer: int, config: triton.Config | None = None, chunks: int | None = None
 ) -> Tensor:
     """Append a few new entries of one layer to its tail; attend pool, tail and new tokens.
 

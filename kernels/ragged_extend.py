@@ -24,7 +24,7 @@ from kvpass.kernels.cached_attention import (
     hold_queries,
     shared_arguments,
 )
-from kvpass.kernels.launch import KernelConfig, blocks, kind, launch
+from kvpass.kernels.launch import blocks, kind, launch
 from kvpass.kernels.prefill_attention import LOG2E, block_dim, in_parts, is_aligned, wide_case
 from kvpass.operands import AppendBuffers, Attention
 
@@ -120,7 +120,7 @@ def _attend_queries(  # type: ignore[no-untyped-def]
     tl.store(p_out[:, None] + o_e[None, :], b_out.to(out.dtype.element_ty), mask=m_r[:, None] & (o_e < DV)[None, :])
 
 
-def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: KernelConfig | None = None) -> Tensor:
+def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: triton.Config | None = None) -> Tensor:
     """Append many new entries of one layer to its tail; attend pool, tail and new tokens.
 
     Contract as in ``ragged_decode.attend_ragged``; arrivals are not read.

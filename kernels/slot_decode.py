@@ -31,7 +31,7 @@ from kvpass.kernels.cached_attention import (
     hold_queries,
     merge_partials,
 )
-from kvpass.kernels.launch import KernelConfig, kind, launch, strides
+from kvpass.kernels.launch import kind, launch, strides
 from kvpass.kernels.prefill_attention import FLOOR, block_dim, in_parts, wide_case
 from kvpass.kernels.slot_lines import first_empty
 from kvpass.operands import Attention, SlotCache
@@ -168,13 +168,11 @@ def _finish_slots(  # type: ignore[no-untyped-def]
                 tl.store(p_position + taken, tl.load(now + i_b).to(tl.int32))
 
 
-def attend_slots(
-    call: Attention, lines: SlotCache, layer: int, config: KernelConfig | None = None
-) -> tuple[Tensor, Tensor | None]:
+def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor, Tensor | None]:
     """CUDA version of :func:`kvpass.ops.slots.attend_slots`; arguments as of ``ragged_decode.attend_ragged``.
 
     A line without an empty slot attends to its entries and stores nothing. Position may repeat over rows and KV heads
-    if the entry is not recorded; a recorded entry has a pool. ``config``: of the first launch.
+    if the entry is not recorded; a recorded entry has a pool.
     """
     q, k, v, scale, softcap, sinks = call
     pool, offsets, tail, position, now = lines
@@ -206,7 +204,7 @@ def attend_slots(
     }  # fmt: skip
     grid = (num_tiles, num_lines, triton.cdiv(group, block_rows))
     case = f"slots {kind(q.dtype)}{codes_case(lines, key_dim)}{wide_case(key_dim, value_dim)}"
-    launch(_attend_slots, grid, attend, case, config)
+    launch(_attend_slots, grid, attend, case)
     finish = {**shared, "now": now, "num_tiles": num_tiles, "sinks": sinks, "out": out}
     launch(_finish_slots, (rows * heads,), finish, "finish slots")
     return out.transpose(1, 2), weights

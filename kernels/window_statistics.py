@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.kernels.launch import KernelConfig, blocks, launch, strides
+from kvpass.kernels.launch import blocks, launch, strides
 from kvpass.kernels.prefill_attention import LOG2E, check_dims, check_site, dims_case, dot_rows, hold_rows, logits_base2
 from kvpass.operands import Attention
 
@@ -146,7 +146,7 @@ def _column_sum_kernel(  # type: ignore[no-untyped-def]
 
 def window_statistics(
     call: Attention, start: Tensor, lse: Tensor, window: int, *, spread: bool = False,
-    config: KernelConfig | None = None,
+    config: triton.Config | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute statistics of the window rows of a left-padded prompt.
 
@@ -178,7 +178,7 @@ def window_statistics(
 
 
 def column_sums(
-    call: Attention, start: Tensor, lse: Tensor, rows: int, *, config: KernelConfig | None = None
+    call: Attention, start: Tensor, lse: Tensor, rows: int, *, config: triton.Config | None = None
 ) -> Tensor:
     """Sum a over the last ``rows`` rows (N or more: all): H2O's score (2306.14048), fp32 ``[B, H, N]``.
 

@@ -71,15 +71,13 @@ class Template:
             raise ValueError(f"the chat template of this tokenizer refuses the messages: {error}") from error
 
     def ids(self, text: str) -> list[int]:
-        """Return the token ids of a text of :meth:`text`."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=self.options is None).input_ids
         return ids
 
     def before(self, messages: Sequence[Message]) -> str:
         """Return the text before a question that is put at the end of the last message."""
         *earlier, last = messages
-        texts = [self.text([*earlier, last | {"content": last["content"] + mark}]) for mark in _MARKS]
-        return _common(*texts)
+        return _common(*(self.text([*earlier, last | {"content": last["content"] + mark}]) for mark in _MARKS))
 
     def head(self, system: str | None) -> int:
         """Return how many tokens are before the text of the user's first message: those of system text and tools."""
@@ -103,8 +101,7 @@ class Template:
         user = {"role": "user", "content": "a"}
         texts = [self.text([user, {"role": "assistant", "content": mark}, user]) for mark in _MARKS[:2]]
         after = texts[0][len(_common(*texts)) + len(_MARKS[0]) :].lstrip()
-        ids = self.ids(after)[:1]
-        return [token for token in ids if token in self.tokenizer.all_special_ids]
+        return [token for token in self.ids(after)[:1] if token in self.tokenizer.all_special_ids]
 
 
 class Document:
@@ -433,7 +430,6 @@ class Chat:
         return cache, cache.columns
 
     def _ends(self) -> list[int]:
-        """Return the tokens that end an answer."""
         ends = self.model.generation_config.eos_token_id
         return sorted({*(ends if isinstance(ends, list) else [] if ends is None else [ends]), *self._template.end()})
 

@@ -126,7 +126,6 @@ class StateShape:
 
     @classmethod
     def of(cls, layer: int, name: str, state: torch.Tensor) -> StateShape:
-        """Return the shape of a state of all rows."""
         dtype = str(state.dtype).removeprefix("torch.")
         return cls(layer=layer, name=name, shape=tuple(map(int, state.shape[1:])), dtype=dtype)
 
@@ -288,11 +287,11 @@ class Budget:
 
 
 BudgetLike: TypeAlias = Budget | int | float | str | None
-
-Spans: TypeAlias = Sequence[tuple[int, int]] | torch.Tensor
-"""Parts of a prompt: ``(start, stop)`` in tokens of each row, counted from its first real one; or a mask of its
-columns, bool ``[B, N]``."""
 """A budget as users write it; None where a policy has none, or to take the model's."""
+
+Spans: TypeAlias = Sequence[tuple[int, int]] | torch.Tensor | tuple[Literal["images"]]
+"""Parts of a prompt: ``(start, stop)`` in tokens of each row, counted from its first real one; a mask of its columns,
+bool ``[B, N]``; or ``("images",)``, the tokens of its images."""
 
 
 def read_bytes(text: str, name: str = "budget") -> int:

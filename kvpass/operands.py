@@ -53,7 +53,6 @@ class Buffer:
 
     @property
     def row_dim(self) -> int:
-        """Dimension of the batch rows."""
         return self.sizes.index("pool_batch" if self.of_pool else "batch")
 
     @property
@@ -278,7 +277,6 @@ class Attention(NamedTuple):
     sinks: Tensor | None = None
 
     def rows(self, rows: slice, columns: slice) -> Attention:
-        """Return the call for some rows of the batch and some tokens."""
         part = (rows, slice(None), columns)
         return self._replace(q=self.q[part], k=self.k[part], v=self.v[part])
 

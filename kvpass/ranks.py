@@ -37,7 +37,6 @@ class Ranks:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one process."""
         return self.size > 1
 
     @property
@@ -48,7 +47,6 @@ class Ranks:
     @classmethod
     @functools.cache
     def from_spec(cls, spec: str) -> Ranks:
-        """Return the ranks of a :attr:`spec`."""
         rank, _, size, _, group = spec.split(" ", 4)
         return cls(group, int(rank), int(size))
 

@@ -158,6 +158,7 @@ class Report:
             "ring_nbytes": self.prompt.ring_nbytes,
             "state_nbytes": self.prompt.state_nbytes,
             "protected": self.prompt.protected,
+            "image_entries": self.prompt.entries_of_images(),
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "output_errors": None if self.output_errors is None else self.output_errors.tolist(),
@@ -172,7 +173,6 @@ class Report:
         return Group(self._table(), *self._kept(), *self._outside(), *self._compiled())
 
     def _table(self) -> Table:
-        """A line for each layer."""
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")
@@ -211,6 +211,10 @@ class Report:
                 f"entries kept: {total} of {full} ({total / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
                 f"a full one would hold {self.bytes_full}"
             )
+            if self.prompt.images is not None:
+                images = self.prompt.entries_of_images()
+                of_images = full * int(self.prompt.images.sum()) // int(self.prompt_lengths.sum())
+                yield f"of images: {images} of {of_images} entries; of text: {total - images} of {full - of_images}"
         if self.prompt.entry_format != "model":
             yield (
                 f"entries={self.prompt.entry_format!r}: entries are {BITS[self.prompt.entry_format]}-bit codes with a "

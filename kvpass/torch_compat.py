@@ -56,7 +56,6 @@ if REPEATS_LAYERS:
 
 
 def set_symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol, bounds: ValueRanges) -> None:
-    """Let a symbol be within other bounds."""
     shapes.var_to_range[symbol] = bounds
 
 
@@ -70,7 +69,6 @@ def sizes_of_inputs(shapes: ShapeEnv) -> dict[sympy.Symbol, list[TensorPropertyS
 
 
 def process_group(name: Any) -> dist.ProcessGroup:
-    """Return the process group of that name."""
     return _resolve_process_group(name)
 
 

@@ -53,11 +53,6 @@ class Shape:
     device: torch.device = torch.device("cuda")  # noqa: RUF009
     latent: int | None = None
 
-    @property
-    def named(self) -> dict[str, str]:
-        """What records of latent rows have besides."""
-        return {} if self.latent is None else {"rows": "latent"}
-
     def random(self, *sizes: int) -> Tensor:
         return torch.randn(*sizes, dtype=self.dtype, device=self.device)
 
@@ -157,7 +152,7 @@ def time_graph(function: Callable[[], Any]) -> float:
 def figures(decode: list[dict[str, Any]], bandwidth: float) -> Iterator[None]:
     """Add a record for each batch; yields after each figure."""
     for (shape, columns), rows in itertools.product(((Shape(), tuple(FORMATS)), (LATENT, ("ragged",))), BATCHES):
-        record: dict[str, Any] = {"batch": rows, **shape.named}
+        record: dict[str, Any] = {"batch": rows} | ({} if shape.latent is None else {"rows": "latent"})
         decode.append(record)
         for column in columns:
             lengths = ragged_lengths(shape, rows, BUDGET - WINDOW)
@@ -165,9 +160,7 @@ def figures(decode: list[dict[str, Any]], bandwidth: float) -> Iterator[None]:
                 lengths.fill_(BUDGET - WINDOW)
             try:
                 record[column] = time_decode(shape, lengths, bandwidth, rows == BATCHES[0], FORMATS[column])
-            except (
-                Exception
-            ) as error:  # the other figures do not need this one; the exit status says that it is missing
+            except Exception as error:  # the other figures do not need it; the exit status says that it is missing
                 traceback.print_exc()
                 record[column] = {"failure": first_line(error)}
             times = [record.get(name, {}).get("us_per_layer") for name in ("ragged", "uniform")]

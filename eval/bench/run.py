@@ -177,8 +177,7 @@ class Bench:
                 result["runs"].append(run)
                 for repeat, measurement in itertools.product(repeats, measured):
                     turn = f"{run['context']} x {run['batch']}, {measurement.system.name}: repeat {repeat}"
-                    total = len(self.runs) * len(repeats) * len(measured)
-                    progress.update(task, description=turn, total=total)
+                    progress.update(task, description=turn, total=len(self.runs) * len(repeats) * len(measured))
                     if measurement.failure is None:
                         self._take(measurement)
                     ready = [other for other in measured if other.steps or other.failure is not None]

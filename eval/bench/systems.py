@@ -74,7 +74,6 @@ class System:
         return cache
 
     def nbytes(self, cache: Any) -> int:
-        """Bytes the storages of the cache occupy."""
         return storage_bytes(cache)
 
     def attended_bytes(self, cache: Any, tokens: int) -> int:

@@ -15,7 +15,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import transformers
@@ -86,8 +86,8 @@ class KVPassLM(HFLM):
         if policy is None or policy == "none":
             policy = "full"
         batch_size = 1 if batch_size is None else batch_size
-        check_choice("scope", scope, get_args(Scope))
-        check_choice("truncation", truncation, get_args(Truncation))
+        check_choice("scope", scope, Scope)
+        check_choice("truncation", truncation, Truncation)
         if num_uncompressed_tokens is not None:
             check_int("num_uncompressed_tokens", num_uncompressed_tokens, 0)
             if scope == "context":

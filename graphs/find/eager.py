@@ -166,5 +166,4 @@ def _text(part: MaskPart, scores: Node) -> str:
             lines.append(f"{names[node]} = {node.op} {node.target} {arguments}")
         else:
             lines.append(node.name)
-    shape = shape_of(scores)
-    return "\n".join([f"{shape} {recorded(scores).dtype}", *lines])
+    return "\n".join([f"{shape_of(scores)} {recorded(scores).dtype}", *lines])

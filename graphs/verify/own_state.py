@@ -86,6 +86,12 @@ def check_own_state_pass(gm: GraphModule) -> int:
                 f"it leaves a table for the length of this call in {dotted(place)}, and would take it for another. "
                 "Call the decoder once on the longest text before it is compiled: then the table is there",
             )
+        if read and node.name not in dependent:
+            raise refuse(
+                node,
+                f"it changes {dotted(place)} by what stands there, as layers do that pack weights in their first call. "
+                "Call the decoder once before it is compiled: then they are packed",
+            )
     for variable, attributes in changed_objects():
         if _counts(variable, attributes):  # of a hook's variable, the module that has the hook is named
             source: Any = variable.source

@@ -236,7 +236,6 @@ class _Offsets:
         return self._axes[node]
 
     def sizes(self, length: int) -> SizeMap:
-        """Values of the symbols for an example of so many tokens."""
         return hinted_sizes(self.gm) | example_sizes(self.batch, self.tokens, length)
 
     def mark(self) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpass.adapt.equal_layers import repeat_layers
+from kvpass.adapt.images import admit_images
 from kvpass.adapt.latent_attention import attend_latents
 from kvpass.adapt.positions import rotate_by_row, tune_by_position
 from kvpass.adapt.recurrent import RecurrentLayers, recurrent_layers, replace_token_mixers
@@ -50,6 +51,7 @@ def adapted_copy(model: PreTrainedModel, ranks: Ranks, *, uses_our_attention: bo
     divided = hold_own_weights(copied, model, ranks) if is_divided else {}
     remove_wrappers(copied, model)
     repeat_layers(copied)
+    admit_images(copied)
     longrope_limit = rotate_by_row(copied)
     if recurrent is not None:
         replace_token_mixers(copied)

@@ -36,5 +36,4 @@ def load(
     """
     folder = path() if name == "builtin" else fetched(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **options)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return model.eval(), tokenizer
+    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -238,7 +238,6 @@ class CompressedCache(Cache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no prompt."""
         return self.state.columns == 0
 
     def clone(self) -> CompressedCache:

@@ -175,7 +175,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # -- the tensors of a cache -------------------------------------------------------------------------------------------
 
 
-_OPTIONAL = ("ids", "mask", "protected")
+_OPTIONAL = ("ids", "mask", "protected", "ahead")
 """Tables of the tokens that not every cache has."""
 
 
@@ -218,6 +218,8 @@ def check_tensors(metadata: CacheMetadata, policy: Policy, tensors: Mapping[str,
     if "protected" in tensors:
         _check_range("protected", tensors["protected"], 1)
     seen = metadata.columns - start
+    if "ahead" in tensors:
+        _check_range("next position", seen + tensors["ahead"], torch.iinfo(torch.int32).max)
     for part in layout.names[: len(layout.pools)]:
         store = of_part(tensors, part)
         if rule is None:
@@ -248,7 +250,8 @@ def _expected(
 
     ``protects``: it has protected tokens, which slots that may be evicted say with one more number.
     """
-    buffers = {"start": Buffer("batch", torch.int64), "ids": Buffer("batch columns", torch.int32)}
+    row = Buffer("batch", torch.int64)
+    buffers = {"start": row, "ahead": row, "ids": Buffer("batch columns", torch.int32)}
     buffers |= {name: Buffer(f"batch {name}", torch.uint8) for name in ("mask", "protected")}
     layout, rows = metadata.layout, dict.fromkeys(("batch", "pool_batch"), len(metadata.entries))
     sizes = {name: {**rows, "columns": metadata.text_columns} for name in buffers}

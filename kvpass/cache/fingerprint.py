@@ -164,7 +164,6 @@ class GraphFingerprint:
 
     @classmethod
     def of(cls, inputs: Sequence[Any], paths: tuple[str, ...]) -> GraphFingerprint:
-        """Return the fingerprint of a graph that is called with ``inputs``."""
         parameters = [value for value in inputs if isinstance(value, nn.Parameter)]
         counted = [tensor for tensor in parameters if not tensor.is_inference()]
         return cls(parameters[0] if parameters else paths, (sum(map(_VERSION, counted)),))

@@ -250,7 +250,6 @@ class FullAttentionLayers(CachePart):
 
     @property
     def rows(self) -> int:
-        """B."""
         return self.buffers.offsets.shape[0]
 
     @property

@@ -32,7 +32,6 @@ class CachePart:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers by name."""
         return {name: x for name, x in self.buffers._asdict().items() if x is not None}
 
     def finish_prefill(self) -> None:
@@ -64,11 +63,9 @@ class CachePart:
         return twin
 
     def clone(self, reuse: BufferReuse) -> Self:
-        """Return an independent copy, in memory from ``reuse``."""
         return self.mapped(lambda name, x: reuse.copy((self.key, name), x))
 
     def to(self, device: torch.device) -> Self:
-        """Return a copy on another device."""
         return self.mapped(lambda _, x: x.to(device, copy=True))
 
     def with_rows(self, index: Tensor) -> Self:
@@ -116,7 +113,6 @@ class SlidingWindowLayers(CachePart):
     def empty(
         cls, group: LayerGroup, rows: int, dtype: torch.dtype, device: torch.device, reuse: BufferReuse
     ) -> SlidingWindowLayers:
-        """Return rings for a prompt."""
         assert group.sliding_window is not None
         sizes = group.geometry.sizes | {"batch": rows, "ring": group.sliding_window}
         shapes = {name: BUFFERS[name].shape(sizes) for name in RingBuffers._fields}

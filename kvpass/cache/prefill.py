@@ -77,7 +77,6 @@ class PrefillLayers:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers by name."""
         return {name: x for name, x in self.buffers._asdict().items() if x is not None}
 
     def finish(self) -> tuple[FullAttentionLayers, LayersRecord]:

@@ -50,10 +50,23 @@ class PromptRecord:
     state_nbytes: int  # of the states of recurrent layers alone
     entry_format: EntryFormat = "model"
     protected: int = 0  # tokens of all rows that were kept in any case
+    images: Tensor | None = None  # tokens of images, bool [B, N] by true position; None: none
 
     def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""
         return store.kept + self.window[:, None, None]
+
+    def entries_of_images(self) -> int:
+        """Return how many entries of all rows, layers and heads are of tokens of images."""
+        if self.images is None:
+            return 0
+        kept, window = 0, (self.columns - self.start.cpu() - self.window.cpu())[:, None]
+        in_window = int(self.images[torch.arange(self.columns, device="cpu") >= window].sum())
+        for store in self.full_layers:
+            positions, g = store.positions.cpu().long(), store.group.geometry
+            kept += int((self.images.gather(1, positions.clamp(min=0)) & (positions >= 0)).sum())
+            kept += in_window * g.layers * g.kv_heads
+        return kept
 
     def bytes_kept(self, store: LayersRecord) -> Tensor:
         """Return their bytes, scales included, int64 ``[B, L, K]``."""

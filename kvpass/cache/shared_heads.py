@@ -44,8 +44,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]], layout: Layout) -> dict[str, T
         buffers = {name: _joined_heads(name, [held[name] for held in own]) for name in own[0]}
         if "offsets" in buffers:
             bounds = [held["offsets"] for held in own]
-            counts = torch.cat([entries_of(offsets, group) for offsets in bounds], 2)
-            buffers["offsets"] = _offsets(counts)
+            buffers["offsets"] = _offsets(torch.cat([entries_of(offsets, group) for offsets in bounds], 2))
             for name in POOL & buffers.keys():
                 buffers[name] = _all_heads(name, [held[name] for held in own], bounds, group)
         found |= {f"{part}_{name}": x for name, x in buffers.items()}

@@ -34,7 +34,7 @@ def read_spans(protect: Spans | None, start: Tensor, columns: int) -> Tensor | N
         found = mask.gather(1, column.clamp(max=columns - 1)) & (column < columns)
     else:
         found = torch.zeros(rows, columns, dtype=torch.bool, device="cpu")
-        for begin, end in checked_spans("protect", protect, columns - int(start.max())):
+        for begin, end in checked_spans("protect", protect, columns - int(start.max())):  # type: ignore[arg-type]
             found[:, begin:end] = True
     return found if bool(found.any()) else None
 
@@ -60,7 +60,7 @@ def checked_spans(name: str, spans: Sequence[tuple[int, int]], tokens: int) -> l
         ordered = sorted((operator.index(begin), operator.index(end)) for begin, end in spans)
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name}={spans!r}: must be pairs (start, stop) of tokens{', or a mask' * (name == 'protect')}"
+            f"{name}={spans!r}: must be pairs (start, stop) of tokens{', a mask or given images' * (name == 'protect')}"
         ) from None
     for begin, end in ordered:
         if not 0 <= begin < end:

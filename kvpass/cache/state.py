@@ -46,6 +46,7 @@ class KVState:
     start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))  # first real column
     ids: Tensor | None = None  # of the text, padding included, int32 [B, text_columns]; None where they are not known
     protected: Tensor | None = None  # prompt tokens kept in any case, bool [B, n] by true position; None: none
+    ahead: Tensor | None = None  # of positions of later tokens before their numbers, int64 [B]; None: of text
     columns: int = 0  # tokens seen, padding included
     forgotten: frozenset[int] = frozenset()  # true positions whose entries were removed, of every row
     prompt_columns: int = 0
@@ -209,6 +210,12 @@ class KVState:
         return self.columns - len(self.forgotten)
 
     @property
+    def next_positions(self) -> Tensor:
+        """Position of the next token of each row, int64 ``[B]``: those seen, and what images are ahead of these."""
+        seen = self.columns - self.start
+        return seen if self.ahead is None else seen + self.ahead
+
+    @property
     def text_positions(self) -> list[int]:
         """True positions of the tokens of the text, of a row without padding."""
         return [position for position in range(self.columns) if position not in self.forgotten]
@@ -216,7 +223,7 @@ class KVState:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages: spare slots, tail capacity, rings, states, positions, ids, all tables."""
-        tables = [x for x in (self.start, self.ids, self.protected) if x is not None]
+        tables = [x for x in (self.start, self.ids, self.protected, self.ahead) if x is not None]
         return sum(part.nbytes for part in self.parts) + sum(x.untyped_storage().nbytes() for x in tables)
 
     @property
@@ -226,17 +233,14 @@ class KVState:
 
     @property
     def sliding_layers(self) -> list[SlidingWindowLayers]:
-        """The layers with a sliding window."""
         return [part for part in self.parts if isinstance(part, SlidingWindowLayers)]
 
     @property
     def states(self) -> list[RecurrentState]:
-        """The states of recurrent layers."""
         return [part for part in self.parts if isinstance(part, RecurrentState)]
 
     @property
     def device(self) -> torch.device:
-        """Device of the entries."""
         return self.start.device
 
     @property
@@ -261,9 +265,9 @@ class KVState:
     # -- rows, copies and files -------------------------------------------------------------------------------------
 
     @property
-    def _of_tokens(self) -> tuple[Tensor | None, ...]:
-        """What may be known of the tokens of each row."""
-        return self.ids, self.padded, self.protected
+    def _of_tokens(self) -> dict[str, Tensor | None]:
+        """What may be known of the tokens of each row, by name."""
+        return {name: getattr(self, name) for name in ("ids", "padded", "protected", "ahead")}
 
     @torch.inference_mode(False)
     def clone(self) -> KVState:
@@ -274,11 +278,10 @@ class KVState:
 
     @torch.inference_mode(False)
     def to(self, device: torch.device) -> KVState:
-        """Return a copy on another device."""
         parts = [part.to(device) for part in self.parts]
         start, seen = self.start.to(device), self.seen.to(device)
-        ids, padded, protected = (None if x is None else x.to(device) for x in self._of_tokens)
-        return replace(self, parts=parts, start=start, seen=seen, ids=ids, padded=padded, protected=protected)
+        tables = {name: None if x is None else x.to(device) for name, x in self._of_tokens.items()}
+        return replace(self, parts=parts, start=start, seen=seen, **tables)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
     def with_rows(self, index: Tensor) -> KVState:
@@ -286,11 +289,10 @@ class KVState:
         if index.numel() == 0:
             raise ValueError("no row of the cache is selected: select at least one, or reset the cache")
         index = index.clone().to(self.device)
-        ids, padded, protected = (None if x is None else x[index] for x in self._of_tokens)
+        tables = {name: None if x is None else x[index] for name, x in self._of_tokens.items()}
         budgets = [self.budgets[row] for row in index.tolist()]
         parts = [part.with_rows(index) for part in self.parts]
-        start = self.start[index]
-        return replace(self, parts=parts, start=start, ids=ids, padded=padded, protected=protected, budgets=budgets)
+        return replace(self, parts=parts, start=self.start[index], budgets=budgets, **tables)  # type: ignore[arg-type]
 
     @torch.inference_mode(False)
     def joined(self, states: Sequence[KVState], order: Tensor, mask: Tensor, ids: Tensor) -> KVState:
@@ -323,7 +325,7 @@ class KVState:
         """What a file holds, by name."""
         masks = {"mask": self.padded, "protected": self.protected}
         of_bytes = {name: None if x is None else x.byte() for name, x in masks.items()}
-        tables = {"start": self.start, "ids": self.ids, **of_bytes}
+        tables = {"start": self.start, "ids": self.ids, "ahead": self.ahead, **of_bytes}
         parts = named(self.layout, [part.saved for part in self.parts])
         return parts | {name: x for name, x in tables.items() if x is not None}
 
@@ -351,6 +353,7 @@ class KVState:
             ids=tensors.get("ids"),
             padded=(tensors["mask"] == 1).long() if "mask" in tensors else None,
             protected=tensors["protected"] == 1 if "protected" in tensors else None,
+            ahead=tensors.get("ahead"),
             budgets=metadata.entries,
             columns=metadata.columns,
             prompt_columns=metadata.columns,

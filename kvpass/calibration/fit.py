@@ -237,7 +237,6 @@ class _Sums:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Statistics of queries, by name."""
         if not self.queries:
             return {}
         distances = torch.stack(self.heads)[:, 2].mean(0)

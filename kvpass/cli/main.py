@@ -247,7 +247,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
 @_command
 def compress(options: CompressOptions) -> None:
-    """Compress a document into a file that 'kvpass ask' and 'kvpass chat' answer questions from."""
+    """Compress a text, without images, into a file that 'kvpass ask' and 'kvpass chat' answer questions from."""
     from kvpass.chat import Document
     from kvpass.loading import launched, load_model
 

@@ -84,7 +84,6 @@ def _curl(address: str, model: str, document: str | None, *, is_chat: bool) -> s
 
 
 def _size(document: SavedDocument) -> str:
-    """Return the size of a document in words."""
     parts = [*document.segments(document.of_rank(ONE_PROCESS))]
     share = sum(len(part["pool_k"]) for part in parts) / len(parts) / len(document.ids)
     size = sum(tensor.nbytes for part in parts for tensor in part.values()) / 2**20

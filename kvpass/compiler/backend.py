@@ -244,7 +244,7 @@ class PhaseCompiler:
             decoder.check(inputs)
             call.begin()
             block = tokens_of(call.block, call.cache.batch_size, device)
-            return read(fills, inputs, block, call.cache.ranks)
+            return read(fills, inputs, block, call)
 
         return _CompiledPhase(run, len(functions), passes, split.not_in_blocks)
 

@@ -18,7 +18,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn.functional import scaled_dot_product_attention
 
+from kvpass.adapt.images import Merged
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import backend_mode, ids_and_positions, placeholders, size_reader
 from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
@@ -180,7 +182,7 @@ class LayerRun:
     Args:
         inputs: of the captured graph. real: 1 for tokens, 0 for padding, int64 ``[B, tokens]``. block: tokens of a
             block. start: first real column of each row, on the CPU. seen: columns before these tokens. states: of
-            recurrent layers, before these tokens.
+            recurrent layers, before these tokens. text: of which images are a part, if it is one.
     Attributes:
         node_values: inputs and constants, by node: all that parts read but what they compute.
     """
@@ -194,9 +196,12 @@ class LayerRun:
         start: Tensor,
         seen: int = 0,
         states: Mapping[Node, Tensor] = MappingProxyType({}),
+        text: Merged | None = None,
     ) -> None:
         self.decoder, self.tokens, self.start, self.seen = decoder, real.shape[1], start, seen
-        self.edges = decoder.edges(self.tokens, block)
+        self.sees = (None, None) if text is None else (text.sees, text.sees_near)
+        in_blocks = all(sees is None for sees in self.sees)
+        self.edges = decoder.edges(self.tokens, block) if in_blocks else [0, self.tokens]
         inputs = [*inputs, torch.full((), seen, dtype=torch.int64, device=decoder.device)]
         self.node_values: Hidden = {**decoder.constants, **dict(zip(decoder.inputs, inputs, strict=True))}
         self.node_values |= dict.fromkeys(decoder.split.real, real) | dict(states)
@@ -257,6 +262,9 @@ class LayerRun:
             made[site.node], lse = attend_prompt(
                 call, expansion, self.start, implementation(q), site.sliding_window, site.chunked
             )
+            sees = self.sees[site.sliding_window is not None]
+            if sees is not None:
+                _attend_later(call, sees, made[site.node])
             if lse is not None:
                 lses.put(first, lse)
             if on_block is not None:
@@ -267,6 +275,14 @@ class LayerRun:
         whole, lse = absorbed(call._replace(q=queries.before(n)), expansion), lses.before(n) if lses.began else None
         hidden = {node: value for node, value in run.hidden.items() if node not in layer.read_last}
         return LayerResult(hidden, whole, lse, [torch.cat(numbers, -1) for numbers in entered])
+
+
+def _attend_later(call: Attention, sees: Tensor, out: Tensor) -> None:
+    """Attend again, into ``out``, where tokens of a prompt see later ones: ``sees`` bool ``[B, N, N]``."""
+    if call.softcap is not None or call.sinks is not None:
+        raise ValueError("tokens of an image that see later ones, with soft-capping or sinks: use the uncompiled model")
+    (q, k, v, scale, *_), at = call, sees.triu(1).any(2).any(0)
+    out[:, :, at] = scaled_dot_product_attention(q[:, :, at], k, v, sees[:, None, at], scale=scale, enable_gqa=True)
 
 
 class _BlockRun:

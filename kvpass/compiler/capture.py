@@ -19,6 +19,7 @@ import transformers.utils
 from torch import Tensor
 from torch.fx import GraphModule
 
+from kvpass.adapt.images import Parts, unpacked
 from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.cache.model_state import Global, ModelState
 from kvpass.compiler.backend import PhaseCompiler, no_garbage_collection, rows_text
@@ -50,8 +51,8 @@ log = logging.getLogger(__name__)
 Further = Callable[[Tensor], dict[str, Any]]
 """Makes arguments of a forward from the positions; traced with it."""
 
-Key = tuple[int, bool]
-"""Rows (2: any number from 2 on), and whether ids are embeddings."""
+Key = tuple[int, bool, Parts, int]
+"""Rows (2: any number from 2 on), whether ids are embeddings, what is behind these, and axes of positions (0: none)."""
 
 MAX_STATES = 8
 """States of a model of which captures are kept, as other adapters; that of the longest ago is dropped first."""
@@ -166,8 +167,8 @@ class CaptureCache:
         The model must be in the state in which its fingerprint last was.
 
         Args:
-            forward: the model's. ids, positions: contiguous ``[B, T]``; of a prompt ids may be embeddings
-                ``[B, T, D]``. logits_to_keep: of the last so many tokens; 0 = all.
+            forward: the model's. ids, positions: contiguous ``[B, T]``; ids may be embeddings ``[B, T, D]``, and
+                positions have axes, ``[B, T, axes]``. logits_to_keep: of the last so many tokens; 0 = all.
         Raises:
             ValueError: the decoder is not understood, is no single graph, is another one for other lengths, or does
                 not take so many tokens.
@@ -175,12 +176,14 @@ class CaptureCache:
         captures = self._captures()
         scope, watch = {"L": {"forward": forward}, "G": globals()}, partial(self._watch, captures)
         call.take_over_guards = partial(take_over_guards, scope, watch)
-        key, ends = (min(len(ids), 2), ids.ndim == 3), captures.ends
+        parts = () if call.merged is None else call.merged.parts
+        axes = positions.shape[2] if positions.ndim == 3 else 0
+        key, ends = (min(len(ids), 2), ids.ndim == 3, parts, axes), captures.ends
         call.logits = logits_to_keep if logits_to_keep < ids.shape[1] else 0
         if key not in captures.compiled:
             # a capture is made of several tokens, also where the call has one, and serves one as well
-            compiled = _make_compiled_forward(forward, self.further, self.compiler, key[1], ends)
-            self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids))
+            compiled = _make_compiled_forward(forward, self.further, self.compiler, key, ends)
+            self._capture_on_all_ranks(compiled, call, ids if ids.shape[1] > 1 else _several(ids), axes)
             captures.compiled[key] = compiled
         seen = 0 if call.phase == "prefill" else call.cache.state.columns
         check_length(min(ends.columns, default=None), seen, ids.shape[1])
@@ -192,7 +195,7 @@ class CaptureCache:
         try:
             return _call_compiled(compiled, call, ids, positions)
         except _OneTokenAlone:  # the decoder is another one after its first call: with a table that it made there
-            self._capture_on_all_ranks(compiled, call, _several(ids))
+            self._capture_on_all_ranks(compiled, call, _several(ids), axes)
             return _call_compiled(compiled, call, ids, positions)
 
     def _watch(self, captures: _Captures, names: frozenset[str | Global]) -> ModelState:
@@ -202,7 +205,7 @@ class CaptureCache:
         captures.state = attributes.value
         return attributes
 
-    def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor) -> None:
+    def _capture_on_all_ranks(self, compiled: Callable[..., Tensor], call: Call, ids: Tensor, axes: int) -> None:
         """Capture without running, in all processes that share the weights or in none.
 
         At the positions of a prompt: those of the call may start anywhere.
@@ -210,6 +213,7 @@ class CaptureCache:
         what, only_capture = f"capturing the decoder for {rows_text(len(ids))}", replace(call, only_capture=True)
         ids = ids.clone(memory_format=torch.contiguous_format)
         positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+        positions = positions[..., None].repeat(1, 1, axes) if axes else positions
 
         def capture_once(layers_once: bool) -> None:
             once = replace(only_capture, layers_once=layers_once)
@@ -285,20 +289,22 @@ def _stop(failure: Unsupported | UserError | TorchRuntimeError) -> str:
 
 
 def _make_compiled_forward(
-    forward: types.MethodType, further: Further | None, compiler: PhaseCompiler, embedded: bool, ends: _LengthLimits
+    forward: types.MethodType, further: Further | None, compiler: PhaseCompiler, key: Key, ends: _LengthLimits
 ) -> Callable[..., Tensor]:
     """The forward, captured when it is first called; what its captures take at most is added to ``ends``."""
+    _, embedded, parts, axes = key
 
     def step(input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        if position_ids.shape != input_ids.shape[:2]:  # never; tells Dynamo that both have one size
+        if position_ids.shape[:2] != input_ids.shape[:2]:  # never; tells Dynamo that both have one size
             raise AssertionError
+        text = unpacked(input_ids, parts) if parts else {"inputs_embeds" if embedded else "input_ids": input_ids}
         logits: Tensor = forward(
-            **{"inputs_embeds" if embedded else "input_ids": input_ids},
-            position_ids=position_ids,
+            **text,
+            position_ids=position_ids.permute(2, 0, 1) if axes else position_ids,
             use_cache=False,
             logits_to_keep=0,
             return_dict=True,
-            **({} if further is None else further(position_ids)),
+            **({} if further is None else further(position_ids[..., 0] if axes else position_ids)),
         ).logits
         return logits
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.profiler import record_function
 
 from kvpass.compiler.blocks import Hidden, LayerResult, LayerRun, SplitDecoder
+from kvpass.compiler.step import Call
 from kvpass.graphs.canonical import SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.fx_utils import recorded
@@ -75,14 +76,14 @@ class PromptReader:
             self._programs[key] = program
         return self._programs[key]
 
-    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, ranks: Ranks) -> list[Any]:
+    def __call__(self, fills: Sequence[Fill], inputs: Sequence[Any], block: int, call: Call) -> list[Any]:
         """Fill caches with one prompt, and return what the decoder returns.
 
         Args:
-            inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that share the heads.
+            inputs: of the captured graph. block: tokens of a block, at least 2.
         """
-        program = self.program([check_registered(fill.policy) for fill in fills], ranks)
-        prompt = Prompt(self.decoder, fills, inputs, block, ranks)
+        program = self.program([check_registered(fill.policy) for fill in fills], call.cache.ranks)
+        prompt = Prompt(self.decoder, fills, inputs, block, call)
         caches = [
             [fill.state[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in fill.state]
             for fill in fills
@@ -107,8 +108,8 @@ class Prompt:
     """A prompt that runs through a decoder in blocks of tokens, into one or more caches.
 
     Args:
-        fills: the caches. inputs: of the captured graph. block: tokens of a block, at least 2. ranks: processes that
-            share the heads. compacts: it runs a second time, and what was kept of it is fitted.
+        fills: the caches. inputs: of the captured graph. block: tokens of a block, at least 2. compacts: it runs a
+            second time, and what was kept of it is fitted.
     """
 
     def __init__(
@@ -117,18 +118,19 @@ class Prompt:
         fills: Sequence[Fill],
         inputs: Sequence[Any],
         block: int,
-        ranks: Ranks,
+        call: Call,
         *,
         compacts: bool = False,
     ) -> None:
-        self.decoder, self.fills, self.inputs, self.block, self.ranks = decoder, fills, inputs, block, ranks
+        self.decoder, self.fills, self.inputs, self.block, self.call = decoder, fills, inputs, block, call
+        self.ranks = call.cache.ranks
         state = fills[0].state  # what a prompt begins with is the same for all
         self.start, self.first = state["start"], state["first"]
         columns = torch.arange(decoder.tokens(inputs), device=decoder.device)
         real = (columns >= self.first[:, None]).long()
         self.states = {node: f"state{place}" for place, node in enumerate(decoder.split.states)}
         states = {node: state[f"{name}_held"] for node, name in self.states.items()}
-        self.run = LayerRun(decoder, inputs, real, block, self.start, states=states)
+        self.run = LayerRun(decoder, inputs, real, block, self.start, states=states, text=call.merged)
         self.tokens, self.compacts = self.run.tokens, compacts
         self.replay_groups = list(_replay_groups(self))
 
@@ -337,7 +339,7 @@ class Prompt:
     def repetition(self) -> Prompt:
         """Return the prompt, to be read again with its repetitions behind it, by which what was kept is fitted."""
         fills = [fill for fill in self.fills if fill.policy.compact]
-        return Prompt(self.decoder, fills, self.inputs, self.block, self.ranks, compacts=True)
+        return Prompt(self.decoder, fills, self.inputs, self.block, self.call, compacts=True)
 
     def compact_layer(
         self, place: int, replays: Sequence[Sequence[Hidden]], hidden: Hidden, attention: Attended

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+from kvpass.adapt.images import Merged
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
 from kvpass.cache.recompression import Recompression
@@ -32,6 +33,7 @@ class Call:
         only_capture: capture the graph and do not run it. layers_once: trace layers of equal code once.
         block: tokens of a block of a prompt, "auto" or at least 2.
         take_over_guards: of the capture that is being traced, those on the model.
+        merged: the text, where it has images.
     """
 
     cache: CompressedCache
@@ -43,6 +45,7 @@ class Call:
     layers_once: bool = False
     block: Block = "auto"
     take_over_guards: Callable[[], None] | None = None
+    merged: Merged | None = None
 
     @property
     def observed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,14 +24,14 @@ TAKEN = (
 ).split()
 """Arguments that a kvpass model's ``forward`` takes."""
 
-NO_IMAGES = "kvpass reads no images, videos or sound yet: use the uncompiled model for a prompt that has them"
 PROTECTS_PROMPTS = "protect: spans are of the prompt that fills a cache; give them with it"
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-_OF_IMAGES = re.compile("pixel|image|video|audio|vision|patches|target_sizes|^(moe_)?mm_|^input_(features|values)")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+_OF_SOUND = "audio|^input_(features|values)"
+_OF_IMAGES = f"pixel|image|video|vision|patches|target_sizes|per_grid|{_OF_SOUND}"
 
 UNSUPPORTED = {
     "labels": "a kvpass model computes no loss: compute it from the logits, or use the uncompiled model",
-    "token_type_ids": "a kvpass model takes zeros only: call the tokenizer with return_token_type_ids=False",
+    **dict.fromkeys(TOKEN_TYPES, "zeros only, or those of images with these; give return_token_type_ids=False"),
     **dict.fromkeys(OUTPUTS, ONLY_LOGITS),
     **dict.fromkeys(_OF_WHOLE_TEXT, "the model's class prepares every step from the whole text and knows no cache"),
 }
@@ -81,23 +82,42 @@ def check_embeds(embeds: object, ids: object, model: PreTrainedModel, policy: Po
 
 
 def unsupported_argument(given: Mapping[str, Any]) -> str | None:
-    """Return the first unsupported argument of ``forward``, of images if any; those without effect do not count."""
-    unsupported = []
+    """Return the first unsupported argument of ``forward``; those without effect do not count."""
     for name, value in given.items():
         harmless = value is None or name == "cache_position" or (name in OUTPUTS and not value)
         if name not in TAKEN and not harmless and not says_text(name, value):
-            unsupported.append(name)
-    return min(unsupported, key=lambda name: not is_of_images(name), default=None)
+            return name
+    return None
 
 
 def says_text(name: str, value: Any) -> bool:
     """Return whether an argument is a tensor of token types that are all zero: each token is text."""
-    return name in _TOKEN_TYPES and isinstance(value, Tensor) and not bool(value.any())
+    return name in TOKEN_TYPES and isinstance(value, Tensor) and not bool(value.any())
 
 
-def is_of_images(name: str) -> bool:
-    """Return whether the name of an argument is one of images, videos or sound, as processors give them."""
-    return _OF_IMAGES.search(name) is not None
+def take_images(given: dict[str, Any]) -> dict[str, Any]:
+    """Take images out of the arguments of a call, with the token types that say where they are; else nothing."""
+    named = [name for name, value in given.items() if value is not None and re.search(_OF_IMAGES, name)]
+    types = [name for name in TOKEN_TYPES if named and given.get(name) is not None]
+    return {name: given.pop(name) for name in (*named, *types)}
+
+
+def check_images(images: Mapping[str, Any], with_ids: bool, position_ids: object, model: Any, runtime: Any) -> None:
+    """Raise ValueError for images that the model or its policy does not take, or not as they are given."""
+    kind: Any = type(model).__bases__[1]
+    policy, takes = runtime.conditions_now.policy, inspect.signature(kind.forward).parameters
+    wrong = next((name for name in images if name not in takes or re.search(_OF_SOUND, name)), None)
+    if wrong is not None:
+        reason = f"{wrong!r} is of sound, which kvpass does not read, or {kind.__name__} has no such argument"
+    elif not with_ids or position_ids is not None:
+        reason = "give them with input_ids, without use_cache=False and position_ids, which the model counts itself"
+    elif policy.replays_prompt:
+        reason = f"policy {policy.name!r} replays the ids of the prompt, and those of images do not show them"
+    elif runtime.captures.compiler.ranks.several or runtime.adapted.longrope_limit is not None:
+        reason = "several processes share the model, or its rope_type='longrope' may read a text again, without them"
+    else:
+        return
+    raise ValueError(f"images are not supported here: {reason}")
 
 
 def take_cache(given: dict[str, Any]) -> Any:

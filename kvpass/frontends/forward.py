@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,22 +14,25 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpass.adapt.images import Merged, merge
 from kvpass.adapt.positions import check_rows_stay
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.prompt_record import PromptRecord
+from kvpass.cache.spans import read_spans
 from kvpass.compiler.step import Call, append, continued, prefill
 from kvpass.config import Spans
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
-    NO_IMAGES,
     PROTECTS_PROMPTS,
     TAKEN,
+    TOKEN_TYPES,
     UNSUPPORTED,
     check_cache,
     check_embeds,
     check_ids,
-    is_of_images,
+    check_images,
     take_cache,
+    take_images,
     unsupported_argument,
 )
 from kvpass.frontends.padding import Padding, first_real_column, move_keys, read_padding
@@ -91,6 +95,7 @@ class CompressedForward(_Base):
             cache: the same as ``past_key_values``, by the name that transformers gives it from 5.24 on.
             logits_to_keep: compute logits of only this many last positions; 0 = all.
             protect: parts of a prompt that are kept in any case, see :meth:`compress`.
+            kwargs: images and videos, as the processor of the model gives them, whose marks are in ``input_ids``.
         Returns:
             fp logits ``[B, T or logits_to_keep, vocabulary]`` and the cache (None with ``use_cache=False``); with
             ``return_dict=False`` a tuple of those that are not None.
@@ -98,7 +103,8 @@ class CompressedForward(_Base):
             ValueError: an argument is unsupported, or does not fit the cache, which is then unchanged.
         """
         cache = take_cache({"past_key_values": past_key_values, "cache": cache})
-        inputs = Inputs(input_ids, inputs_embeds, attention_mask, position_ids, cache, logits_to_keep, protect)
+        images = take_images(kwargs)
+        inputs = Inputs(input_ids, inputs_embeds, attention_mask, position_ids, cache, logits_to_keep, protect, images)
         runtime, check = self._kvpass, partial(_check, self, inputs, kwargs)
         if isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.shape[1] == 1:
             check()
@@ -106,6 +112,7 @@ class CompressedForward(_Base):
             ranks = runtime.captures.compiler.ranks
             run_on_all_ranks(ranks, "a call of the model", check, lambda _: inputs.facts | runtime.describe())
         with torch.inference_mode(False), torch.no_grad():
+            inputs = _with_images(self, inputs)
             filled, logits = _continue(self, inputs) if inputs.continues else _read_prompt(self, inputs)
         returned: dict[str, Any] = {CACHE: None if use_cache is False else filled}
         output = CausalLMOutputWithPast(logits=logits, **returned)
@@ -122,10 +129,14 @@ class Inputs(NamedTuple):
     cache: Any  # a CompressedCache when they have been checked, or None
     logits_to_keep: int
     protect: Spans | None
+    images: Mapping[str, Any]
+    merged: Merged | None = None  # with the ids, where there are images
 
     @property
     def text(self) -> Tensor:
         """The ids, or the embeddings."""
+        if self.merged is not None:
+            return self.merged.packed
         text = self.ids if self.embeds is None else self.embeds
         assert text is not None
         return text
@@ -154,7 +165,6 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
     runtime: Runtime = model._kvpass
     if (name := unsupported_argument(others)) is not None:
         reason = UNSUPPORTED.get(name, f"a kvpass model takes {', '.join(TAKEN)}; leave it out")
-        reason = NO_IMAGES if is_of_images(name) else reason
         raise ValueError(f"forward argument {name!r} is not supported: {reason}")
     check_cache(inputs.cache)
     if inputs.embeds is not None:
@@ -163,6 +173,8 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
         raise ValueError("input_ids=None: a kvpass model takes token ids, or inputs_embeds")
     else:
         check_ids(inputs.ids, model.device)
+    if inputs.images:
+        check_images(inputs.images, inputs.embeds is None, inputs.position_ids, model, runtime)
     if not isinstance(inputs.logits_to_keep, int) or inputs.logits_to_keep < 0:
         raise ValueError(f"logits_to_keep={inputs.logits_to_keep!r}: must be an int >= 0")
     if inputs.protect is not None and inputs.continues:
@@ -173,36 +185,86 @@ def _check(model: Any, inputs: Inputs, others: Mapping[str, Any]) -> None:
         runtime.check_cache(inputs.cache, runtime.conditions_now)
 
 
-def _decoder_of(model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int) -> Callable[[Call], Tensor]:
+def _with_images(model: Any, inputs: Inputs) -> Inputs:
+    """Return the inputs with their images, or those that were given to ``generate``, merged into the text."""
+    ids, cache = inputs.ids, inputs.cache
+    given = (inputs.images, len(inputs.text)) if inputs.images else model._kvpass.take_images()
+    if given is None or ids is None:
+        return inputs
+    images, times = given[0], len(ids) // given[1]  # beams have each row several times
+    new = slice(-ids.shape[1], None)
+    mask = None if inputs.attention_mask is None else inputs.attention_mask[::times, new]
+    images = {name: value[:, new] if name in TOKEN_TYPES else value for name, value in images.items()}
+    merged = merge(model, ids[::times], mask, images)
+    tensors: dict[str, Any] = {name: x for name, x in merged._asdict().items() if isinstance(x, Tensor)}
+    merged = merged._replace(**{name: x.repeat_interleave(times, 0) for name, x in tensors.items()})
+    if inputs.continues and merged.positions is not None and merged.ahead is not None:
+        ahead = merged.ahead + (0 if cache.state.ahead is None else cache.state.ahead)
+        merged = merged._replace(positions=merged.positions + cache.state.next_positions[:, None, None], ahead=ahead)
+    return inputs._replace(merged=merged)
+
+
+def _decoder_of(
+    model: Any, ids: Tensor, positions: Tensor, logits_to_keep: int, merged: Merged | None = None
+) -> Callable[[Call], Tensor]:
     """Return a function that captures the decoder of a compiled model if needed, and runs it for a call."""
     runtime: Runtime = model._kvpass
     own: Any = type(model).__bases__[1]  # the class of the user's model
     forward = types.MethodType(own.forward, model)
-    return lambda call: runtime.captures.run(call, forward, ids, positions, logits_to_keep)
+
+    def run(call: Call) -> Tensor:
+        call.merged = merged
+        if merged is not None:
+            _check_sees(merged, call)
+        return runtime.captures.run(call, forward, ids, positions, logits_to_keep)
+
+    return run
+
+
+def _check_sees(merged: Merged, call: Call) -> None:
+    """Raise ValueError where tokens of images see later ones, on a filled cache or where the policy scores by them."""
+    policy = call.cache.policy
+    observed = 0 if "column_sum" in policy.inputs else -(policy.queries_read or 0)  # 0: all
+    if call.phase != "prefill" and (merged.sees is not None or merged.sees_near is not None):
+        reason = "a cache is filled: give all images with the first prompt"
+    elif policy.needs_budget and merged.sees is not None and bool(merged.sees.triu(1)[:, observed:].any()):
+        by = f"the last {-observed}" if observed else "all"
+        reason = f"policy {policy.name!r} scores by {by} tokens: take another, or give more text behind the image"
+    else:
+        return
+    raise ValueError(f"tokens of an image see later ones in this model, and {reason}")
 
 
 def _read_prompt(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
     """Fill a cache with a prompt; return it and the logits. The ids of embeddings are not known to it."""
     runtime: Runtime = model._kvpass
-    cache = runtime.new_cache() if inputs.cache is None else inputs.cache
+    cache, merged = runtime.new_cache() if inputs.cache is None else inputs.cache, inputs.merged
     if inputs.protect is not None:
         cache.protect = inputs.protect
+    if merged is not None and isinstance(cache.protect, tuple | list) and [*cache.protect] == ["images"]:
+        cache.protect = merged.images
+        if not bool(merged.images.any()):
+            raise ValueError('protect=("images",): the configuration of the model does not name the tokens of images')
     text = inputs.text.clone(memory_format=torch.contiguous_format)
     start = first_real_column(inputs.attention_mask, *text.shape[:2])
     columns = torch.arange(text.shape[1], device=text.device)
-    positions = _positions(inputs.position_ids, (columns - start.to(text.device)[:, None]).clamp(min=0))
-    if inputs.position_ids is not None:
+    positions = _positions(inputs, (columns - start.to(text.device)[:, None]).clamp(min=0))
+    if inputs.position_ids is not None and merged is None:
         _check_ascending(positions, start)
-    run, ids = _decoder_of(model, text, positions, inputs.logits_to_keep), text if inputs.embeds is None else None
+    run = _decoder_of(model, text, positions, inputs.logits_to_keep, merged)
+    ids = None if inputs.ids is None else inputs.ids.clone()
     logits = prefill(cache, start, text.shape[1], run, runtime.block_now, ids)
+    if merged is not None and cache.record is not None:
+        cache.state.ahead = merged.ahead
+        cache.record = replace(cache.record, images=read_spans(merged.images, start, text.shape[1]))
     runtime.last_prompt = cache.record
     return cache, logits
 
 
 def _continue(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
-    """Append ids to a filled cache or a copy; return that and the logits."""
+    """Append a text to a filled cache or a copy; return that and the logits."""
     runtime: Runtime = model._kvpass
-    (rows, tokens), mask = inputs.text.shape, inputs.attention_mask
+    (rows, tokens), mask, merged = inputs.text.shape[:2], inputs.attention_mask, inputs.merged
     if inputs.cache.reusable and tokens == 1 and not runtime.in_call:
         warnings.warn(_STAYS, stacklevel=6)  # who called the model
     cache = continued(inputs.cache, rows, inputs.text.device)
@@ -217,21 +279,24 @@ def _continue(model: Any, inputs: Inputs) -> tuple[CompressedCache, Tensor]:
             )
         if tokens > 1 or mask.device.type == "cpu":
             padding = read_padding(mask, cache)
-    ids = inputs.text.clone(memory_format=torch.contiguous_format)
+    text = inputs.text.clone(memory_format=torch.contiguous_format)
     if padding is not None:
-        logits, record = _append_padded(model, cache, ids, inputs, padding)
+        logits, record = _append_padded(model, cache, text, inputs, padding)
     else:
-        columns = torch.arange(cache.state.columns, cache.state.columns + tokens, device=ids.device)
-        positions = _positions(inputs.position_ids, columns - cache.state.start[:, None], cache.forgotten)
-        decoder = _decoder_of(model, ids, positions, inputs.logits_to_keep)
-        logits, record = append(cache, tokens, decoder, THRESHOLDS[runtime.conditions.recompress], ids)
+        counted = torch.arange(tokens, device=text.device) + cache.state.next_positions[:, None]
+        positions = _positions(inputs, counted, cache.forgotten)
+        decoder = _decoder_of(model, text, positions, inputs.logits_to_keep, merged)
+        logits, record = append(cache, tokens, decoder, THRESHOLDS[runtime.conditions.recompress], inputs.ids)
+    if merged is not None:
+        cache.state.appended = 0  # images are not taken back
+        cache.state.ahead = cache.state.ahead if merged.ahead is None else merged.ahead
     if record is not None:
         runtime.last_prompt = record
     return cache, logits
 
 
 def _append_padded(
-    model: Any, cache: CompressedCache, ids: Tensor, inputs: Inputs, padding: Padding
+    model: Any, cache: CompressedCache, text: Tensor, inputs: Inputs, padding: Padding
 ) -> tuple[Tensor, PromptRecord | None]:
     """Append the real tokens of each row, in one call for all rows with as many, and pad the shorter rows anew.
 
@@ -240,11 +305,13 @@ def _append_padded(
         the first. And the new record, if all rows were compressed in one call.
     """
     runtime: Runtime = model._kvpass
+    if inputs.merged is not None and bool(padding.taken.any()):
+        raise ValueError("attention_mask takes tokens back in a call with images: take them back before, by cache.crop")
     real, logits_to_keep = padding.real, inputs.logits_to_keep
     within = (real.cumsum(1) - 1).clamp(min=0)  # number of the real token whose logits a column gets
-    counted = within + (cache.state.columns - padding.taken - cache.state.start)[:, None]
-    positions, wanted = _positions(inputs.position_ids, counted, cache.forgotten), within[:, -logits_to_keep:]
-    logits, record = ids.new_empty(0), None
+    counted = within + (cache.state.next_positions - padding.taken)[:, None]
+    positions, wanted = _positions(inputs, counted, cache.forgotten), within[:, -logits_to_keep:]
+    logits, record = text.new_empty(0), None
     parts: list[CompressedCache] = []
     groups = padding.groups()
     for taken, tokens, rows in groups:
@@ -252,9 +319,9 @@ def _append_padded(
         part.batch_select_indices(rows)
         if taken:
             part.crop(-taken)
-        new_ids, new_positions = (x[rows][real[rows]].view(-1, tokens) for x in (ids, positions))
+        new, new_positions = (x[rows][real[rows]].unflatten(0, (-1, tokens)) for x in (text, positions))
         first = int(wanted[rows].min())
-        decoder = _decoder_of(model, new_ids, new_positions, tokens - first if logits_to_keep else 0)
+        decoder = _decoder_of(model, new, new_positions, tokens - first if logits_to_keep else 0, inputs.merged)
         computed, record = append(part, tokens, decoder, THRESHOLDS[runtime.conditions.recompress])
         if not parts:
             logits = computed.new_empty(*wanted.shape, computed.shape[2])
@@ -263,19 +330,21 @@ def _append_padded(
             move_keys(part, padding.mask.shape[1] - part.columns)
         parts.append(part)
     order = torch.cat([rows for *_, rows in groups]).argsort()
-    joined = cache.state.joined([part.state for part in parts], order, padding.mask, ids)
+    assert inputs.ids is not None
+    joined = cache.state.joined([part.state for part in parts], order, padding.mask, inputs.ids)
     cache.state, cache.record = joined, parts[0].record if len(parts) == 1 else cache.record
     return logits, record if len(parts) == 1 else None
 
 
-def _positions(given: Tensor | None, computed: Tensor, forgotten: int = 0) -> Tensor:
-    """Return true positions ``[B, T]``: those given, which do not count forgotten tokens, or the computed ones."""
-    if given is None:
-        return computed.contiguous()
+def _positions(inputs: Inputs, computed: Tensor, forgotten: int = 0) -> Tensor:
+    """Return true positions: those given, which do not count forgotten tokens, computed ones, or those of images."""
+    given, merged = inputs.position_ids, inputs.merged
+    if given is None or merged is not None:  # beside images those given are transformers', in generate
+        return computed.contiguous() if merged is None or merged.positions is None else merged.positions
     if given.ndim == 3 and bool((given == given[:1]).all()):  # axes of M-RoPE, all equal where all tokens are text
         given = given[0]
     if given.ndim != 2 or given.shape[1] != computed.shape[1] or given.shape[0] not in (1, computed.shape[0]):
-        axes = "; those of models that read images (M-RoPE) have several axes and are not supported" * (given.ndim == 3)
+        axes = "; several axes (M-RoPE) are those of images, which the model counts itself" * (given.ndim == 3)
         raise ValueError(f"position_ids of shape {list(given.shape)}: must be {list(computed.shape)}{axes}")
     return (given.expand(computed.shape[0], -1) + forgotten).contiguous()
 

@@ -86,8 +86,8 @@ class GenerateHooks(CompressedForward):
         if kwargs.get("is_first_iteration") and unsupported_argument(prepared) is not None:
             self.forward(prepared["input_ids"], inputs_embeds=prepared.get("inputs_embeds"))
         prepared.setdefault("logits_to_keep", 1)
-        if cache is not None and cache.state.padded is not None:
-            prepared.pop("position_ids", None)  # transformers counts on from a padded column
+        if cache is not None and (cache.state.padded is not None or cache.state.ahead is not None):
+            prepared.pop("position_ids", None)  # transformers counts on from a padded column, and tokens of images
         return prepared
 
     def _update_model_kwargs_for_generation(

@@ -15,15 +15,15 @@ from kvpass.compiler.blocks import check_block
 from kvpass.config import Block, Spans
 from kvpass.errors import CacheMismatchError
 from kvpass.frontends.arguments import (
-    NO_IMAGES,
     PROTECTS_PROMPTS,
     UNSUPPORTED,
     check_cache,
     check_embeds,
     check_ids,
-    is_of_images,
+    check_images,
     says_text,
     take_cache,
+    take_images,
 )
 from kvpass.frontends.runtime import Runtime
 from kvpass.frontends.whole_text import (
@@ -57,7 +57,7 @@ class Request:
         arguments: of transformers' ``generate``, by name, but for the configuration, the ids and the cache.
         config: generation configuration that was given. ids: those of transformers' ``generate``.
         cache: that the call fills or continues; None: transformers makes none. columns: it had before the call.
-        block: tokens of a block of the prompt, where ``prefill_chunk_size`` says them.
+        block: tokens of a block of the prompt, where ``prefill_chunk_size`` says them. images: of the call.
         drafts: whether tokens are drafted that may be taken back.
         ids_of_cache: how many of ``ids`` are the cache's, before the new ones.
     Raises:
@@ -69,6 +69,7 @@ class Request:
     ) -> None:
         self.model, self.conditions = model, conditions
         self.runtime: Runtime = model._kvpass
+        images = take_images(arguments)
         self.arguments = {name: value for name, value in arguments.items() if not says_text(name, value)}
         self.config = self.arguments.pop("generation_config")
         self.cache: CompressedCache | None = take_cache(self.arguments)
@@ -88,12 +89,16 @@ class Request:
         text = self._check_text()
         if protect is not None and (text is None or self.columns or self.says("use_cache") is False):
             raise ValueError(PROTECTS_PROMPTS)
-        makes = self._cache_is_default() or protect is not None
+        if images:
+            with_ids = text is not None and text.ndim == 2 and self.says("use_cache") is not False
+            check_images(images, with_ids, self.arguments.get("position_ids"), model, self.runtime)
+        makes = self._cache_is_default() or protect is not None or bool(images)
         if self.cache is None and (self.assists or (text is not None and makes)):
             self.cache = self.runtime.new_cache(conditions)
             self.cache.assists = self.assists
         if self.cache is not None and protect is not None:
             self.cache.protect = protect
+        self.images = [(images, len(text))] if images and text is not None else []
         if self.cache is not None and text is not None:
             self._reserve_and_join(self.cache, text)
 
@@ -114,7 +119,7 @@ class Request:
         # ids by position: a class of its own generate may name them otherwise
         run, cache = partial(generate, *([] if ids is None else [ids]), **arguments), self.cache
         try:
-            output = self.runtime.call(self.conditions, run, self.block)
+            output = self.runtime.call(self.conditions, run, self.block, self.images)
         except BaseException:
             if self.drafts and cache is not None:
                 _take_back(cache, self.columns)
@@ -154,9 +159,6 @@ class Request:
 
     def _check_arguments(self) -> None:
         """Raise for arguments that are not supported, or contradict the cache."""
-        for name, value in self.arguments.items():
-            if value is not None and is_of_images(name):
-                raise ValueError(f"generate argument {name!r} is not supported: {NO_IMAGES}")
         for name, reason in (_OF_GENERATE | UNSUPPORTED).items():
             value = self.in_force(name)
             if value is not None and value is not False and not (name == "custom_generate" and callable(value)):

@@ -36,12 +36,17 @@ class Runtime:
     @property
     def conditions_now(self) -> Conditions:
         """Those of the call that this thread is in, which other threads do not change; else the model's."""
-        return next((conditions for runtime, conditions, _ in _CALLS.get() if runtime is self), self.conditions)
+        return next((conditions for runtime, conditions, *_ in _CALLS.get() if runtime is self), self.conditions)
 
     @property
     def block_now(self) -> Block:
         """That of the call that this thread is in, if it has one of its own; else the model's."""
-        return next((block for runtime, _, block in _CALLS.get() if runtime is self and block), self.block)
+        return next((block for runtime, _, block, _ in _CALLS.get() if runtime is self and block), self.block)
+
+    def take_images(self) -> Any:
+        """Return once the images of the call that this thread is in, and the rows of the text they were given with."""
+        pending: list[Any] = next((images for runtime, *_, images in _CALLS.get() if runtime is self), [])
+        return pending.pop() if pending else None
 
     @property
     def positions_in_keys(self) -> bool:
@@ -54,13 +59,13 @@ class Runtime:
         """Whether this thread is in a call of ``generate`` or ``compress``."""
         return any(runtime is self for runtime, *_ in _CALLS.get())
 
-    def call(self, conditions: Conditions, action: Callable[[], R], block: Block | None = None) -> R:
+    def call(self, conditions: Conditions, action: Callable[[], R], block: Block | None = None, images: Any = ()) -> R:
         """Return what ``action`` returns; in it, calls of this thread go by ``conditions``, prompts are read in blocks.
 
         An interrupt leaves nothing of this behind: Python itself ends the context, no line of ours.
         """
         context = copy_context()
-        context.run(_CALLS.set, ((self, conditions, block), *_CALLS.get()))
+        context.run(_CALLS.set, ((self, conditions, block, [*images]), *_CALLS.get()))
         return context.run(action)
 
     def check_policy(self, policy: Policy) -> None:
@@ -103,5 +108,5 @@ class Runtime:
         return replace(self, captures=captures, identity=identity, last_prompt=None)
 
 
-_Calls = tuple[tuple[Runtime, Conditions, Block | None], ...]
+_Calls = tuple[tuple[Runtime, Conditions, Block | None, list[Any]], ...]
 _CALLS: ContextVar[_Calls] = ContextVar("calls of generate and compress", default=())

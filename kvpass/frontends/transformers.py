@@ -98,6 +98,7 @@ class CompressedModel(GenerateHooks):
         budget: BudgetLike = None,
         protect: Spans | None = None,
         guide: Tensor | None = None,
+        **images: Any,
     ) -> CompressedCache:
         """Compress a context before the question is known (question-agnostic scope).
 
@@ -111,22 +112,25 @@ class CompressedModel(GenerateHooks):
             budget: of this context alone, by default the model's. Calls continue the cache whatever the model's is.
             protect: parts of the context that every head of every layer keeps, also when it is compressed again. They
                 count in the budget, and the policy divides what is left. ``(start, stop)`` in tokens of each row,
-                counted from its first real one; or a mask of columns, bool ``[B, N]``. Layers with a sliding window
-                keep their newest tokens alone, and recurrent ones a state.
+                counted from its first real one; a mask of columns, bool ``[B, N]``; or ``("images",)``, all tokens of
+                images. Layers with a sliding window keep their newest tokens alone, and recurrent ones a state.
             guide: ids of a question of the kind to come, int64 ``[1, G]`` or ``[B, G]``. It is read behind the
                 context, its queries score the entries in place of the window's, and it is not kept. Policies that do
                 not go by a question refuse it; so do models with sliding windows or recurrent layers.
+            images: images and videos of the context, as the processor of the model gives them: ``compress(**inputs)``.
         Raises:
-            ValueError: ``guide`` with a policy that evicts while decoding; spans are not within the text, overlap or
-                have more tokens than the budget beside the window; or as for a call.
+            ValueError: ``guide`` with a policy that evicts while decoding, or with images; spans are not within the
+                text, overlap or have more tokens than the budget beside the window; or as for a call.
         """
+        if guide is not None and images:
+            raise ValueError(f"guide with {', '.join(images)}: a guide is of a context without images; leave one out")
         conditions = self._kvpass.conditions_now.with_budget(budget)
         if guide is None and "question" in self.policy.inputs:
             _warn_of_question(self.policy.name)
         cache = self._kvpass.new_cache(conditions)
         input_ids, attention_mask = _prepared([cache], input_ids, attention_mask, protect, guide)
         read = functools.partial(self.forward, past_key_values=cache, inputs_embeds=inputs_embeds, logits_to_keep=1)
-        self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask))
+        self._kvpass.call(conditions, functools.partial(read, input_ids, attention_mask, **images))
         cache.reusable = reusable
         return cache
 

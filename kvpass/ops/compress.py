@@ -1,4 +1,4 @@
-"""What is kept of one layer of a prompt, for engines that run the layers themselves: the operators of its program."""
+"""What is kept of one layer of a prompt, for ``plan`` and for engines that run the layers: the program's operators."""
 
 from __future__ import annotations
 
@@ -51,5 +51,6 @@ def keep_entries(
 ) -> None:
     """Keep the entries of a layer that the policy chooses, once they are scored."""
     scores, weight, first = candidates.scores, candidates.weight, candidates.start
+    # also where a program has fixed shares, or none: those do not change from layer to layer, so no layer gives any up
     shares = ops.cascade_step(buffers, scores, weight, first, layer, policy, ranks)
     ops.gather_layer(buffers, candidates.stored_in(buffers), shares, None, layer, policy, ranks)

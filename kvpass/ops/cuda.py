@@ -19,13 +19,7 @@ from kvpass.kernels import prompt_attention, slot_decode, slot_lines, window_sta
 from kvpass.kernels.gather import gather_winners
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.operands import (
-    AppendBuffers,
-    Attention,
-    Candidates,
-    PrefillBuffers,
-    SlotCache,
-)
+from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers, SlotCache
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
@@ -67,7 +61,7 @@ def gather_layer(buffers: PrefillBuffers, candidates: Candidates, *operands: Any
 
 
 cascade_step = reference.cascade_step
-layer_shares = reference.layer_shares
+fixed_shares = reference.fixed_shares
 pack = reference.pack
 evict_lowest = slot_lines.evict_lowest
 pool_in_order = slot_lines.pool_in_order

@@ -15,7 +15,7 @@ Operands that several have in common:
   :attr:`~kvpass.ranks.Ranks.spec` of processes that share the heads, "" for one process.
 
 The other inputs of ``score_layer`` are those of :class:`kvpass.operands.PolicyInputs`; of the cache it writes
-``rule_rows``. :mod:`kvpass.ops.reference` has what an operator does, by its name (``fixed_shares``: ``layer_shares``).
+``rule_rows``. :mod:`kvpass.ops.reference` has what an operator does, by its name.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def cascade_step(cache: Tensors, scored: Tensors, first: Tensor, layer: int, pol
 def fixed_shares(cache: Tensors, scored: Tensors, first: Tensor, layer: int, policy: str) -> Any:
     """Return the same, where the shares of layers are known before the prompt is read."""
     buffers, scores = PrefillBuffers(*cache), scored[0]
-    return implementation(scores).layer_shares(buffers, scores, first, layer, from_spec(policy))
+    return implementation(scores).fixed_shares(buffers, scores, first, layer, from_spec(policy))
 
 
 @define_operator(

@@ -23,28 +23,14 @@ from kvpass.operands import (
     PrefillBuffers,
 )
 from kvpass.ops.entry_formats import entries_of_head, store
-from kvpass.ops.slots import EMPTY, attend_slots, evict_lowest
+from kvpass.ops.slots import EMPTY, attend_slots, evict_lowest  # noqa: F401 (of this implementation, as in ops.cuda)
 from kvpass.policies.base import Policy
-from kvpass.policies.decode_rules import pool_in_order
+from kvpass.policies.decode_rules import pool_in_order  # noqa: F401
 from kvpass.policies.observation import Observation, attention_weights
 from kvpass.policies.scheduler import best_over_layers
 from kvpass.policies.scores import PROTECTED, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.rotation import rotated_output, rotated_queries
-
-__all__ = [  # functions of an implementation, as also :mod:`kvpass.ops.cuda` has them
-    "attend_cache",
-    "attend_prompt",
-    "attend_slots",
-    "cascade_step",
-    "column_sums",
-    "evict_lowest",
-    "gather_layer",
-    "layer_shares",
-    "pack",
-    "pool_in_order",
-    "score_layer",
-]
 
 L = TypeVar("L", Tensor, None)
 
@@ -72,14 +58,10 @@ def causal_attention(call: Attention, sliding_window: int | None = None) -> Tens
     bounded = sliding_window is not None and sliding_window < n
     if bounded or softcap is not None or sinks is not None:
         return _blocked_attention(call, n if sliding_window is None else sliding_window)
-    dim = v.shape[3]
-    q, k, v = (_widened(x, max(k.shape[3], dim)) for x in (q, k, v))  # torch's kernel takes equal head dims only
+    dim, widest = v.shape[3], max(k.shape[3], v.shape[3])
+    # zeros behind the shorter rows: torch's kernel takes equal head dims only
+    q, k, v = (x if x.shape[3] == widest else F.pad(x, (0, widest - x.shape[3])) for x in (q, k, v))
     return _causal_sdpa(q, k, v, scale)[..., :dim]
-
-
-def _widened(x: Tensor, dim: int) -> Tensor:
-    """Return rows with zeros behind them."""
-    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -288,13 +270,13 @@ def cascade_step(
     buffers.layer_weights[:, layer] = weight
     if policy.compares_layers:
         buffers.layer_weights.copy_(_best_entries(buffers, scores, layer, policy, ranks))
-    budgets = layer_shares(buffers, scores, first, layer, policy)
+    budgets = fixed_shares(buffers, scores, first, layer, policy)
     owner_layer = slots[OWNER].clamp(min=0).long() // heads
     slots[OWNER].masked_fill_(slots[RANK] >= budgets.gather(1, owner_layer), EMPTY)
     return budgets
 
 
-def layer_shares(buffers: PrefillBuffers, scores: Tensor, first: Tensor, layer: int, policy: Policy) -> Tensor:
+def fixed_shares(buffers: PrefillBuffers, scores: Tensor, first: Tensor, layer: int, policy: Policy) -> Tensor:
     """Return the entries that each layer may hold, as :func:`cascade_step`, where no layer gives up any."""
     kv_heads, n = scores.shape[1:]
     available, certain = (n - first - policy.window).clamp(min=0), (scores[:, 0] == PROTECTED).sum(1)
@@ -325,7 +307,7 @@ def gather_layer(
     """
     scores = candidates.scores
     if shares is None:
-        shares = layer_shares(buffers, scores, candidates.start, layer, policy)
+        shares = fixed_shares(buffers, scores, candidates.start, layer, policy)
     rank = policy.rank(scores, buffers.entries) if ranking is None else ranking
     keep = ranks.local_shard((rank < shares[:, layer, None, None]) & (scores > float("-inf")), 1)
     source = assign_slots(keep, buffers.slots[OWNER])

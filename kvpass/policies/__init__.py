@@ -108,14 +108,12 @@ def resolve(policy: str | Policy, **options: object) -> Policy:
     if decode:
         then: Any = decode.pop("policy")
         return TwoPolicies(prompt=resolve(policy, **options), decode=resolve(then, **decode))
-    if isinstance(policy, Policy):
-        _check_options(type(policy), options)
-        return dataclasses.replace(policy, **policy.read(options))  # type: ignore[arg-type]
-    if not isinstance(policy, str):
+    if not isinstance(policy, str | Policy):
         raise ValueError(f"policy={policy!r}: must be a kvpass.Policy or one of {', '.join(sorted(POLICIES))}")
-    policy_type = policy_class(policy)
-    _check_options(policy_type, options)
-    return policy_type(**policy_type.read(options))  # type: ignore[arg-type]
+    kind = policy_class(policy) if isinstance(policy, str) else type(policy)
+    _check_options(kind, options)
+    given: Any = kind.read(options)
+    return kind(**given) if isinstance(policy, str) else dataclasses.replace(policy, **given)
 
 
 def _decode_options(options: dict[str, object]) -> dict[str, object]:

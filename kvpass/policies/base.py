@@ -18,7 +18,7 @@ from kvpass.policies.decode_rules import DecodeRule
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit, UniformHeads
 from kvpass.policies.layer_splits import GlobalLayers, LayerSplit, UniformLayers, zero_unseen_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import Parity, check_bool, check_int, check_literal, check_options, option
+from kvpass.policies.options import Parity, check_bool, check_choice, check_int, check_options, option
 from kvpass.policies.replay import Replay, repetitions
 from kvpass.policies.scores import PROTECTED
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -90,7 +90,7 @@ class Policy(ABC):
     """
 
     window: int = option(32, check_int, 0)
-    parity: Parity = option("paper", check_literal, Parity)
+    parity: Parity = option("paper", check_choice, Parity)
     compact: bool = option(False, check_bool)
 
     def __init_subclass__(cls) -> None:
@@ -137,11 +137,9 @@ class Policy(ABC):
         return all(kind.__module__.startswith("kvpass.policies.") or vars(kind).get("divisible") for kind in kinds)
 
     def heads(self) -> HeadSplit:
-        """Return the head split."""
         return UniformHeads()
 
     def layers(self) -> LayerSplit:
-        """Return the layer split."""
         return UniformLayers(self.parity)
 
     @property
@@ -287,6 +285,11 @@ class Policy(ABC):
         So many queries of a layer are kept until the policy has scored it.
         """
         return None if "queries" in self.inputs else 0
+
+    @property
+    def queries_read(self) -> int | None:
+        """By how many of the last prompt queries the policy scores, those of :attr:`query_rows` included; None: all."""
+        return None if self.query_rows is None else max(self.query_rows, self.window, 1)
 
     @cached_property
     def spec(self) -> str:

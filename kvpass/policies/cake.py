@@ -11,7 +11,7 @@ from kvpass.config import Budget, BudgetLike
 from kvpass.policies.decode_rules import DecodeRule, PooledLastQuery
 from kvpass.policies.layer_splits import LayerSplit, cake_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_bool, check_float, check_literal, option
+from kvpass.policies.options import check_bool, check_choice, check_float, option
 from kvpass.policies.scores import Pool, pool_scores, reduce_group
 from kvpass.policies.snapkv import WindowAttention
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -80,7 +80,7 @@ class Cake(WindowAttention):
     gamma: float = option(200.0, check_float, 0.0)
     tau1: float | None = option(None, check_float, 0.0, open_low=True)
     tau2: float | None = option(None, check_float, 0.0, open_low=True)
-    indicator: Indicator = option("sum", check_literal, Indicator)
+    indicator: Indicator = option("sum", check_choice, Indicator)
     evict_during_decode: bool = option(True, check_bool)
 
     def score(self, obs: Observation) -> Tensor:

@@ -37,7 +37,6 @@ class Reference(NamedTuple):
     rest: Tensor  # the attention output of the rest alone, fp32 [n, Dv]
 
     def some(self, which: Tensor) -> Reference:
-        """Return those of these indices."""
         return Reference(*(x[which] for x in self))
 
     def output(self, weights: Tensor, values: Tensor) -> Tensor:

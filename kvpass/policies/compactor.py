@@ -66,8 +66,7 @@ class Compactor(Policy):
 
     def _leverage(self, obs: Observation) -> Tensor:
         """Leverage of the keys between sinks and window, one KV head at a time: fp64 ``[B, K, M - sinks]``."""
-        place = torch.arange(self.sinks, obs.evictable, device=obs.keys.device)
-        cos, sin = obs.rotation(place)
+        cos, sin = obs.rotation(torch.arange(self.sinks, obs.evictable, device=obs.keys.device))
         found = []
         for keys in obs.keys[:, :, self.sinks : obs.evictable].unbind(1):
             x = with_rope(keys.float(), cos, -sin).double()

@@ -17,7 +17,7 @@ from kvpass.policies.calibrated import contents_of
 from kvpass.policies.head_splits import AdaptiveHeads, HeadSplit
 from kvpass.policies.layer_splits import LayerSplit, zero_unseen_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_int, check_literal, check_text, option
+from kvpass.policies.options import check_choice, check_int, check_text, option
 from kvpass.policies.scheduler import invert, places
 
 HeadMap: TypeAlias = Sequence[Sequence[float]]
@@ -65,7 +65,7 @@ def read_head_map(folder: str) -> tuple[Rows, int, int]:
 
 def fitted_head_map(path: str, rule: object) -> tuple[HeadMap, str | None]:
     """Return a head map in a file of ``kvpass calibrate`` by this rule, and the digest of its model's weights."""
-    check_literal("rule", rule, Rule)
+    check_choice("rule", rule, Rule)
     name = f"head_{rule}"
     contents = contents_of("head_map", path, name, torch.device("cpu"))
     if name not in contents.tensors:
@@ -143,7 +143,7 @@ class DuoAttention(Policy):
     window: int = 256
     head_map: str | HeadMap = option((), check_head_map)
     sinks: int = option(128, check_int, 0)
-    rule: Rule = option("maxima", check_literal, Rule)
+    rule: Rule = option("maxima", check_choice, Rule)
     of_model: str | None = option(None, check_text, "the digest of a model's weights")
 
     def __post_init__(self) -> None:

@@ -123,8 +123,7 @@ class KVzap(Policy):
         x = x.float()
         for first, offset in inner:
             x = gelu(x @ first.T + offset)
-        scores = x @ ranks.local_shard(weight, 0).T + ranks.local_shard(bias, 0)
-        return scores.transpose(1, 2)
+        return (x @ ranks.local_shard(weight, 0).T + ranks.local_shard(bias, 0)).transpose(1, 2)
 
     def score(self, obs: Observation) -> Tensor:
         scores = prompt_scores(obs, self.sinks)[..., : obs.evictable]
@@ -165,13 +164,9 @@ class OwnScores(DecodeRule):
     """KVzap while decoding: each entry keeps the score that it got as a new token."""
 
     reads_tokens = True
+    numbers_per_entry = 1  # the score
 
     options: KVzap
-
-    @property
-    def numbers_per_entry(self) -> int:
-        """The score."""
-        return 1
 
     def start(self, obs: Observation, scores: Tensor) -> Tensor:
         return prompt_scores(obs, self.options.sinks)[None]

@@ -75,8 +75,9 @@ class Observation:
     """One attention op after prefill.
 
     Attributes:
-        queries: the last R prompt queries, RoPE applied, ``[B, H, R, D]``: all N when a prompt is prefilled, as many as
-            are given to ``plan``, those of the new turn when a cache is compressed again.
+        queries: the last R queries of the prompt, RoPE applied, ``[B, H, R, D]``: those of the window and of the decode
+            rule, at least one; all N if the policy's inputs have "queries"; as many as ``plan`` is given; those of the
+            new turn when a cache is compressed again.
         keys: ``[B, K, N, D]``, RoPE applied; query head h reads KV head ``h // (H // K)``.
         values: ``[B, K, N, Dv]``.
         scale: factor of the attention logits.

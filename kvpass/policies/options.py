@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
@@ -46,7 +46,6 @@ def check_options(policy: Any) -> None:
 
 
 def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
-    """Raise unless the value is an int from ``low`` to ``high``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name}={value!r}: must be an int >= {low}")
     if value > high:
@@ -54,7 +53,6 @@ def check_int(name: str, value: object, low: int, high: int = MOST) -> None:
 
 
 def check_odd(name: str, value: object) -> None:
-    """Raise unless the value is an odd int from 1 to :data:`MOST_NEIGHBOURS`."""
     check_int(name, value, 1, MOST_NEIGHBOURS)
     if cast(int, value) % 2 == 0:
         raise ValueError(f"{name}={value}: must be odd")
@@ -69,7 +67,6 @@ def check_float(name: str, value: object, low: float, high: float = math.inf, *,
 
 
 def check_ids(name: str, value: object) -> None:
-    """Raise unless the value is a sequence of token ids."""
     if not isinstance(value, tuple | list) or any(type(one) is not int or one < 0 for one in value):
         raise ValueError(f"{name}={value!r}: must be a list of token ids, ints >= 0")
 
@@ -80,17 +77,12 @@ def check_text(name: str, value: object, what: str = "the path of a file") -> No
         raise ValueError(f"{name}={value!r}: must be {what}, a str, or None")
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise unless the value is one of ``choices``."""
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise unless the value is one of a sequence or of a ``typing.Literal``."""
+    choices = get_args(choices) or choices
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
 
 
-def check_literal(name: str, value: object, kind: Any) -> None:
-    """Raise unless the value is one of a ``typing.Literal``."""
-    check_choice(name, value, get_args(kind))
-
-
 def check_bool(name: str, value: object) -> None:
-    """Raise unless the value is True or False."""
     check_choice(name, value, (True, False))

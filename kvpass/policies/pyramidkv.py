@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpass.policies.layer_splits import LayerSplit, PyramidLayers, Shape
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_bool, check_int, check_literal, option
+from kvpass.policies.options import check_bool, check_choice, check_int, option
 from kvpass.policies.snapkv import WindowAttention
 
 
@@ -35,7 +35,7 @@ class PyramidKV(WindowAttention):
     inputs = frozenset({"question"})
 
     beta: int = option(20, check_int, 1)
-    shape: Shape = option("linear", check_literal, Shape)
+    shape: Shape = option("linear", check_choice, Shape)
     short_uniform: bool = option(True, check_bool)
 
     def score(self, obs: Observation) -> Tensor:

@@ -33,8 +33,7 @@ def rank_safeguarded(scores: Tensor, alpha: float, floor: Tensor) -> Tensor:
     count = torch.zeros(batch, heads, length + 2, dtype=torch.int64, device=scores.device)
     count = count.scatter_add(2, enters, eligible.long()).cumsum(2)
     kept = (count.float() * (1 - alpha) + floor[:, None]).round().long()
-    n = torch.arange(length + 2, device=scores.device)
-    kept = torch.where(n > available, length, kept)
+    kept = torch.where(torch.arange(length + 2, device=scores.device) > available, length, kept)
     first = torch.searchsorted(kept, torch.arange(1, length + 1, device=scores.device).expand_as(best).contiguous())
     first = torch.zeros_like(best).flatten(1).scatter(1, best_by_head(best).flatten(1), first.flatten(1))
     first = first.gather(1, best.flatten(1)).view(best.shape)
@@ -101,8 +100,7 @@ def cake_budgets(weights: Tensor, entries: Tensor, available: Tensor, kv_heads: 
 
 def _spread(amount: Tensor, takers: Tensor) -> Tensor:
     """Divide ``amount`` int64 ``[B]`` among ``takers`` bool ``[B, m]``, remainder to the lowest; none: nothing."""
-    count = takers.sum(1)
-    divisor = count.clamp(min=1)
+    divisor = takers.sum(1).clamp(min=1)
     each = torch.div(amount, divisor, rounding_mode="floor")
     more = takers.cumsum(1) <= (amount - each * divisor)[:, None]
     return torch.where(takers, each[:, None] + more, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpass.policies.base import Policy
 from kvpass.policies.layer_splits import LayerSplit, RandomLayers, cake_layers
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_choice, check_float, check_int, check_literal, check_odd, option
+from kvpass.policies.options import check_choice, check_float, check_int, check_odd, option
 from kvpass.policies.refinement import Refinable
 from kvpass.policies.scores import Group, Pool, pool_scores, reduce_group
 
@@ -28,9 +28,9 @@ class WindowAttention(Policy):
 
     inputs = frozenset({"question"})
 
-    pool: Pool = option("max", check_literal, Pool)
+    pool: Pool = option("max", check_choice, Pool)
     kernel_size: int = option(7, check_odd)
-    group: Group = option("mean", check_literal, Group)
+    group: Group = option("mean", check_choice, Group)
 
     def score(self, obs: Observation) -> Tensor:
         mean = reduce_group(obs.mean[..., : obs.evictable], obs.kv_heads, self.group)

@@ -12,7 +12,7 @@ from kvpass.policies import calibrated
 from kvpass.policies.calibrated import QueryStatistics
 from kvpass.policies.decode_rules import DecodeRule, Slots
 from kvpass.policies.observation import Observation, with_rope
-from kvpass.policies.options import check_int, check_literal, option
+from kvpass.policies.options import check_choice, check_int, option
 from kvpass.policies.scores import Group, reduce_group
 
 Aggregate = Literal["mean", "max"]
@@ -55,8 +55,8 @@ class TriAttention(QueryStatistics):
 
     window: int = 0
     longest: int = option(1 << 16, check_int, 1)
-    aggregate: Aggregate = option("mean", check_literal, Aggregate)
-    group: Group = option("max", check_literal, Group)
+    aggregate: Aggregate = option("mean", check_choice, Aggregate)
+    group: Group = option("max", check_choice, Group)
     buffer: int = option(128, check_int, 1)
 
     def score(self, obs: Observation) -> Tensor:
@@ -74,13 +74,9 @@ class Distances(DecodeRule):
     """TriAttention while decoding."""
 
     reads_keys = True
+    rows_per_head = 3  # mean and mean modulus of the queries of a text, and the frequencies of the layer
 
     options: TriAttention
-
-    @property
-    def rows_per_head(self) -> int:
-        """Mean and mean modulus of the queries of a text, and the frequencies of the layer."""
-        return 3
 
     def due(self, position: Tensor, quota: Tensor) -> Tensor | None:
         if self.options.parity == "paper":

@@ -45,7 +45,6 @@ class TwoPolicies(Policy):
             raise ValueError(f"policy {prompt.name!r} with decode_policy={decode.name!r}: {reason}")
 
     def _refusal(self) -> str | None:
-        """Return why these two do not go together."""
         prompt, decode, rule = self.prompt, self.decode, self.decode.decode_rule()
         if not prompt.needs_budget:
             return f"{prompt.name!r} keeps the whole prompt; take a policy with a budget"

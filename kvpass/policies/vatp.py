@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.policies.decode_rules import Accumulated, DecodeRule
 from kvpass.policies.observation import Observation
-from kvpass.policies.options import check_bool, check_int, check_literal, option
+from kvpass.policies.options import check_bool, check_choice, check_int, option
 from kvpass.policies.scores import reduce_group
 from kvpass.policies.snapkv import WindowAttention
 
@@ -41,7 +41,7 @@ class Vatp(WindowAttention):
     name = "vatp"
     inputs = frozenset({"question"})
 
-    indicator: Indicator = option("snapkv", check_literal, Indicator)
+    indicator: Indicator = option("snapkv", check_choice, Indicator)
     sinks: int = option(0, check_int, 0)
     evict_during_decode: bool = option(True, check_bool)
 
@@ -62,8 +62,7 @@ class Vatp(WindowAttention):
                 total = obs.recent_sum(SCISSORHANDS_ROWS)[..., :m]
                 attention = reduce_group(total, obs.kv_heads, self.group) / SCISSORHANDS_ROWS
         worth = attention * obs.value_norm[..., :m]
-        first = obs.positions[..., :m] < self.sinks
-        return torch.where(first, torch.finfo(torch.float32).max, worth)
+        return torch.where(obs.positions[..., :m] < self.sinks, torch.finfo(torch.float32).max, worth)
 
     @property
     def query_rows(self) -> int | None:

@@ -92,12 +92,10 @@ def configured(config: Any, kv_heads: int, head_dim: int) -> tuple[Settings, Blo
     layout = settings.layout(model.get_num_layers(parallel), kv_heads, head_dim, parallel.tensor_parallel_size)
     chunks = config.scheduler_config.enable_chunked_prefill
     staged = layout.units_to_stage(model.max_model_len, model.dtype.itemsize) if chunks else 0
-    one_tail = captures_steps(config)  # what a graph reads does not move
-    return settings, replace(layout, one_tail=one_tail, staged=staged)
+    return settings, replace(layout, one_tail=captures_steps(config), staged=staged)  # what a graph reads stays there
 
 
 def bound_backend(config: Any) -> type[KVPassBackend]:
-    """Return the backend class of an engine."""
     found = type("Backend", (KVPassBackend,), {"config": config})
     found.__module__ = "kvpass.vllm.backend_choice"  # vLLM on CUDA finds a class by its name a second time
     return found

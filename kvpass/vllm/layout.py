@@ -106,7 +106,6 @@ class BlockLayout:
         return BlockSize(tail, min(kept, self.pool))
 
     def units(self, size: BlockSize) -> int:
-        """Return the units of a block of a size."""
         return -(-(self.layers * self.kv_heads * size.tail + size.pool) // self.rows)
 
     def arrays(self, page: Tensor, site: int) -> tuple[Tensor, ...]:

@@ -81,10 +81,7 @@ class Settings:
     @property
     def queries(self) -> int | None:
         """How many of the last tokens of a prompt the policy reads the queries of; None: of all of them."""
-        policy = self.policy
-        if policy.query_rows is None or "column_sum" in policy.inputs:
-            return None
-        return max(policy.query_rows, policy.window, 1)
+        return None if "column_sum" in self.policy.inputs else self.policy.queries_read
 
     def layout(self, layers: int, kv_heads: int, head_dim: int, processes: int = 1) -> BlockLayout:
         """Return the layout of the largest block of a request.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +90,10 @@ class OneBlockManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         return tuple([] for _ in kv_cache_group_ids), 0
 
-    def add_local_computed_blocks(
-        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any, **options: Any
-    ) -> None:
-        return
-
     def cache_blocks(self, *args: Any, **options: Any) -> None:
         return
+
+    add_local_computed_blocks = cache_blocks
 
 
 @register_kv_cache_spec(manager_class=OneBlockManager)
@@ -111,26 +108,15 @@ class KVPassSpec(AttentionSpec):
     layout: BlockLayout
     dcp_sharded: bool = False
 
-    @property
-    def num_states(self) -> int:
-        return SLOTS
+    num_states = SLOTS
+    block_table_token_alignment = None
+    prefix_cacheable = False
+    uses_slot_mapping = False
 
     def get_num_kernel_states(self, kernel_block_size: int) -> int:
         if kernel_block_size != self.block_size:
             raise ValueError(f"kernel_block_size={kernel_block_size}: a block of {self.block_size} is never split")
         return SLOTS
-
-    @property
-    def block_table_token_alignment(self) -> None:
-        return None
-
-    @property
-    def prefix_cacheable(self) -> bool:
-        return False
-
-    @property
-    def uses_slot_mapping(self) -> bool:
-        return False
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         return (self.layout.reserved + self.layout.units(self.layout.largest)) * self.page_size_bytes

@@ -34,7 +34,6 @@ def override_backend() -> None:
 
 
 def stock_backend() -> type:
-    """Return the backend that is overridden."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     return resolve_obj_by_qualname(_STOCK)
@@ -104,7 +103,6 @@ def cache_of(config: Any, layer: str) -> Any:
 
 
 def is_cpu() -> bool:
-    """Whether vLLM runs on the CPU."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -10,10 +10,10 @@ from torch._inductor.utils import sympy_product
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import kvpass
-from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, spoken
-from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
+from compiled_models import UNLIMITED, compiled_anew, greedy, in_pieces, spoken
+from masked_oracle import assert_decodes_like_the_masked_model, assert_padded_rows_equal_alone
 from numeric_checks import assert_close
-from tiny_models import random_ids, step_logits, tiny_model
+from tiny_models import random_ids, tiny_model
 
 
 def test_contract_8_one_graph_per_phase_over_8_prompt_lengths_every_kind_of_budget_and_200_steps():
@@ -118,9 +118,9 @@ def test_contracts_1_and_8_two_rows_or_more_share_their_graphs_and_a_long_prompt
     (model, fast), counts = several_rows, []
     fast.set_policy("lava", UNLIMITED, window=8)
     for rows in (2, 3, 7):
-        ids, new = random_ids(rows, 41), random_ids(rows, 6, seed=1)
-        assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
-        assert torch.equal(spoken(fast, ids, 12), greedy(model, ids, 12))
+        text = random_ids(rows, 47)
+        assert_close("logits", in_pieces(fast, text, [41, 1, 1, 4])[0], model(text).logits, atol=1e-4)
+        assert torch.equal(spoken(fast, text[:, :41], 12), greedy(model, text[:, :41], 12))
         counts.append(sorted((record.phase, record.parts) for record in fast.report().compiled))
     assert counts == [[("decode", 1), ("extend", 2), ("prefill", 3)]] * 3
     assert "compiled decode of 2 or more rows (inductor)" in str(fast.report())
@@ -130,15 +130,7 @@ def test_contracts_4_and_6_padded_rows_are_as_alone_and_decoding_equals_masking(
     model, fast = several_rows
     fast.set_policy("lava", 14, window=8)
     assert_decodes_like_the_masked_model(model, fast, [61, 37], [*[1] * 9, 50, *[1] * 9, 10])
-    lengths = 61, 37, 9, 3, 61
-    ids, mask = padded(*lengths)
-    answers, kept = spoken(fast, ids, 12, mask), kept_columns(fast(ids, mask).past_key_values, 61)
-    for row, prompt in enumerate(prompts_of(*lengths)):
-        n, twice = len(prompt), prompt.repeat(2, 1)
-        alone = kept_columns(fast(twice).past_key_values, n)[0]
-        assert torch.equal(kept[row, ..., 61 - n :], alone), f"row {row} keeps other entries"
-        assert not kept[row, ..., : 61 - n].any(), f"row {row} keeps padding"
-        assert torch.equal(answers[row, 61:], spoken(fast, twice, 12)[0, n:]), f"row {row} differs"
+    assert_padded_rows_equal_alone(fast, "lava", copies=2)
 
 
 def test_a_cache_that_evicts_keeps_its_size_but_for_the_ids_for_any_output_length(several_rows):

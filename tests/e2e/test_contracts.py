@@ -8,7 +8,13 @@ import torch
 
 import kvpass
 from compiled_models import UNLIMITED, compiled_anew, greedy, in_pieces, padded, reloaded, spoken, two_layers
-from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
+from masked_oracle import (
+    PROMPT,
+    assert_decodes_like_the_masked_model,
+    assert_padded_rows_equal_alone,
+    kept_columns,
+    under,
+)
 from numeric_checks import assert_close
 from pairwise import each_value, quick
 from policy_variants import BUILT_IN
@@ -20,17 +26,14 @@ from tiny_models import (
     NEWEST,
     ROTATED,
     compiled_once,
-    left_pad,
     random_ids,
-    step_logits,
     tiny_model,
 )
 from versions import before
 
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
 POLICIES = sorted(BUILT_IN)
-PROMPT, NEW = 61, 12
+NEW, PIECES = 12, [PROMPT, 1, 1, 5]
 OFTEN = {"llama": 2, "gemma2": 2, "gemma3": 2, "deepseek_v3": 2, "falcon": 1}
 """Families tried in every run under one policy, and layers of each.
 
@@ -65,20 +68,14 @@ def pair(family, layers=None):
     return compiled_once(family, layers=layers, backend="eager", policy="full", budget=None)
 
 
-def run(fast, policy, budget, ids, sizes, mask=None):
-    """Logits of a text that is given in pieces of so many tokens under a policy, and its cache."""
-    given = budget if kvpass.POLICIES[policy].needs_budget else None
-    fast.set_policy(policy, given, window=8, **OPTIONS.get(policy, {}))
-    return in_pieces(fast, ids, sizes, mask)
-
-
 @pytest.mark.exhaustive  # of one layer of a Llama in every run: test_compile.py
 @pytest.mark.parametrize("family", FAMILIES)
 def test_contract_1_unlimited_budget_is_identity_in_every_family(family):
     model = tiny_model(family)
     fast = compiled_anew(model, budget=UNLIMITED, backend="inductor")
-    ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
-    assert_close("logits", step_logits(fast, ids, new), model(torch.cat([ids, new], 1)).logits, atol=1e-4)
+    text = random_ids(2, PROMPT + 7, seed=1)
+    assert_close("logits", in_pieces(fast, text, PIECES)[0], model(text).logits, atol=1e-4)
+    ids = text[:, :PROMPT]
     assert torch.equal(spoken(fast, ids, NEW), greedy(model, ids, NEW)), "greedy tokens differ"
 
 
@@ -100,34 +97,10 @@ def test_contracts_1_and_4_identity_and_padded_rows_as_alone_under_every_policy(
 
 def assert_identical_without_a_limit(model, fast, policy):
     ids = random_ids(3, PROMPT + 7, seed=1)
-    logits, cache = run(fast, policy, UNLIMITED, ids, [PROMPT, 1, 1, 1, 4])
+    logits, cache = under(fast, policy, UNLIMITED, ids, [PROMPT, 1, 1, 1, 4])
     assert_close(policy, logits, model(ids).logits, atol=1e-4)
     assert cache.policy.name == policy
     assert all(int(store.lengths.min()) == PROMPT + 7 for store in cache.state.full_layers)
-
-
-def assert_padded_rows_equal_alone(fast, policy, copies):
-    """Against each prompt without padding, in a batch of ``copies``: with 3 no other batch size need be captured.
-
-    The tokens of a prompt differ: equal ones have keys of nearly equal norms, and rounding depends on the batch.
-    """
-    vocabulary = fast.config.get_text_config().vocab_size
-    prompts = [
-        torch.randperm(vocabulary, generator=torch.Generator().manual_seed(n))[:n] for n in (PROMPT, 37, 5)
-    ]  # the last is shorter than the window
-    new, singles = random_ids(3, 4, seed=1), [1] * 4
-    ids, mask = left_pad(prompts)
-    whole_mask = torch.cat([mask, torch.ones_like(new)], 1)
-    logits, cache = run(fast, policy, 16, torch.cat([ids, new], 1), [PROMPT, *singles], whole_mask)
-    for row, prompt in enumerate(prompts):
-        n = prompt.numel()
-        text = torch.cat([prompt, new[row]]).repeat(copies, 1)
-        expected, alone = run(fast, policy, 16, text, [n, *singles])
-        label = f"{policy}, row {row}"
-        assert_close(label, logits[row, PROMPT - n :], expected[0], atol=1e-4)
-        kept = kept_columns(cache, PROMPT + 4)[row]
-        assert torch.equal(kept[..., PROMPT - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
-        assert not kept[..., : PROMPT - n].any(), f"{label} keeps padding"
 
 
 @pytest.mark.parametrize("family", NEWEST)
@@ -152,20 +125,20 @@ def test_a_decoder_whose_loops_read_the_cache_of_the_last_one_is_refused():
 def test_contract_1_identity_in_16_bits(family, dtype, backend):
     """Under policies that append and that evict; the cache has 16 bits too."""
     model, fast = compiled_once(family, layers=2, budget=UNLIMITED, backend=backend, changes={"dtype": dtype})
-    ids, new = random_ids(2, PROMPT, seed=1), random_ids(2, 7, seed=2)
+    text = random_ids(2, PROMPT + 7, seed=1)
     reference = tiny_model(family, layers=2)
     reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
     with torch.no_grad():
-        exact = reference(torch.cat([ids, new], 1)).logits
-        theirs = (model(torch.cat([ids, new], 1)).logits.float() - exact).abs().max()
+        exact = reference(text).logits
+        theirs = (model(text).logits.float() - exact).abs().max()
         for policy in ("lava", "h2o"):
             fast.set_policy(policy, UNLIMITED, window=8)
-            ours = (step_logits(fast, ids, new).float() - exact).abs().max()
+            ours = (in_pieces(fast, text, PIECES)[0].float() - exact).abs().max()
             assert ours <= 2 * theirs, f"{policy}: error {ours} against {theirs} of the eager model"
             fast.set_budget(20)
-            cache = fast(ids).past_key_values
+            cache = fast(text[:, :PROMPT]).past_key_values
             assert int(cache.lengths.sum()) == cache.lengths.numel() * 20
-            logits, held = fast(new, past_key_values=cache).logits, cache.state.full_layers[0].buffers
+            logits, held = fast(text[:, PROMPT:], past_key_values=cache).logits, cache.state.full_layers[0].buffers
             assert logits.dtype == dtype == held.pool_k.dtype == held.tail_v.dtype and logits.isfinite().all()
 
 

@@ -11,9 +11,7 @@ from transformers.models.llama import modeling_llama
 
 import kvpass
 from compiled_models import compiled_anew, greedy, padded
-from kvpass import operands
 from kvpass.operands import (
-    AppendBuffers,
     Attention,
     Candidates,
     Entries,
@@ -21,15 +19,22 @@ from kvpass.operands import (
     PrefillBuffers,
     RingBuffers,
     SlotCache,
+    by_name,
 )
 from kvpass.ops import reference, slots
 from kvpass.ops.compress import keep_entries
-from kvpass.ops.entry_formats import entries_held, packed
 from kvpass.ops.sliding import keep_newest
 from kvpass.policies import POLICIES, resolve
-from kvpass.rotation import is_rotated, rotated_back
 from masked_oracle import kept_columns
-from numeric_checks import assert_best, assert_close, logits_before, observe, prefill_buffers
+from numeric_checks import (
+    DecodeCase,
+    assert_best,
+    assert_close,
+    decode_case,
+    logits_before,
+    observe,
+    prefill_buffers,
+)
 from tiny_models import POLICY_OPTIONS, random_ids, tiny_model
 
 if torch.cuda.is_available():  # elsewhere tests/kernels loads the kernels, when they are to be interpreted
@@ -43,6 +48,7 @@ STARTS = torch.tensor([0, 9, 120])
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Norm of the difference over the norm of the fp32 reference; operands and output are rounded to the dtype."""
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 MARGIN = 1e-4
 """Of fp32 logits that are as good as equal."""
 HUGE = 1e30
@@ -165,112 +171,60 @@ def test_the_cascade_moves_the_same_rows_into_the_same_places(dtype, dim, name):
         assert torch.equal(one[..., :WINDOW, :], other[..., :WINDOW, :]), table
 
 
-def ragged_cache(dtype: torch.dtype, dim: int, value_dim: int) -> AppendBuffers:
-    """Heads of several lengths, and tails of which 63 slots are used."""
-    generator = torch.Generator().manual_seed(1)
-    rows = STARTS.numel()
+CACHE = {"lengths": [[0, 130], [64, 65], [1, 300]], "group": GROUP, "slots": 100, "used": 63, "start": [0, 5, 62]}
 
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator).to(PLACE, dtype)
 
-    lengths = torch.tensor([[0, 130, 1, 64, 65, 40], [3, 0, 0, 0, 300, 1], [9, 9, 9, 9, 9, 9]])
-    offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int().to(PLACE)
-    pool = Entries(random(rows, 400, dim), random(rows, 400, value_dim))
-    tail = Entries(*(random(LAYERS, rows, KV_HEADS, 100, size) for size in (dim, value_dim)))
-    start, used = torch.tensor([0, 5, 62], device=PLACE), torch.tensor(63, device=PLACE)
-    arrivals = torch.zeros(rows * KV_HEADS, 64, dtype=torch.int32, device=PLACE)
-    return AppendBuffers(pool, offsets, tail, start, used, arrivals)
+def placed(case: DecodeCase) -> DecodeCase:
+    """The case on the device, with counters of the programs of a KV head."""
+    given = case.call._asdict() | by_name(case.held)
+    given["arrivals"] = torch.zeros(case.call.k.shape[0] * case.call.k.shape[1], 64, dtype=torch.int32)
+    return case.changed(**{name: x.to(PLACE, copy=True) for name, x in given.items() if isinstance(x, Tensor)})
+
+
+def check_step(case: DecodeCase) -> None:
+    """Output and new entries of a step on the device."""
+    step = placed(case)
+    found = device.attend_cache(*step.arguments)
+    tails = {name: x.cpu() for name, x in by_name(step.held).items() if name.startswith("tail") and x is not None}
+    appended = case.changed(**tails)
+    appended.check_appended()
+    check("output", found, appended.exact().value, ERROR.get(case.call.q.dtype, 1e-5))
 
 
 @HALVES
-@pytest.mark.parametrize(("dim", "value_dim", "softcap", "with_sinks"), SITES)
+@pytest.mark.parametrize(("dim", "value_dim", "softcap", "sinks"), SITES)
 @pytest.mark.parametrize("tokens", [1, 8, 17])
-def test_attending_the_cache(dtype, dim, value_dim, softcap, with_sinks, tokens):
-    held = ragged_cache(dtype, dim, value_dim)
-    tail = held.tail.k.clone(), held.tail.v.clone()
-    call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, softcap, sinks_of(with_sinks))
-    expected = reference.attend_cache(exact(call), exact(held), 1)
-    found = device.attend_cache(call, held, 1)
-    check("output", found, expected, ERROR[dtype])
-    for name, after, before, new in zip("kv", (held.tail.k, held.tail.v), tail, (call.k, call.v), strict=True):
-        written = before.clone()
-        written[1, :, :, 63 : 63 + tokens] = new
-        assert torch.equal(after, written), f"tail of {name}"
+def test_attending_the_cache(dtype, dim, value_dim, softcap, sinks, tokens):
+    sizes = {"dim": dim, "value_dim": value_dim, "tokens": tokens}
+    check_step(decode_case(**CACHE, **sizes, dtype=dtype, softcap=softcap, sinks=sinks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("tokens", [1, 8, 17])
 def test_attending_latent_rows(dtype, tokens):
     """Values are the first columns of the keys, and stored there only."""
-    held = ragged_cache(dtype, 576, 0)
-    q, k, _ = site(dtype, 576, 512, tokens)
-    call = Attention(q, k, k[..., :512], 0.05)
-    expected = reference.attend_cache(exact(call), exact(held), 1)
-    check("output", device.attend_cache(call, held, 1), expected, ERROR.get(dtype, 1e-5))
-    assert torch.equal(held.tail.k[1, :, :, 63 : 63 + tokens], k)
+    check_step(decode_case(**CACHE, dim=576, value_dim=512, tokens=tokens, dtype=dtype, in_keys=True))
 
 
-def floats_of(held: AppendBuffers, dim: int, value_dim: int) -> AppendBuffers:
-    """The same cache on the CPU in fp32: what its codes stand for."""
-    on_cpu = exact(held)
-    sides = [entries_held(side, dim, value_dim) for side in (on_cpu.pool, on_cpu.tail)]
-    back = rotated_back if is_rotated(on_cpu, dim) else lambda x: x
-    pool, tail = (Entries(*map(back, side)) for side in sides)
-    return on_cpu._replace(pool=pool, tail=tail)
-
-
-def tail_levels(held: AppendBuffers, dim: int, value_dim: int) -> list[Tensor]:
-    """The levels that codes of the tails, keys and values, stand for, on the CPU."""
-    tail = exact(held).tail
-    entries = entries_held(tail, dim, value_dim)
-    return [x / scale[..., None] for x, scale in zip(entries, (tail.k_scale, tail.v_scale), strict=True)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("entry_format", ["int8", "fp8", "rot4", "rot3", "rot2"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 96), (128, 128)])
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_attending_a_pool_of_codes(dtype, entry_format, dim, value_dim, tokens):
-    """The reference attends what the device appended: of rounded operands, a few numbers go to the level beside."""
-    held = packed(ragged_cache(dtype, dim, value_dim), entry_format)
-    call = Attention(*site(dtype, dim, value_dim, tokens), dim**-0.5, 5.0, sinks_of(True))
-    twin = exact(held)
-    reference.attend_cache(exact(call), twin, 1)
-    found = device.attend_cache(call, held, 1)
-    floats = floats_of(held, dim, value_dim)
-    k, v = (tail[1, :, :, 63 : 63 + tokens] for tail in floats.tail[:2])
-    expected = reference.attend_cache(exact(call)._replace(k=k, v=v), floats, 1)
-    check("output", found, expected, ERROR.get(dtype, 1e-5))
-    appended = floats_of(twin, dim, value_dim)
-    if dtype == torch.float32 or not is_rotated(held, dim):
-        for name, found, expected in (("k", k, appended.tail.k), ("v", v, appended.tail.v)):
-            check(f"new {name}", found, expected[1, :, :, 63 : 63 + tokens], 1e-6)
-        return
-    widest = torch.tensor(operands.LEVELS[operands.BITS[entry_format]]).diff().max()
-    for found, expected in zip(tail_levels(held, dim, value_dim), tail_levels(twin, dim, value_dim), strict=True):
-        apart = (found - expected)[1, :, :, 63 : 63 + tokens].abs()
-        assert (apart > 1e-3).float().mean() <= 0.02
-        assert apart.max() <= widest + 1e-3
+    sizes = {"dim": dim, "value_dim": value_dim, "tokens": tokens}
+    check_step(decode_case(**CACHE, **sizes, dtype=dtype, softcap=5.0, sinks=True).packed(entry_format))
 
 
 def test_the_last_program_merges_what_all_others_stored() -> None:
     """Programs finish in any order: a replayed step gives the same bits each time, and leaves its counters at zero."""
-    lengths = torch.randint(0, 900, (32, LAYERS * KV_HEADS), generator=torch.Generator().manual_seed(0))
-    offsets = torch.nn.functional.pad(lengths.cumsum(1), (1, 0)).int().to(PLACE)
-    pool = [torch.randn(32, int(offsets.max()), 128, dtype=torch.bfloat16, device=PLACE) for _ in range(2)]
-    tail = [torch.randn(LAYERS, 32, KV_HEADS, 300, 128, dtype=torch.bfloat16, device=PLACE) for _ in range(2)]
-    q, k, v = (
-        torch.randn(32, heads, 1, 128, dtype=torch.bfloat16, device=PLACE)
-        for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
-    )
-    start, used = torch.zeros(32, dtype=torch.int64, device=PLACE), torch.tensor(290, device=PLACE)
-    arrivals = torch.zeros(32 * KV_HEADS, 64, dtype=torch.int32, device=PLACE)
-    call, held = Attention(q, k, v, 0.1), AppendBuffers(Entries(*pool), offsets, Entries(*tail), start, used, arrivals)
-    expected = device.attend_cache(call, held, 1)
-    check("output", expected, reference.attend_cache(exact(call), exact(held), 1), ERROR[torch.bfloat16])
+    lengths = torch.randint(0, 900, (32, KV_HEADS), generator=torch.Generator().manual_seed(0)).tolist()
+    case = decode_case(lengths, group=GROUP, dim=128, slots=300, used=290, dtype=torch.bfloat16)
+    call, held, layer = placed(case).arguments
+    expected = device.attend_cache(call, held, layer)
+    check("output", expected, case.exact().value, ERROR[torch.bfloat16])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = device.attend_cache(call, held, 1)
+        found = device.attend_cache(call, held, layer)
     for _ in range(1000):
         found.zero_()
         graph.replay()

@@ -9,18 +9,17 @@ import torch._dynamo
 from transformers import DynamicCache
 
 import kvpass
-from compiled_models import UNLIMITED, compiled_anew, greedy, padded, prompts_of, two_layers
+from compiled_models import UNLIMITED, compiled_anew, greedy, in_pieces, padded, two_layers
 from kvpass.compiler import backend as backends
-from masked_oracle import assert_decodes_like_the_masked_model, kept_columns
+from masked_oracle import assert_decodes_like_the_masked_model, assert_padded_rows_equal_alone
 from numeric_checks import assert_close
 from pairwise import quick, quick_rows
 from support_table import listed, supported_row
-from tiny_models import HYBRIDS, in_blocks, left_pad, random_ids, tiny_model
+from tiny_models import HYBRIDS, in_blocks, random_ids, tiny_model
 from versions import STATES
 
 pytestmark = STATES
 MODELS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-NEW = 6
 FAMILY = [pytest.param(name, marks=[] if name == "lfm2" else pytest.mark.exhaustive) for name in HYBRIDS]
 POLICIES = dict(zip(HYBRIDS, cycle(["lava", "pyramidkv", "cake", "ada_snapkv", "tova", "keydiff"]), strict=False))
 OPTIONS = {"cake": {"tau1": 1.0, "tau2": 1.0, "evict_during_decode": False}, "tova": {"evict_during_decode": False}}
@@ -53,18 +52,7 @@ def test_contracts_1_4_6_two_turns_and_a_padded_batch(family, backend):
     seen = {"attention_mask": torch.ones_like(longer)}  # the answer may hold the id of padding
     expected = greedy(model, longer, **seen)
     assert torch.equal(greedy(fast, longer, past_key_values=first.past_key_values, **seen), expected)
-    prompts = prompts_of(50, 31, 64)
-    ids, mask = left_pad(prompts, pad=5)  # the embedding of the padding token is zero, which hides what it leaves
-    fast.set_budget(24)
-    together = greedy(fast, ids, NEW, attention_mask=mask, **told)
-    kept, logits = kept_columns(together.past_key_values, 64 + NEW - 1), torch.stack(together.logits, 1)
-    for row, prompt in enumerate(prompts):
-        alone, n = greedy(fast, prompt.repeat(2, 1), NEW, **told), prompt.numel()
-        assert torch.equal(together.sequences[row, -NEW:], alone.sequences[0, -NEW:])
-        assert_close(f"row {row}", logits[row], torch.stack(alone.logits, 1)[0], atol=1e-4)
-        expected = kept_columns(alone.past_key_values, n + NEW - 1)[0]
-        assert torch.equal(kept[row, ..., 64 - n :], expected), f"row {row} keeps other entries"
-        assert not kept[row, ..., : 64 - n].any(), f"row {row} keeps padding"
+    assert_padded_rows_equal_alone(fast, "lava", copies=2)
     assert supported_row(family, fast) in listed(MODELS_PAGE.read_text())
 
 
@@ -201,16 +189,8 @@ def test_16_bits_are_as_near_to_float32_as_the_uncompiled_model_where_routing_is
     fast = compiled_anew(model, budget=UNLIMITED)
     own, ours = [], []
     for seed in range(3):
-        prompt, new = random_ids(2, 40, seed=seed), random_ids(2, 8, seed=100 + seed)
-        found, positions = [], torch.arange(48).expand(2, -1)
-        for each in (exact, model, fast):
-            out = each(prompt, position_ids=positions[:, :40], use_cache=True)
-            logits = []
-            for column, token in enumerate(new.split(1, 1), 40):
-                given = {"position_ids": positions[:, column : column + 1], "past_key_values": out.past_key_values}
-                out = each(token.contiguous(), use_cache=True, **given)
-                logits.append(out.logits.float())
-            found.append(torch.cat(logits, 1))
+        text = random_ids(2, 48, seed=seed)
+        found = [in_pieces(each, text, [40, *[1] * 8])[0][:, 40:].float() for each in (exact, model, fast)]
         for errors, logits in zip((own, ours), found[1:], strict=True):
             errors.append((logits - found[0]).abs().max().item())
     mean = [sum(errors) / len(errors) for errors in (ours, own)]

@@ -13,6 +13,7 @@ from pairwise import quick, quick_rows
 from small_decoders import WIDTH, SmallDecoder
 from tiny_models import in_session, random_ids, raw
 
+END = 24
 PROMPTS = (20, 40)  # before and behind the numbers of the modules below
 TEXT = 60
 
@@ -29,6 +30,9 @@ class Decoder(SmallDecoder):
         self.change = change
         self.register_buffer("frequencies", torch.rand(WIDTH))
         self.register_buffer("limit", torch.tensor(26.0))
+        self.register_buffer("table", torch.randn(128, WIDTH))
+        self.register_buffer("numbers", torch.arange(128)[None])
+        self.attribute, self.short = torch.randn(2, 128, WIDTH), torch.nn.Embedding(END, WIDTH)
 
     def embedded(self, ids, positions):
         return self.change(self, self.embed(ids), positions)
@@ -61,6 +65,12 @@ def mean(x):
     return x.mean(1, keepdim=True)
 
 
+def added_in_place(x, rows):
+    x = x.clone()
+    x += rows
+    return x
+
+
 GOES_ON = {
     "segments": lambda m, x, p: x + m.places(order(x) // 32),
     "segments that are given": lambda m, x, p: x + m.places(p // 32),
@@ -74,11 +84,27 @@ GOES_ON = {
     "a filled row": lambda m, x, p: x + torch.full((x.shape[1], WIDTH), 3.0),
     "the first few": lambda m, x, p: x * (1 + (order(x) < 3)[:, None]),
     "counted ones": lambda m, x, p: x + m.places(torch.ones_like(p).cumsum(1)),
+    "counted twos": lambda m, x, p: x + m.places(torch.full_like(p, 2).cumsum(1) // 2),
     "all rows at once": lambda m, x, p: x + m.places(p.reshape(-1) // 32).view_as(x),
     "frequencies made in place": lambda m, x, p: x * (p[..., None] * 50 ** -(torch.arange(WIDTH) / WIDTH)).cos(),
     "a part of a table": lambda m, x, p: x + m.places.weight[: x.shape[1]] * 200 / 200,
     "one token otherwise": lambda m, x, p: x if x.shape[1] > 1 else 2 * x,
     "counted from those given": lambda m, x, p: x + m.places(p // 2 + order(x) // 2),
+    "counted from one": lambda m, x, p: x + m.places(torch.arange(1, x.shape[1] + 1)),
+    "counted for every row": lambda m, x, p: x + m.places(order(x).expand_as(p)),
+    "counted after the cast": lambda m, x, p: x + order(x).to(x.dtype)[:, None] / 100,
+    "sines": lambda m, x, p: x + torch.einsum("i,j->ij", order(x).float(), m.frequencies).sin(),
+    "stored numbers": lambda m, x, p: x + m.places(m.numbers[:, : x.shape[1]]),
+    "a table": lambda m, x, p: x + m.table[None, : x.shape[1], :],
+    "a table, rows of others first": lambda m, x, p: x + m.table[3 : x.shape[1] + 3],
+    "a table that is no buffer": lambda m, x, p: x + m.attribute[1:, : x.shape[1]],
+    "one table of several": lambda m, x, p: x + m.attribute[0, : x.shape[1]],
+    "a transposed table": lambda m, x, p: x + m.table.T[:, : x.shape[1]].T,
+    "a table that is read twice": lambda m, x, p: (lambda rows: (x + rows) * rows.cos())(m.table[: x.shape[1]]),
+    "a table added in place": lambda m, x, p: added_in_place(x, m.table[: x.shape[1]]),
+    "a product with a table": lambda m, x, p: x + one_hot(order(x), 128).float() @ m.table,
+    "a constant row of a table": lambda m, x, p: x + m.table[:1] + m.places(p),
+    "an index that orders nothing": lambda m, x, p: (lambda at: x[:, at] + m.places(at))(order(x)),
 }
 
 REFUSED = {
@@ -106,6 +132,13 @@ def test_contract_1_what_a_module_counts_goes_on_behind_every_number(names):
     module, fast = compiled(change)
     for prompt in PROMPTS:
         assert_as_whole(module, fast, random_ids(2, TEXT), [prompt, 1, 1, 7, *[1] * (TEXT - prompt - 9)])
+
+
+@pytest.mark.parametrize("dtype", quick([torch.float16, torch.bfloat16], [torch.bfloat16]))
+def test_a_counter_in_16_bit_is_rounded_once(dtype):
+    rounded = int(2 / torch.finfo(dtype).eps)  # from here on not every whole number has a value of its own
+    pair = compiled(lambda m, x, p: x + 0.01 * torch.arange(x.shape[1], dtype=dtype)[:, None].float())
+    assert_as_whole(*pair, random_ids(1, 3 * rounded), [rounded - 5, 6, rounded + 2, rounded - 3])
 
 
 @pytest.mark.parametrize(
@@ -192,9 +225,6 @@ def test_contract_7_a_module_that_is_first_called_with_one_token_is_refused_and_
         assert_as_whole(module, fast, ids, pieces)
 
 
-END = 24
-
-
 def ends(m, x, p):
     assert x.shape[1] <= END
     return x
@@ -203,7 +233,11 @@ def ends(m, x, p):
 ENDS = {
     "an assertion": ends,
     "a branch on a multiple": lambda m, x, p: x if 2 * x.shape[1] < 2 * END + 1 else 0.3 * x,
+    "a table": lambda m, x, p: x + m.short(order(x)),
+    "a table, counted for every row": lambda m, x, p: x + m.short(order(x).expand_as(p)),
+    "a table, counted ones": lambda m, x, p: x + m.short(torch.ones_like(p).cumsum(1) - 1),
 }
+"""Compiled code ends the process when it looks up a row beyond a table."""
 
 BRANCHES = {
     "beyond a multiple": lambda m, x, p: 0.3 * x if 3 * x.shape[1] >= 3 * END + 1 else x,
@@ -213,7 +247,7 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", quick([*ENDS], ["an assertion", "a branch on a multiple", "a table, counted ones"]))
 def test_contract_7_a_session_ends_where_the_capture_does(name):
     (module, fast), ids = compiled(ENDS[name]), random_ids(1, 30)
     cache = assert_as_whole(module, fast, ids[:, :END], [20, 1, 2, 1])
@@ -223,6 +257,9 @@ def test_contract_7_a_session_ends_where_the_capture_does(name):
             session.cache = cache
             fast(ids[:, END : END + new].contiguous(), torch.arange(END, END + new)[None])
         assert cache.columns == END
+    if name.startswith("a table"):  # of others it is a capture of its own
+        with pytest.raises(ValueError, match=r"25 tokens after 0: .* not take more than 24"):
+            in_pieces(fast, ids[:, : END + 1], [END + 1])
 
 
 @pytest.mark.parametrize("name", quick([*BRANCHES], ["beyond a multiple", "even lengths", "rows and tokens"]))

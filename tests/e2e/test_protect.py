@@ -12,14 +12,13 @@ from kvpass.policies.head_splits import AdaptiveHeads, UniformHeads
 from kvpass.policies.layer_splits import EntropyLayers, GlobalLayers, UniformLayers
 from kvpass.policies.scores import hashed
 from numeric_checks import assert_close
-from policy_variants import BUILT_IN
-from tiny_models import compiled_once, random_ids, tiny_model
+from policy_variants import BUILT_IN, TAUS
+from tiny_models import compiled_once, random_ids
 
 N, BUDGET, WINDOW, LAYERS, HEADS = 120, 40, 8, 3, 2
 SPANS = [(0, 5), (50, 61)]
 TOKENS = {token for begin, end in SPANS for token in range(begin, end)}
 OTHERS = BUDGET - WINDOW - len(TOKENS)
-OPTIONS = {"cake": {"tau1": 1.6, "tau2": 0.4}}
 CANNOT = ("full", "r_kv", "expected_attention", "triattention")
 """The first drops nothing, the second always evicts while decoding, the others need statistics of the model."""
 
@@ -81,9 +80,14 @@ def registered():
     del POLICIES["drawn"]
 
 
-@pytest.fixture(scope="module")
+def compiled(policy, budget=BUDGET, **options):
+    """A compiled model that is shared with other tests."""
+    return compiled_once("llama", layers=LAYERS, backend="eager", policy=policy, budget=budget, **options)[1]
+
+
+@pytest.fixture
 def fast():
-    return kvpass.compile(tiny_model("llama", layers=LAYERS), policy="full", budget=None, backend="eager")
+    return compiled("full", None)
 
 
 def kept_by_head(cache, row=0, window=WINDOW):
@@ -95,10 +99,7 @@ def kept_by_head(cache, row=0, window=WINDOW):
 @pytest.mark.parametrize("entries", ["model", "rot4"])
 @pytest.mark.parametrize("split", ["uniform", "adaptive", "cascade", "global"])
 def test_protected_entries_and_the_best_of_the_others_are_kept(split, entries):
-    fast = kvpass.compile(
-        tiny_model("llama", layers=LAYERS), policy=Drawn(split=split, window=WINDOW), budget=BUDGET, entries=entries,
-        backend="eager",
-    )  # fmt: skip
+    fast = compiled(Drawn(split=split, window=WINDOW), entries=entries)
     lengths = (N, N - 30)
     ids, mask = padded(*lengths)
     cache = fast.compress(ids, mask, protect=SPANS)
@@ -113,7 +114,7 @@ def test_protected_entries_and_the_best_of_the_others_are_kept(split, entries):
 
 @pytest.mark.parametrize("policy", [name for name in BUILT_IN if name not in CANNOT])
 def test_every_policy_keeps_what_is_protected_within_its_budget(fast, policy):
-    options = OPTIONS.get(policy, {}) | {"window": WINDOW}
+    options = {"window": WINDOW, **(TAUS if policy == "cake" else {})}
     if "evict_during_decode" in {field.name for field in fields(POLICIES[policy])}:
         options["evict_during_decode"] = False
     fast.set_policy(policy, BUDGET, **options)
@@ -124,13 +125,7 @@ def test_every_policy_keeps_what_is_protected_within_its_budget(fast, policy):
     assert sum(map(len, heads)) <= max(sum(map(len, without)), len(heads) * (BUDGET - WINDOW))
 
 
-EVICTING: dict[str, dict[str, object]] = {
-    "h2o": {},
-    "tova": {},
-    "streaming_llm": {},
-    "cake": OPTIONS["cake"],
-    "r_kv": {"buffer": 4},
-}
+EVICTING = {"h2o": {}, "tova": {}, "streaming_llm": {}, "cake": TAUS, "r_kv": {"buffer": 4}}
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -185,10 +180,7 @@ def test_released_rules_that_round_keep_them_where_nothing_else_has_room(fast, p
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_they_stay_when_a_conversation_is_compressed_again(saved, tmp_path):
-    fast = kvpass.compile(
-        tiny_model("llama", layers=LAYERS), policy="snapkv", budget=BUDGET, window=WINDOW, kernel_size=1,
-        recompress="every_turn", backend="eager",
-    )  # fmt: skip
+    fast = compiled("snapkv", window=WINDOW, kernel_size=1, recompress="every_turn")
     ids = random_ids(2, N)
     cache = fast(ids, protect=SPANS).past_key_values
     for turn in range(3):
@@ -205,10 +197,7 @@ def test_they_stay_when_a_conversation_is_compressed_again(saved, tmp_path):
 
 @pytest.mark.parametrize("policy", ["snapkv", "lava", "ada_snapkv"])
 def test_what_was_protected_in_the_window_stays_when_the_window_moves_on(policy):
-    fast = kvpass.compile(
-        tiny_model("llama", layers=LAYERS), policy=policy, budget=BUDGET, window=WINDOW, recompress="every_turn",
-        backend="eager",
-    )  # fmt: skip
+    fast = compiled(policy, window=WINDOW, recompress="every_turn")
     cache = fast(random_ids(1, N), protect=[(N - BUDGET, N)]).past_key_values
     fast(random_ids(1, 20), past_key_values=cache)
     assert kept_by_head(cache) == [set(range(N - BUDGET, N))] * LAYERS * HEADS

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from compiled_models import padded, prompts_of, two_layers
+from compiled_models import in_pieces, padded, prompts_of, two_layers
 from kvpass.compiler import backend
 from masked_oracle import kept_columns
 from numeric_checks import assert_close
@@ -71,21 +71,17 @@ def test_contract_2_each_row_keeps_the_budget_and_what_it_keeps_alone(repeat, co
 
 
 def test_both_frontends_keep_the_same_entries_and_give_the_same_logits():
-    ids, new = random_ids(2, 60), random_ids(2, 3, seed=1)
+    text, sizes = random_ids(2, 63), [60, 1, 1, 1]
     model, through_interface = two_layers(layers=1)
-    out = through_interface(ids)
-    cache, expected = out.past_key_values, [out.logits]
-    for piece in new.split(1, 1):
-        expected.append(through_interface(piece, past_key_values=cache).logits)
+    expected, cache = in_pieces(through_interface, text, sizes)
 
     def logits(input_ids, position_ids):
         return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 
     assert model.config._attn_implementation == "sdpa"
-    through_sdpa, text = compiled(logits, policy="lava", budget=20), torch.cat([ids, new], 1)
-    found, other = in_session(through_sdpa, [60, 1, 1, 1], text, counted(text))
+    found, other = in_session(compiled(logits, policy="lava", budget=20), sizes, text, counted(text))
     assert torch.equal(other.positions, cache.positions) and other.state.layout == cache.state.layout
-    assert_close("logits", found, torch.cat(expected, 1), atol=1e-5)
+    assert_close("logits", found, expected, atol=1e-5)
 
 
 def test_a_raw_module_needs_a_session_and_no_grad_and_no_padding_where_it_numbers_its_own_tokens(decoder):

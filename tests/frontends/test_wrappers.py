@@ -1,7 +1,6 @@
-"""Text given to classes that also read images, and what is said where an image is given."""
+"""Text given to classes that also read images, and what is refused of images."""
 
 import functools
-import re
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import transformers
 from transformers import AutoConfig
 
 import kvpass
-from compiled_models import UNLIMITED, greedy, padded
+from compiled_models import UNLIMITED, greedy, padded, two_layers
 from numeric_checks import assert_close
 from pairwise import quick
 from tiny_models import LLAMA_LIKE, random_ids
@@ -68,14 +67,47 @@ def test_positions_of_equal_axes_are_those_of_text():
         fast(IDS[:1], position_ids=places.expand(3, 1, -1) * torch.tensor([1, 1, 2])[:, None, None])
 
 
-def test_an_image_is_refused_by_what_it_is_and_a_language_model_inside_told_what_can_be_compiled():
-    model, fast = pair("qwen2_vl")
-    types = torch.zeros_like(IDS).index_fill(1, torch.tensor([3]), 1)
-    images = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
-    for given in ({"mm_token_type_ids": types}, images, {"token_type_ids": types, **images}):
-        for call in (fast, functools.partial(fast.generate, max_new_tokens=2)):
-            with pytest.raises(ValueError, match="kvpass reads no images, videos or sound yet") as refusal:
-                call(IDS, **given)
-            assert re.search("mm_token_type_ids|pixel_values", str(refusal.value))
+TYPES = torch.zeros_like(IDS).index_fill(1, torch.tensor([3]), 1)
+IMAGES = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+REFUSED = [
+    ({"mm_token_type_ids": TYPES}, "mm_token_type_ids.*zeros only, or those of images"),
+    ({"input_features": torch.zeros(1, 4, 4)}, "'input_features' is of sound, which kvpass does not read"),
+    ({**IMAGES, "pixel_mask": torch.ones(1)}, "'pixel_mask' .* Qwen2VLForConditionalGeneration has no such argument"),
+    ({**IMAGES, "position_ids": torch.arange(41)[None]}, "without use_cache=False and position_ids"),
+    ({**IMAGES, "mm_token_type_ids": TYPES}, "do not match"),  # the class itself
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_contract_10_images_that_are_not_taken(given, message):
+    _, fast = pair("qwen2_vl")
+    for call in (fast, functools.partial(fast.generate, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=message):
+            call(IDS, **given)
+    assert greedy(fast, IDS, attention_mask=MASK).shape == (2, 47)
+
+
+def test_contract_10_images_where_nothing_could_be_read():
+    _, fast = pair("qwen2_vl")
+    llama, embeds = two_layers()[1], torch.zeros(1, 5, 64)
+    with pytest.raises(ValueError, match=r"'pixel_values' .* LlamaForCausalLM has no such argument"):
+        llama(IDS, **IMAGES)
+    for call in (fast, fast.generate):
+        with pytest.raises(ValueError, match="give them with input_ids"):
+            call(inputs_embeds=embeds, **IMAGES)
+    with pytest.raises(ValueError, match="without use_cache=False"):
+        fast.generate(IDS, use_cache=False, **IMAGES)
+    with pytest.raises(ValueError, match="guide with pixel_values, image_grid_thw"):
+        fast.compress(IDS, guide=IDS[:1, :4], **IMAGES)
+    try:
+        fast.set_policy("kvzip", 20)
+        with pytest.raises(ValueError, match="policy 'kvzip' replays the ids of the prompt"):
+            fast.compress(IDS, **IMAGES)
+    finally:
+        fast.set_policy("full")
+
+
+def test_a_language_model_inside_is_told_what_can_be_compiled():
+    model, _ = pair("qwen2_vl")
     with pytest.raises(ValueError, match="it is a part of a model that has one, compile that"):
         kvpass.compile(model.model.language_model, budget=UNLIMITED)

@@ -73,16 +73,6 @@ def test_int8_weights_of_single_tokens_are_not_converted(rows):
     assert changed == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_weights_of_a_single_row_are_multiplied_and_added_in_fp32(dtype):
-    layer, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
-    weight = quantised(layer)
-    changed, left, result = changed_by(decompose_linear_pass, layer, x, dynamic=False)
-    assert (changed, left, result.dtype) == (1, [], dtype)
-    wanted = exact(weight, layer, x).to(dtype)
-    torch.testing.assert_close(result, wanted, rtol=max(1e-5, torch.finfo(dtype).eps), atol=1e-6)
-
-
 @pytest.mark.parametrize(("inputs", "pieces"), [(4096, 1), (4864, 2), (3 * 4096, 4), (4099, 1)])
 def test_a_long_sum_is_decomposed_into_equal_short_ones(inputs, pieces):
     layer, x = torch.nn.Linear(inputs, 3), torch.randn(1, inputs)
@@ -105,13 +95,17 @@ def test_only_a_single_row_is_decomposed(shape):
     assert changed + len(left) == 1 and changed == (shape == (24,))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_decomposed_layer_in_half_precision_is_multiplied_and_added_in_fp32(dtype):
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_decomposed_layer_is_multiplied_and_added_in_fp32(dtype, is_int8):
     layer, x = torch.nn.Linear(512, 40).to(dtype), torch.randn(1, 1, 512).to(dtype)
+    weight = quantised(layer) if is_int8 else layer.weight
     changed, left, result = changed_by(decompose_linear_pass, layer, x, dynamic=False)
     assert (changed, left, result.dtype) == (1, [], dtype)
-    wanted = exact(layer.weight, layer, x).to(dtype)
-    torch.testing.assert_close(result, wanted, rtol=torch.finfo(dtype).eps, atol=0)
+    wanted = exact(weight, layer, x).to(dtype)
+    rounded_weights = {"rtol": max(1e-5, torch.finfo(dtype).eps), "atol": 1e-6}
+    tolerance = rounded_weights if is_int8 or dtype == torch.float32 else {"rtol": torch.finfo(dtype).eps, "atol": 0}
+    torch.testing.assert_close(result, wanted, **tolerance)
 
 
 @pytest.mark.parametrize(("is_faster", "counts"), [(True, (1, 1)), (False, (2, 0))])

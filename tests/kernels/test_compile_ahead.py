@@ -219,7 +219,7 @@ def compile_ahead(launch: Launch, arch: int) -> dict[str, Any]:
 
     config = pinned(launch.case, arch)
     arguments = {name: MockTensor.wrap_dtype(value) for name, value in launch.arguments}
-    compiled = launch.kernel.warmup(grid=(1,), **arguments, **dict(config.blocks), **config.options)
+    compiled = launch.kernel.warmup(grid=(1,), **arguments, **config.all_kwargs())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

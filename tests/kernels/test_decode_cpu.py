@@ -17,7 +17,7 @@ from torch._inductor import cpp_builder
 from kvpass.config import EntryFormat
 from kvpass.kernels import cpu
 from kvpass.operands import BITS, CODES, by_name
-from numeric_checks import DecodeCase, assert_rounded, decode_case
+from numeric_checks import DecodeCase, decode_case
 from pairwise import each_value, pairwise
 
 
@@ -26,14 +26,7 @@ def run(case: DecodeCase) -> Tensor:
 
 
 def check(case: DecodeCase) -> None:
-    """Output is the exact one but for rounding; the new entries are in the tail; nothing else changed by a bit."""
-    before = case.kept
-    out = run(case)
-    assert out.dtype == case.call.q.dtype
-    assert out.transpose(1, 2).is_contiguous()
-    case.check_appended()
-    assert_rounded("out", out, case.exact())
-    assert all(map(torch.equal, case.kept, before))
+    case.check(run)
 
 
 RAGGED = [[37, 0, 5], [1, 130, 16]]
@@ -70,23 +63,6 @@ def test_equals_exact_attention(dtype, group, dims, tokens):
 def test_codes(entry_format, dtype, group, dims, tokens, softcap):
     given = {"group": group, "dim": dims[0], "value_dim": dims[1], "tokens": tokens, "start": [0, 3]}
     check(decode_case(RAGGED, **given, dtype=dtype, softcap=softcap).packed(entry_format))
-
-
-def test_scales_that_do_not_fit_are_refused():
-    case = decode_case(RAGGED)
-    scales = dict.fromkeys(("pool_k_scale", "pool_v_scale", "tail_k_scale", "tail_v_scale"), torch.zeros(2, 9))
-    int8, fp8, rot4 = (case.packed(entry_format) for entry_format in ("int8", "fp8", "rot4"))
-    few = torch.zeros(3, 2, 3, 24, 1, dtype=torch.uint8)
-    for wrong, message in (
-        (int8.changed(pool_v_scale=None), "must be given together"),
-        (case.changed(**scales), r"tail_k is torch\.float32 .* and has scales"),
-        (rot4.changed(tail_k=few), "keys of 32 numbers must be int8 or fp8 codes, or uint8"),
-        (fp8.changed(pool_v_scale=torch.zeros(2, 9)), r"pool_v_scale is torch.float32 .*expected torch.float32"),
-        (fp8.changed(tail_k_scale=fp8.held.tail.k_scale.double()), "tail_k_scale is torch"),
-        (fp8.changed(**dict.fromkeys(scales)), "pool_k is torch"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(wrong)
 
 
 LONG = {"group": 2, "tokens": 2, "dim": 64, "sinks": True}
@@ -157,18 +133,9 @@ def refused(case, message):
     [
         ({"tail_used": torch.tensor(23)}, r"tail_used=23.*2 entries.*24 slots"),
         ({"tail_start": torch.tensor([0, 6])}, r"tail_start\[1\]=6: must be in 0..5"),
-        (
-            {"tail_start": torch.tensor([0, 0], dtype=torch.int32)},
-            r"tail_start is torch.int32 \[2\]: expected torch.int64 \[2\]",
-        ),
         ({"layer": 3}, "layer=3: must be in 0..2"),
         ({"sinks": torch.zeros(3)}, r"sinks has shape \(3,\)"),
-        (
-            {"pool_v": torch.zeros(2, 3, 32)},
-            r"pool_v is torch.float32 \[2, 3, 32\]: expected torch.float32 \[2, 1.., 32\]",
-        ),
         ({"q": torch.zeros(2, 6, 2, 32, device="meta")}, "on the CPU"),
-        ({"tail_k": torch.zeros(3, 2, 3, 32, 24).transpose(3, 4)}, r"tail_k has strides .*must be contiguous"),
     ],
 )
 def test_bad_arguments_change_nothing(change, message):

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton import Config
 
 from kvpass.kernels import launch as module
-from kvpass.kernels.launch import KernelConfig, launch
+from kvpass.kernels.launch import launch
 
-LOWER, HIGHER = KernelConfig.of(4, 2, registers=128, BLOCK=16), KernelConfig.of(8, 3, BLOCK=64)
+LOWER, HIGHER = Config({"BLOCK": 16}, 4, 2, maxnreg=128), Config({"BLOCK": 64}, 8, 3)
 TABLE = {"case": {80: LOWER, 90: HIGHER}}
 
 
@@ -55,7 +56,7 @@ def test_a_kernel_runs_where_its_tensors_are(place, expected, config, current, m
         launch(kernel, (7,), arguments, "case", config)
     ((device, grid, given),) = kernel.launches
     assert (device, grid) == (expected, (7,))
-    assert given == {**arguments, "BLOCK": 16, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
+    assert given == {**arguments, "BLOCK": 16, "num_warps": 4, "num_ctas": 1, "num_stages": 2, "maxnreg": 128}
     assert current == [0], "another device is current afterwards"
 
 
@@ -74,7 +75,7 @@ def test_an_architecture_without_a_row_takes_the_nearest_lower_one(capability, e
         launch(kernel, (7,), {"q": q}, "case", HIGHER)
     module.architecture_of.cache_clear()
     (_, _, chosen), (_, _, given) = kernel.launches
-    assert (chosen["BLOCK"], chosen["num_warps"]) == (dict(expected.blocks)["BLOCK"], expected.num_warps)
+    assert (chosen["BLOCK"], chosen["num_warps"]) == (expected.kwargs["BLOCK"], expected.num_warps)
     assert given["BLOCK"] == 64
 
 
@@ -84,4 +85,4 @@ def test_the_table_in_the_repository(monkeypatch):
     assert all({80, 90, 100} <= set(configs) for configs in found.values()), "a case lacks an architecture"
     for configs in found.values():
         for config in configs.values():
-            assert [name for name, _ in config.blocks] == [name for name, _ in configs[80].blocks]
+            assert [*config.kwargs] == [*configs[80].kwargs]

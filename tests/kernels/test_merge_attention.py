@@ -80,11 +80,7 @@ def test_no_weight_overflows_and_one_of_nothing_adds_nothing(dtype):
     ("changed", "message"),
     [
         ({"out": torch.zeros(1, 2, 5, 32, device=DEVICE)}, r"other.out is torch.float32 \[1, 2, 5, 32\]: expected"),
-        ({"out": torch.zeros(1, 2, 4, 32, device=DEVICE, dtype=torch.float16)}, "other.out is torch.float16"),
-        ({"out": torch.zeros(1, 2, 32, 4, device=DEVICE).mT}, "other.out has strides .*: the last must be 1"),
         ({"lse": torch.zeros(1, 2, 5, device=DEVICE)}, r"other.lse is torch.float32 \[1, 2, 5, 1\]: expected"),
-        ({"lse": torch.zeros(1, 2, 4, device=DEVICE, dtype=torch.float64)}, "other.lse is torch.float64"),
-        ({"lse": torch.zeros(1, 2, 4, device="meta")}, "other.lse is on meta"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_by_name(changed, message):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from triton import Config
 
 from pairwise import quick
 
 pytest.importorskip("triton")
 
-from kvpass.kernels.launch import KernelConfig
 from kvpass.kernels.window_statistics import column_sums, window_statistics
 from kvpass.operands import Attention
 from kvpass.ops.cuda import KernelObservation
@@ -21,9 +21,9 @@ from numeric_checks import EPS, Exact, PromptCase, assert_rounded, exact_attenti
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that are never stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = KernelConfig.of(4, 1, BLOCK_K=16, BLOCK_R=16)
-WIDE = KernelConfig.of(4, 1, BLOCK_K=64, BLOCK_R=32)
-LARGE = KernelConfig.of(4, 1, BLOCK_K=256, BLOCK_R=32)
+SMALL = Config({"BLOCK_K": 16, "BLOCK_R": 16}, 4, 1)
+WIDE = Config({"BLOCK_K": 64, "BLOCK_R": 32}, 4, 1)
+LARGE = Config({"BLOCK_K": 256, "BLOCK_R": 32}, 4, 1)
 SPREAD = ("mean", "variance", "entropy")
 
 
@@ -31,7 +31,7 @@ SPREAD = ("mean", "variance", "entropy")
 class Case(PromptCase):
     window: int = 0
     rows: int = 0
-    config: KernelConfig | None = None
+    config: Config | None = None
 
 
 CASES = [

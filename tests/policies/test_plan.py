@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,9 +22,9 @@ from kvpass.policies.head_splits import AdaptiveHeads
 from kvpass.policies.layer_splits import GlobalLayers
 from kvpass.policies.observation import Observation
 from kvpass.policies.replay import Replayed, most_attended
+from kvpass.policies.scheduler import best_over_layers
 from numeric_checks import Largest
 from pairwise import each_value, pairwise
-from policy_oracle import prompt_keep
 from policy_variants import TAUS, VARIANTS
 
 EVICTING = [
@@ -468,6 +469,34 @@ class GivenScores(Policy):
 
     def layers(self) -> GlobalLayers:
         return GlobalLayers()
+
+
+def prompt_keep(policy: Policy, sites: Sequence[Observation], entries: int, *, cascaded: bool = True) -> Tensor:
+    """Entries kept of a prompt, bool ``[L, B, K, N]``: those that every stage of the cascade has room for.
+
+    Args:
+        sites: of the layers. entries: evictable ones per KV head and layer. cascaded: else only the last stage counts.
+    """
+    batch, kv_heads, length, _ = sites[0].keys.shape
+    layers, share = len(sites), torch.full((batch,), entries)
+    available = torch.full((batch,), sites[0].evictable)
+    scores = torch.full((layers, batch, kv_heads, length), float("-inf"))
+    weights = torch.zeros(batch, layers, dtype=torch.float64)
+    limits = torch.full((batch, layers), torch.iinfo(torch.int64).max)
+    for i, obs in enumerate(sites):
+        scores[i, :, :, : obs.evictable] = policy.checked_score(obs)
+        weight = policy.layer_weight(obs, scores[i, :, :, : obs.evictable])
+        if weight is not None:
+            weights[:, i] = weight
+        if policy.compares_layers:
+            known = scores[: i + 1].transpose(0, 1).flatten(1)
+            of_layer = torch.arange(i + 1).repeat_interleave(kv_heads * length).expand(known.shape)
+            weights = best_over_layers(known, of_layer, share * (layers * kv_heads), layers, policy.least_score)
+        stage = policy.layer_budgets(weights, share, available, kv_heads, i + 1)
+        if cascaded or i == layers - 1:
+            limits[:, : i + 1] = torch.minimum(limits, stage)[:, : i + 1]
+    ranks = torch.stack([policy.rank(layer, share) for layer in scores])
+    return (scores == float("-inf")) | (ranks < limits.T[:, :, None, None])
 
 
 @pairwise(variant=[*VARIANTS, ("full", {})], parity=["paper", "code"], budget=[8, 15, 29])

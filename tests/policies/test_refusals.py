@@ -69,6 +69,10 @@ REFUSED = [
     ),
     *(({"policy": "kvzip", "prompt_ids": bad}, "must be a list of token ids") for bad in ("12", (1, -2), (True,), 5)),
     ({"entries": "int3"}, "entries='int3': must be one of model, int8, fp8, rot4, rot3, rot2"),
+    ({"budget": 32}, r"budget=32: must be at least window \+ 1 = 33"),
+    ({"budget": None}, "budget=None"),
+    ({"policy": "cake"}, "no published CAKE temperatures .* give both as options, for instance tau1=1.6, tau2=0.4"),
+    ({"backend": "cuda"}, "backend='cuda'"),
 ]
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from compiled_models import in_pieces
 from kvpass.adapt.copied import copy_structure
 from kvpass.cache.cache import CompressedCache
+from kvpass.policies import POLICIES
 from numeric_checks import assert_close
 from tiny_models import left_pad, random_ids
 
@@ -22,30 +24,34 @@ class MaskedOracle:
     Keeps everything and masks, so it shares no code with the compressed path: new tokens attend, per layer and KV
     head, to the kept positions of the prompt and causally to each other; prompt tokens attend to the whole prompt.
     Sliding windows, soft-capping and sinks are the model's own.
+
+    Args:
+        reads_images: attention outside of its language model stays as it is. sees_later: which tokens see which in any
+            case, themselves too, bool ``[S, S]``.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = copy_structure(model)
-        for module in self.model.modules():
+    def __init__(self, model: PreTrainedModel, *, reads_images: bool = False, sees_later: Tensor | None = None) -> None:
+        self.model, self.sees_later = copy_structure(model), sees_later
+        for module in (self.model.get_decoder() if reads_images else self.model).modules():
             if getattr(module, "config", None) is not None:
                 module.config._attn_implementation = _ORACLE_NAME
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, mask: Tensor, keep: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, mask: Tensor, keep: Tensor, **images: Tensor) -> Tensor:
         """Logits of every token, ``[B, S, vocabulary]``.
 
         Args:
             ids: prompt and new tokens, ``[B, S]``, left-padded. mask: ``[B, S]``.
-            keep: bool ``[B, L, K, N]`` over the prompt's columns.
+            keep: bool ``[B, L, K, N]`` over the prompt's columns. images: of a prompt that has some.
         """
         s = ids.shape[1]
         n = keep.shape[3]
         seen = torch.cat([keep, torch.ones(*keep.shape[:3], s - n, dtype=torch.bool)], 3)
         new_rows = torch.arange(s)[:, None] >= n
-        return self.logits_seen(ids, mask, seen[:, :, :, None, :] | ~new_rows)
+        return self.logits_seen(ids, mask, seen[:, :, :, None, :] | ~new_rows, **images)
 
     @torch.no_grad()
-    def logits_seen(self, ids: Tensor, mask: Tensor, seen: Tensor) -> Tensor:
+    def logits_seen(self, ids: Tensor, mask: Tensor, seen: Tensor, **images: Tensor) -> Tensor:
         """The same where every token may have another view: ``seen`` bool ``[B, L, K, S, S]``, rows look at columns.
 
         What lies in the future or in padding stays hidden whatever ``seen`` says; a token always sees itself.
@@ -53,12 +59,13 @@ class MaskedOracle:
         s = ids.shape[1]
         causal = torch.ones(s, s, dtype=torch.bool).tril() & mask[:, None, None, :].bool()
         allowed = causal[:, None] & seen
-        allowed |= torch.eye(s, dtype=torch.bool)
+        allowed |= torch.eye(s, dtype=torch.bool) if self.sees_later is None else self.sees_later
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         _ORACLE_MASKS[:] = list(allowed.unbind(1))
         # recurrent layers must not read padding; attention reads ``allowed`` alone
         given = {} if bool(mask.all()) else {"attention_mask": mask}
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+        given |= images or {"position_ids": positions}  # a model that reads images counts positions itself
+        return self.model(input_ids=ids, use_cache=False, **given).logits
 
 
 _ORACLE_NAME = "kvpass_masked_oracle"
@@ -174,3 +181,40 @@ def assert_decodes_like_the_masked_model(
     assert_close("decode logits", torch.cat(logits, 1), expected, atol=1e-4)
     assert cache.get_seq_length() == columns
     assert (everything - expected).abs().max() > 1e-2, "the budget should change the logits"
+
+
+PROMPT = 61
+"""Tokens of the longest prompt below."""
+OPTIONS: dict[str, dict[str, Any]] = {"cake": {"tau1": 1.0, "tau2": 1.0}, "vatp": {"indicator": "h2o"}}
+
+
+def under(fast: Any, policy: str, budget: int, ids: Tensor, sizes: list[int], mask: Tensor | None = None) -> Any:
+    """Logits of a text that is given in pieces of so many tokens under a policy, and its cache."""
+    given = budget if POLICIES[policy].needs_budget else None
+    fast.set_policy(policy, given, window=8, **OPTIONS.get(policy, {}))
+    return in_pieces(fast, ids, sizes, mask)
+
+
+def assert_padded_rows_equal_alone(fast: Any, policy: str, copies: int) -> None:
+    """Against each prompt without padding, in a batch of ``copies``: with 3 no other batch size need be captured.
+
+    The tokens of a prompt differ: equal ones have keys of nearly equal norms, and rounding depends on the batch. The
+    model's own token for padding has zeros as its embedding, which would hide what it leaves.
+    """
+    vocabulary = fast.config.get_text_config().vocab_size
+    prompts = [
+        torch.randperm(vocabulary, generator=torch.Generator().manual_seed(n))[:n] for n in (PROMPT, 37, 5)
+    ]  # the last is shorter than the window
+    new, singles = random_ids(3, 4, seed=1), [1] * 4
+    ids, mask = left_pad(prompts, pad=5)
+    whole_mask = torch.cat([mask, torch.ones_like(new)], 1)
+    logits, cache = under(fast, policy, 16, torch.cat([ids, new], 1), [PROMPT, *singles], whole_mask)
+    for row, prompt in enumerate(prompts):
+        n = prompt.numel()
+        text = torch.cat([prompt, new[row]]).repeat(copies, 1)
+        expected, alone = under(fast, policy, 16, text, [n, *singles])
+        label = f"{policy}, row {row}"
+        assert_close(label, logits[row, PROMPT - n :], expected[0], atol=1e-4)
+        kept = kept_columns(cache, PROMPT + 4)[row]
+        assert torch.equal(kept[..., PROMPT - n :], kept_columns(alone, n + 4)[0]), f"{label} keeps other entries"
+        assert not kept[..., : PROMPT - n].any(), f"{label} keeps padding"

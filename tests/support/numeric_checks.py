@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -377,6 +377,16 @@ class DecodeCase(CacheCase):
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
             else:  # kernels on CUDA rotate in the dtype of the call: a number between two levels may go to either
                 assert float((found - expected).norm() / expected.norm()) < 0.05, name
+
+    def check(self, way: Callable[[DecodeCase], Tensor], *, rounds_weights: bool = False) -> None:
+        """Output exact but for rounding; the new entries are in the tail; nothing else changed by a bit."""
+        before, given = self.kept, self.copied()
+        found = way(given)
+        assert found.shape == (*self.call.q.shape[:3], self.call.v.shape[3]) and found.dtype == self.call.q.dtype
+        assert found.transpose(1, 2).is_contiguous()
+        given.check_appended()
+        assert_rounded(way.__name__, found, given.exact(rounds_weights=rounds_weights))
+        assert all(map(torch.equal, given.kept, before)), way.__name__
 
     def exact(self, *, rounds_weights: bool = False) -> Exact:
         """Output ``[B, H, T, Dv]``, one row and KV head after another; of a cache of codes when these are appended."""

@@ -3,10 +3,9 @@
 import multiprocessing
 import os
 import pickle
-import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from unittest import mock
@@ -31,7 +30,7 @@ class Processes:
         self.size = size
         self._folder = TemporaryDirectory()
         self._groups = 0
-        self._started: list[tuple[Any, Connection]] = []
+        self._started: list[ProcessPoolExecutor] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **given: Any) -> list[Any]:
         """Return what a function of a module that can be imported gives in each process, in the order of their ranks.
@@ -46,73 +45,49 @@ class Processes:
         if not self._started:
             self._start()
         call = pickle.dumps((function, args, given))
-        for _, pipe in self._started:
-            pipe.send_bytes(call)
+        answers = [process.submit(_answer, call) for process in self._started]
         try:
             expected = own()
+            done, silent = wait(answers, PATIENCE, FIRST_EXCEPTION)
+            for rank, answer in enumerate(answers):
+                if answer in done and answer.exception() is not None:
+                    raise AssertionError(f"process {rank} of {self.size} failed") from answer.exception()
+            assert not silent, f"nothing for {PATIENCE} seconds"
         except BaseException:
             self.end()
             raise
-        return self._answers(), expected
-
-    def _answers(self) -> list[Any]:
-        places: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._started)}
-        found: dict[int, Any] = {}
-        while places:
-            ready = wait(list(places), PATIENCE)
-            said = None if ready else f"nothing for {PATIENCE} seconds"
-            for rank in [places.pop(pipe) for pipe in ready]:
-                try:
-                    raised, value = pickle.loads(self._started[rank][1].recv_bytes())
-                except EOFError:
-                    raised, value = True, "it ended"
-                if raised:
-                    said = f"process {rank} of {self.size}: {value}"
-                found[rank] = value
-            if said is not None:
-                self.end()
-                raise AssertionError(said)
-        return [found[rank] for rank in range(self.size)]
+        return [pickle.loads(answer.result()) for answer in answers], expected
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         self._groups += 1
         met = os.path.join(self._folder.name, str(self._groups))
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_answer, args=(rank, self.size, met, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._started.append((process, ours))
+        for rank in range(self.size):
+            self._started.append(ProcessPoolExecutor(1, context, _join, (rank, self.size, met)))
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+                self._started[-1].submit(int)  # starts the process
 
     def end(self) -> None:
         """End the processes."""
-        for _, pipe in self._started:
-            pipe.close()  # a process that waits for a call returns then
-        for process, _ in self._started:
-            process.join(5)
-            process.kill()
-            process.join()
+        for pool in self._started:
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+            pool.shutdown()
         self._started = []
 
 
-def _answer(rank: int, size: int, met: str, pipe: Connection) -> None:
-    """Answer calls until the pipe is closed."""
+def _join(rank: int, size: int, met: str) -> None:
+    """Make this process one of the group."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     cheap_captures()
     dist.init_process_group(
         "gloo", init_method=f"file://{met}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
-    while True:
-        try:
-            function, args, given = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            answer = False, function(*args, **given)
-        except BaseException:
-            answer = True, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(answer))
+
+
+def _answer(call: bytes) -> bytes:
+    """What a call gives; as bytes, else tensors would be shared with this process."""
+    function, args, given = pickle.loads(call)
+    return pickle.dumps(function(*args, **given))

@@ -369,16 +369,6 @@ def random_ids(rows: int, tokens: int, *, seed: int = 0) -> Tensor:
     return torch.randint(2, VOCABULARY, (rows, tokens), generator=generator)
 
 
-def step_logits(model: Any, ids: Tensor, new: Tensor) -> Tensor:
-    """Logits of a prompt, of two single tokens and of the rest of the new ones, fed one after the other."""
-    out = model(ids)
-    pieces = [out.logits]
-    for piece in (new[:, :1], new[:, 1:2], new[:, 2:]):
-        out = model(piece, past_key_values=out.past_key_values)
-        pieces.append(out.logits)
-    return torch.cat(pieces, 1)
-
-
 def left_pad(prompts: list[Tensor], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Prompts ``[n_i]`` as one left-padded batch: ids and attention mask, int64 ``[B, max n_i]``."""
     width = max(prompt.numel() for prompt in prompts)

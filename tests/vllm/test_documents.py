@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass.cache.fingerprint import weights_digest
@@ -15,14 +14,11 @@ from kvpass.ranks import ONE_PROCESS, Ranks
 from kvpass.vllm import documents
 from kvpass.vllm.admission import Admission
 from kvpass.vllm.settings import Settings
-from tiny_models import sharing_captures
+from tiny_models import sharing_captures, tiny_model
 
 
-def make(folder, seed=0, **changes):
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes | heads | changes)).eval()
+def make(folder, **changes):
+    model = tiny_model("llama", **{"layers": 2, "vocab_size": 50} | changes)
     model.save_pretrained(folder)
     return model
 
@@ -88,7 +84,7 @@ def test_all_entries_of_a_document_lie_in_one_pool(folder, model, file, policy):
     cache.save(file)
     found = load(folder, file, file)
     entries = int(cache.lengths.sum())
-    assert found.pools["pool_k"].shape == found.pools["pool_v"].shape == (1, 2 * entries, 8)
+    assert found.pools["pool_k"].shape == found.pools["pool_v"].shape == (1, 2 * entries, 16)
     assert found.offsets["a"].diff().tolist() == cache.lengths.flatten().tolist()
     assert torch.equal(found.offsets["b"], found.offsets["a"] + entries) and found.offsets["b"].dtype == torch.int32
     store = cache.state.full_layers[0]
@@ -182,7 +178,7 @@ def test_a_file_that_cannot_be_read_or_is_of_before_and_without_token_ids_is_ref
     ("changes", "dtype", "message"),
     [
         ({"seed": 1}, torch.float32, "one of the same configuration with other weights"),
-        ({"num_hidden_layers": 3}, torch.float32, "its config.num_hidden_layers is 2, here it is 3"),
+        ({"layers": 3}, torch.float32, "its config.num_hidden_layers is 2, here it is 3"),
         ({}, torch.bfloat16, "its dtype is torch.float32, here it is torch.bfloat16"),
     ],
 )

@@ -7,19 +7,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from command_line import invoke
 from kvpass import builtin
 from kvpass.cli import main
 from kvpass.vllm import refusals
+from tiny_models import tiny_model
 
 TEMPLATE = "{% for message in messages %}<bos> {{ message['content'] }} {% endfor %}"
 TEXT = 8 * "the old farmer carried the lamb near the river . "
 TOKENS = 8 * 10 + 1
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 1344}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +26,8 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("serve")
     _, tokenizer = builtin.load()
     for name, positions in (("model", 8192), ("other", 512)):
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, max_position_embeddings=positions)).eval().bfloat16()
+        sizes = {"vocab_size": 1344, "hidden_size": 32, "max_position_embeddings": positions}
+        model = tiny_model("llama", layers=2, dtype=torch.bfloat16, **sizes)
         model.save_pretrained(place / name)
         tokenizer.chat_template = TEMPLATE if name == "model" else None
         tokenizer.save_pretrained(place / name)

@@ -1,4 +1,5 @@
-"""A text in pieces that is not the whole text is refused: tokens that see others beside the sites, places in a call.
+"""A text in pieces that is not the whole text is refused: tokens that see others beside the sites, places in a call,
+positions that cannot be counted on from the tokens seen. Those that can be: tests/e2e/test_lengths.py.
 
 All decoders of a table are captured as one graph, since a capture is what takes time.
 """
@@ -6,6 +7,7 @@ All decoders of a table are captured as one graph, since a capture is what takes
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -48,12 +50,24 @@ TOKEN_WISE = {
     "routed": lambda x, ids: routed(x, lambda expert: expert.argsort()),
     "routed by a sort": lambda x, ids: routed(x, lambda expert: expert.sort().indices),
     "by id": lambda x, ids: x + F.one_hot(ids, WIDTH + 18)[..., :WIDTH],
+    "of a type": lambda x, ids: x + F.embedding(torch.zeros_like(ids), EMBED),
+    "of a stored type": lambda x, ids: x + F.embedding(TYPES[:, : x.shape[1]], EMBED),
+    "one vector for all": lambda x, ids: x + EMBED[0].expand(x.shape[0], x.shape[1], -1),
+    "a bias that is made in place": lambda x, ids: biased(x),
+    "routed and counted back": lambda x, ids: counted_back(x),
+    "two copies of each": lambda x, ids: added_up(x),
+}
+OF_POSITIONS = {
+    "rotary": lambda x, p: x * (p[..., None] * EMBED[0]).cos(),
+    "learned": lambda x, p: x + F.embedding(p + 2, EMBED),
+    "frequencies counted by dim": lambda x, p: x * (p[..., None] * torch.arange(WIDTH)).cos(),
 }
 
 
 Change = Callable[[Tensor, Tensor], Tensor]
 """Of activations and ids, or positions where they are what counts."""
 EMBED = torch.randn(WIDTH + 18, WIDTH, generator=torch.Generator().manual_seed(1))
+TYPES = torch.zeros(1, WIDTH + 18, dtype=torch.long)
 
 
 def attended(x: Tensor) -> Tensor:
@@ -92,6 +106,28 @@ def routed(x: Tensor, order_of: Callable[[Tensor], Tensor]) -> Tensor:
     return out.view_as(x)
 
 
+def biased(x: Tensor) -> Tensor:
+    bias = torch.zeros(x.shape[1], WIDTH)
+    bias[:, ::2] = 3.0
+    return x + bias
+
+
+def counted_back(x: Tensor) -> Tensor:
+    """Tokens sorted by expert and back: ``arange`` makes the inverse permutation, no position."""
+    rows = x.reshape(-1, WIDTH)
+    order = rows[:, :4].argmax(-1).argsort()
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(rows))
+    return (rows[order] * 2)[inverse].view_as(x)
+
+
+def added_up(x: Tensor) -> Tensor:
+    """Two copies of every token, added up again at their rows."""
+    rows = x.reshape(-1, WIDTH)
+    index = torch.arange(len(rows)).repeat_interleave(2)
+    return torch.zeros_like(rows).index_add_(0, index, rows[index] * 0.5).view_as(x)
+
+
 LOOKUPS = {
     "embedding": lambda table, types: F.embedding(types, table),
     "index": lambda table, types: table[types],
@@ -110,6 +146,46 @@ def of_last_id(x: Tensor, ids: Tensor) -> Tensor:
     return x + table[ids[:, -1:] % 2] - table[ids % 2]
 
 
+def scattered(ids: Tensor) -> Tensor:
+    """Positions that pass through a permutation."""
+    order = ids[0].argsort()
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(order.shape[0])
+    return positions
+
+
+def with_first_feature(x: Tensor, value: Any) -> Tensor:
+    x = x.clone()
+    x[..., 0] = value
+    return x
+
+
+COUNTED = {
+    "rotary from floats": lambda x, ids: x * torch.arange(0.0, x.shape[1])[:, None].cos(),
+    "end of a table": lambda x, ids: x + EMBED[-x.shape[1] :],
+    "one row by count": lambda x, ids: x + EMBED[: x.shape[1]].sum(0),
+    "table by narrow": lambda x, ids: x + EMBED.narrow(0, 0, x.shape[1]),
+    "counted tokens": lambda x, ids: x + F.embedding((ids != 1).cumsum(-1) - 1, EMBED),
+    "counted tokens, dim=1": lambda x, ids: x + EMBED[torch.cumsum(ids != 1, dim=1)],
+    "through a permutation": lambda x, ids: x + F.embedding(scattered(ids), EMBED),
+    "running sum, alone": lambda x, ids: x.cumsum(1),
+    "length at the end": lambda x, ids: x + EMBED[len(EMBED) - x.shape[1] :],
+    "mean of the rows": lambda x, ids: x + EMBED[: x.shape[1]] - EMBED[: x.shape[1]].mean(0),
+    "table that is written": lambda x, ids: x + EMBED[: x.shape[1]].mul_(0.5),
+}
+LENGTH_AS_A_NUMBER = {
+    "scaled": lambda x, p: x * x.shape[1],
+    "between two": lambda x, p: torch.lerp(x, 2 * x, 1 / x.shape[1]),
+    "bounds": lambda x, p: F.hardtanh(x, -1.0, x.shape[1] / 30),
+    "a bound that bites later": lambda x, p: x.clamp(min=max(x.shape[1] // 8 - 5, 0)),
+    "a threshold": lambda x, p: F.threshold(x, x.shape[1] / 60, 0.0),
+    "a filled place": lambda x, p: with_first_feature(x, x.shape[1]),
+    "a filled tensor": lambda x, p: x * torch.full((1,), x.shape[1]),
+    "an epsilon": lambda x, p: F.layer_norm(x, (WIDTH,), eps=x.shape[1] / 100),
+    "positions from the end": lambda x, p: x + F.embedding(x.shape[1] - torch.arange(x.shape[1]), EMBED),
+    "the last position": lambda x, p: torch.where((p == x.shape[1] - 1)[..., None], x, 2 * x),
+    "the length of another input": lambda x, p: x * p.shape[1],
+}
 OUTSIDE = "outside of an attention site"
 REFUSED: dict[str, tuple[str, Callable[..., Tensor]]] = {
     **{name: (OUTSIDE, decoder(mix)) for name, mix in MIXING.items()},
@@ -127,10 +203,15 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor]]] = {
         r"no example shows whether .*: the example gives NaN",
         lambda ids, p, types: decoded(ids, p) + (ids / ids - 1)[..., None] / 0,
     ),
+    **{name: ("positions are made in the graph", decoder(change)) for name, change in COUNTED.items()},
+    **{
+        name: (r"computes with \w+, a number made from the length", decoder(change, of_positions=True))
+        for name, change in LENGTH_AS_A_NUMBER.items()
+    },
 }
 
 
-def test_what_relates_tokens_beside_the_sites_is_refused(capture_each, inputs):
+def test_what_relates_tokens_beside_the_sites_or_counts_them_otherwise_is_refused(capture_each, inputs):
     ids, positions = inputs()
     given = ids.clamp(max=30), positions, torch.zeros_like(ids)
     found = capture_each([form for _, form in REFUSED.values()], given, PASSES)
@@ -155,11 +236,12 @@ def test_what_is_done_to_each_token_is_let_alone(after, capture, inputs):
 
     def decode(ids: Tensor, positions: Tensor, types: Tensor, number: Tensor) -> Tensor:
         x = decoded(ids, positions, *TOKEN_WISE.values(), after=after) * number
+        x = x + decoded(ids, positions, *OF_POSITIONS.values(), after=after, of_positions=True)
         return x + sum(look_up(EMBED[:rows, :1], types) for look_up in LOOKUPS.values() for rows in (1, 2, 10))
 
     ids, positions = inputs()
     _, counts = capture(decode, (ids, positions, torch.zeros_like(ids), torch.tensor([2])), PASSES)
-    assert counts == [1, 0]
+    assert counts == [2, 0]
 
 
 KEEP = [slice(-1, None), slice(-2, -1), slice(None, 1), slice(-5, None), slice(2, 4)]
@@ -265,6 +347,15 @@ def test_contract_7_a_place_in_the_call_is_refused(capture_each, inputs):
 @pytest.mark.parametrize("after", [False, True])
 def test_what_a_position_gives_is_let_alone(after, capture, inputs):
     capture(decoder(*BY_POSITION.values(), after=after, of_positions=True), inputs())
+    assert capture(decoder(BY_POSITION["counted"], after=after), inputs(), PASSES)[1] == [1, 1]
+
+
+def test_positions_that_only_the_mask_sees_do_not_count(capture, inputs):
+    def masked(ids: Tensor, positions: Tensor) -> Tensor:
+        q, order = F.one_hot(ids, len(EMBED)).float()[:, None], torch.arange(ids.shape[1])
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=order[None, :] <= order[:, None])
+
+    capture(masked, inputs(), PASSES)
 
 
 @pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
