@@ -33,15 +33,16 @@ def progress_console() -> Console:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Progress]:
-    """A bar that is gone at its end; its clock runs also while a first step takes long.
+def progress_bar(console: Console, *, counted: bool = True) -> Iterator[Progress]:
+    """A bar that is gone at its end; its clock runs also while a first step takes long. Without ``counted`` a spinner.
 
     Without a terminal a line every ``LINE_SECONDS``, with the field ``score`` of the task where it has one.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
-    columns = SpinnerColumn(), text, BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn()
+    bar = (BarColumn(16), MofNCompleteColumn()) if counted else ()
+    columns = SpinnerColumn(), text, *bar, TimeElapsedColumn()
     drawn = console.is_terminal and not console.quiet
     ended = threading.Event()
     # the period: of the speed from which the seconds left follow
@@ -51,9 +52,9 @@ def progress_bar(console: Console) -> Iterator[Progress]:
         while not drawn and not ended.wait(LINE_SECONDS):
             for task in progress.tasks:
                 left, score = task.time_remaining, task.fields.get("score")
-                line = f"kvpass: {task.completed:.0f} of {task.total or 0:.0f}"
-                line += f", {task.description}" if task.description else ""
-                line += f", {task.elapsed or 0:.0f} s"
+                line = f"kvpass: {task.completed:.0f} of {task.total or 0:.0f}, " if counted else ""
+                line += f"{task.description}, " if task.description else ""
+                line += f"{task.elapsed or 0:.0f} s"
                 line += "" if left is None else f", about {left:.0f} s left"
                 line += "" if score is None else f", last score {score:.2f}"
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -70,17 +71,13 @@ def progress_bar(console: Console) -> Iterator[Progress]:
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show ``what`` while the block runs, and log it with its seconds at the end.
+    """Show ``what`` while the block runs, as ``progress_bar`` does, and log it with its seconds at the end.
 
     ``KVPASS_PROGRESS=0`` in the environment shows nothing; the logger is left to its own level.
     """
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = progress_console()
-    columns = SpinnerColumn(), TextColumn("kvpass: {task.description}"), TimeElapsedColumn()
     began = time.perf_counter()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(what, total=None)
+    with progress_bar(progress_console(), counted=False) as progress:
+        progress.add_task(f"kvpass: {what}", total=None)
         _LOGGER.info("%s", what)
         try:
             yield
@@ -92,11 +89,11 @@ def working(what: str) -> Iterator[None]:
 def reading(tokens: int) -> Iterator[None]:
     """Show how many of a prompt's tokens have been read while the block runs: their number times the layers' share."""
     with progress_bar(progress_console()) as progress:
-        bar = progress.add_task("tokens read", total=tokens)
+        bar = progress.add_task("tokens read (compiling)", total=tokens)
 
         def show(read: int, share: float) -> None:
             if read == tokens:  # else an example, on which a capture is checked
-                progress.update(bar, completed=round(share * tokens))
+                progress.update(bar, completed=round(share * tokens), description="tokens read")
 
         outer = _READING.set(show)
         try:

@@ -273,11 +273,11 @@ class Report:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def plot(self, path: str | Path, *, row: int = 0, marks: Mapping[str, Sequence[int]] | None = None) -> Path:
-        """Write a picture: a heat map of lengths (layers x KV heads), and the positions kept.
+        """Write a picture: a heat map of lengths (layers x KV heads), and the positions kept. Dark is much.
 
         Args:
             path: where to write; the suffix decides the format (PNG, PDF, SVG).
-            row: row of the batch. marks: positions to point at, by the name that the legend gives them.
+            row: row of the batch. marks: positions to point at, by the name that stands at the first.
         Raises:
             ImportError: without matplotlib. ValueError: all layers have sliding windows.
         """
@@ -290,7 +290,7 @@ class Report:
         layers = lengths.shape[0]
         figure = figure_type(figsize=(12, 1.5 + 0.35 * max(layers, 6)), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=[1, 2])
-        image = left.imshow(lengths.numpy(force=True), aspect="auto", cmap="viridis")
+        image = left.imshow(lengths.numpy(force=True), aspect="auto", cmap="viridis_r")
         figure.colorbar(image, ax=left, label="entries kept")
         left.set(xlabel="KV head", ylabel="layer", title=f"{self.policy.name}, budget {self.budget}")
         left.set_xticks(range(lengths.shape[1]))
@@ -316,12 +316,11 @@ class Report:
         )
         right.set_yticks(range(layers), map(self._name, self.layer_ids))
         figure.colorbar(image, ax=right, label="share of positions kept")
-        right.set(xlabel="position in the prompt", ylabel="layer", title="what was kept")
-        for (name, places), color in zip((marks or {}).items(), ("tab:blue", "tab:green", "tab:purple"), strict=False):
-            edge = [layers - 0.5] * len(places)
-            right.scatter(places, edge, s=60, c=color, marker="^", clip_on=False, zorder=3, label=name)
-        if marks:
-            figure.legend(loc="outside lower right", ncols=len(marks), frameon=False)
+        right.set(xlabel="position in the prompt", ylabel="layer")
+        right.set_title("what was kept", pad=24)  # above the names of marks
+        for (name, places), color in zip((marks or {}).items(), ("tab:red", "tab:gray", "tab:purple"), strict=False):
+            right.scatter(places, [-0.5] * len(places), s=60, c=color, marker="v", clip_on=False, zorder=3, label=name)
+            right.annotate(name, (places[0], -0.5), (0, 7), textcoords="offset points", ha="center", color=color)
         picture = io.BytesIO()
         figure.savefig(picture, dpi=120, format=Path(path).suffix[1:] or "png")
         write_shared(path, picture.getvalue())

@@ -57,7 +57,7 @@ def each_policy() -> str:
     return "\n".join(lines) + "\n"
 
 
-_POLICY = "    options: { heading_level: 3, members: false, show_root_full_path: false, docstring_section_style: list }"
+_POLICY = "    options: { heading_level: 3, members: false, show_root_full_path: false }"
 
 
 def benchmarks() -> str:

@@ -82,7 +82,7 @@ def answer_places(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample],
         if len(behind) == 1:
             shortened = replace(sample, context=before.rstrip())
             place = len(encode(tokenizer, shortened, chat=chat).head)
-            places.setdefault("other facts" if number else "fact asked for", []).append(place)
+            places.setdefault("other facts" if number else f"asked for: {sample.answers[0]}", []).append(place)
     return places
 
 

@@ -88,6 +88,16 @@ def test_without_a_terminal_lines_say_how_far_it_is(monkeypatch):
     assert re.fullmatch(r"kvpass: 12 of 40, 5 conditions \[prompt\], 0 s, about \d+ s left, last score 0.50", lines[-1])
 
 
+def test_without_a_terminal_lines_say_what_compiles(monkeypatch):
+    monkeypatch.setattr(kvpass.progress, "LINE_SECONDS", 0.01)
+    log = io.StringIO()
+    monkeypatch.setattr(kvpass.progress, "progress_console", lambda: Console(file=log, width=40))
+    with kvpass.progress.working("compiling a step [fast]"):
+        while "\n" not in log.getvalue():
+            time.sleep(0.01)
+    assert log.getvalue().splitlines()[0] == "kvpass: compiling a step [fast], 0 s"
+
+
 def test_the_environment_turns_it_off(monkeypatch, capfd):
     monkeypatch.setenv("KVPASS_PROGRESS", "0")
     kvpass.progress.progress_console.cache_clear()

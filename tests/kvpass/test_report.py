@@ -60,6 +60,6 @@ def test_the_picture_is_written(tmp_path, monkeypatch):
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
     kept = figures[0].axes[1]
     (marks,) = kept.collections
-    assert marks.get_label() == "facts" and marks.get_offsets()[:, 0].tolist() == [3, 20]
+    assert kept.texts[0].get_text() == marks.get_label() == "facts" and marks.get_offsets()[:, 0].tolist() == [3, 20]
     shown = kept.images[0].get_array()
     assert shown.mask.any() and not shown.mask[:, -8:].any()  # white where nothing is kept; the window is kept
