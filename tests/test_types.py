@@ -29,7 +29,7 @@ def uses(model: PreTrainedModel, ids: Tensor, name: str) -> None:
 WRONG = """\
     fast.nonexistent()
     print(fast.bugdet)
-    fast.compress(ids, reuse=True)
+    fast.compress(ids, reusable="yes")
     fast.set_budget([64])
     fast.set_policy("lvaa", 64)
     kvpass.compile(model, policy="snapkw", budget=64)

@@ -108,7 +108,9 @@ def check_images(images: Mapping[str, Any], with_ids: bool, position_ids: object
     policy, takes = runtime.conditions_now.policy, inspect.signature(kind.forward).parameters
     wrong = next((name for name in images if name not in takes or re.search(_OF_SOUND, name)), None)
     if wrong is not None:
-        reason = f"{wrong!r} is of sound, which kvpass does not read, or {kind.__name__} has no such argument"
+        reason = f"{kind.__name__} has no argument {wrong!r}"
+        if re.search(_OF_SOUND, wrong):
+            reason = f"{wrong!r} is of sound, which kvpass does not read"
     elif not with_ids or position_ids is not None:
         reason = "give them with input_ids, without use_cache=False and position_ids, which the model counts itself"
     elif policy.replays_prompt:
