@@ -97,7 +97,7 @@ def shown_by(example: Path) -> str:
 
 
 def numbers_of_report(text: str) -> list[float]:
-    found = re.search(r"kvpass: lava, budget 128 *\n.*would hold \d+", text, re.DOTALL)
+    found = re.search(r"rows: 1, prompt tokens.*would hold \d+", text, re.DOTALL)
     assert found is not None
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", found[0])]
 
