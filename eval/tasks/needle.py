@@ -117,10 +117,11 @@ def hide(task: str | Task, tokens: int, seed: int) -> list[Sample]:
     places = sorted(rng.randrange(len(sentences) + 1) for _ in hidden)
     for sentence, place in reversed(list(zip(hidden, places, strict=True))):
         sentences.insert(place, sentence)
+    context = " ".join(word for sentence in sentences for word in sentence)
     return [
         Sample(
             id=str(index),
-            context=" ".join(word for sentence in sentences for word in sentence),
+            context=context,
             question=f" {' '.join(question)}",
             answers=tuple(" ".join(value) for value in values),
             max_new_tokens=sum(len(value) + 1 for value in values),  # full stop included
@@ -142,7 +143,8 @@ def _facts(
             sizes = [1] * plan.values if plan.form == "list" else [rng.randint(1, 2)]
             values = [tuple(number() for _ in range(size)) for size in sizes]
             hidden += [[*LEADS[plan.form].format(attribute, *name).split(), *value, "."] for value in values]
-            asked.append((["question", *QUESTIONS[plan.form].format(attribute, *name).split()], values))
+            question = QUESTIONS[plan.form].format(attribute, *name)
+            asked.append((f"question {question}".split(), values))
     rng.shuffle(hidden)
     return hidden, asked
 

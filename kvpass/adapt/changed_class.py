@@ -15,8 +15,9 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def changed_class(module_class: Any, *first: type, **attributes: Any) -> Any:
-    """Return a subclass of the same name: with the bases ``first`` before the class, and these attributes."""
-    attributes = {"__module__": module_class.__module__, "__doc__": module_class.__doc__, **attributes}
+    """Return a subclass of the same name, with the bases ``first`` before the class, ``_original_class`` in it."""
+    attributes = {"__doc__": module_class.__doc__, "_original_class": module_class, **attributes}
+    attributes["__module__"] = module_class.__module__
     return type(module_class.__name__, (*first, module_class), attributes)
 
 

@@ -85,7 +85,7 @@ def unpacked(packed: Tensor, parts: Parts) -> dict[str, Any]:
 
 
 def merge(model: Any, ids: Tensor, mask: Tensor | None, images: Mapping[str, Any]) -> Merged:
-    """Run a compiled copy's own code up to its language model; ValueError: kvpass cannot do with what this is given.
+    """Run a compiled copy's own code up to its language model; ValueError: what that is given is not understood.
 
     Args:
         ids, mask: int64 ``[B, T]``. images: further arguments of the model's forward.
@@ -121,7 +121,7 @@ def _given(model: Any, **arguments: Any) -> dict[str, Any]:
     """Return what a model's own code gives its language model, which is not run."""
     stops = _STOPS.set(True)
     try:
-        model.__class__.__bases__[1].forward(model, use_cache=False, **arguments)  # of the user's class
+        model._original_class.forward(model, use_cache=False, **arguments)
     except _Reached as reached:
         return dict(*reached.args)
     finally:
@@ -131,7 +131,7 @@ def _given(model: Any, **arguments: Any) -> dict[str, Any]:
 
 def _parts(model: Any, given: Mapping[str, Any], ids: Tensor, embeds: Tensor) -> tuple[Parts, list[Tensor]]:
     """Return what belongs to tokens beside embeddings, ``[B, T, P]`` each, and what all of that is."""
-    takes = inspect.signature(model.__class__.__bases__[1].forward).parameters
+    takes = inspect.signature(model._original_class.forward).parameters
     parts, values = list[Any](), list[Tensor]()
     masks = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.dtype == torch.bool}
     adds = len(masks) == 1 and hasattr(model.get_decoder(), _ADDS)

@@ -59,8 +59,9 @@ def checked_spans(name: str, spans: Sequence[tuple[int, int]], tokens: int) -> l
     try:
         ordered = sorted((operator.index(begin), operator.index(end)) for begin, end in spans)
     except (TypeError, ValueError):
+        others = ", a mask, or ('images',) beside images"
         raise ValueError(
-            f"{name}={spans!r}: must be pairs (start, stop) of tokens{', a mask or given images' * (name == 'protect')}"
+            f"{name}={spans!r}: must be pairs (start, stop) of tokens{others * (name == 'protect')}"
         ) from None
     for begin, end in ordered:
         if not 0 <= begin < end:

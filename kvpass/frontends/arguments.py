@@ -26,7 +26,7 @@ TAKEN = (
 
 PROTECTS_PROMPTS = "protect: spans are of the prompt that fills a cache; give them with it"
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
-_NO_SOUND = "of sound, which kvpass does not read"
+_SOUND = "of sound, which kvpass does not read"
 _OF_SOUND = "audio|^input_(features|values)"
 _OF_IMAGES = f"pixel|image|video|vision|patches|target_sizes|per_grid|{_OF_SOUND}"
 
@@ -105,11 +105,10 @@ def take_images(given: dict[str, Any]) -> dict[str, Any]:
 
 def check_images(images: Mapping[str, Any], with_ids: bool, position_ids: object, model: Any, runtime: Any) -> None:
     """Raise ValueError for images that the model or its policy does not take, or not as they are given."""
-    kind: Any = type(model).__bases__[1]
-    policy, takes = runtime.conditions_now.policy, inspect.signature(kind.forward).parameters
+    policy, takes = runtime.conditions_now.policy, inspect.signature(model._original_class.forward).parameters
     wrong = next((name for name in images if name not in takes or re.search(_OF_SOUND, name)), None)
     if wrong is not None:
-        reason = f"{wrong!r} is {_NO_SOUND if re.search(_OF_SOUND, wrong) else f'no argument of {kind.__name__}'}"
+        reason = f"{wrong!r} is {_SOUND if re.search(_OF_SOUND, wrong) else f'no argument of {type(model).__name__}'}"
     elif not with_ids or position_ids is not None:
         reason = "give them with input_ids, without use_cache=False and position_ids, which the model counts itself"
     elif policy.replays_prompt:

@@ -194,7 +194,7 @@ class _CapturedConfig(_Base):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain, (type(self).__bases__[1], vars(self))  # pickle finds a class by its name
+        return _plain, (self._original_class, vars(self))  # pickle finds a class by its name
 
 
 def _plain(kind: type[PreTrainedConfig], settings: dict[str, Any]) -> PreTrainedConfig:

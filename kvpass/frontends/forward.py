@@ -209,8 +209,7 @@ def _decoder_of(
 ) -> Callable[[Call], Tensor]:
     """Return a function that captures the decoder of a compiled model if needed, and runs it for a call."""
     runtime: Runtime = model._kvpass
-    own: Any = type(model).__bases__[1]  # the class of the user's model
-    forward = types.MethodType(own.forward, model)
+    forward = types.MethodType(model._original_class.forward, model)
 
     def run(call: Call) -> Tensor:
         call.merged = merged

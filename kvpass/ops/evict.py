@@ -42,7 +42,8 @@ def attend_evict(
         ``[B, H, T, Dv]`` in the dtype of q; a step's output uses the cache before that step's eviction.
     """
     rule = policy.decode_rule()
-    assert rule is not None
+    if rule is None:
+        raise ValueError(f"policy {policy.name!r} does not evict while decoding")
     position, numbers, quota = held.slot_positions[layer], held.decode_state[:, layer], held.quota[layer]
     state, protected = numbers[: rule.numbers_per_entry], numbers[rule.numbers_per_entry :]
     outputs, tokens = [], call.q.shape[2]

@@ -30,7 +30,7 @@ class Operators(NamedTuple):
 
 
 def on_cuda() -> Operators:
-    """**In vLLM they have not run on a GPU yet**, only in the interpreter."""
+    """Return those of :mod:`kvpass.ops.cuda`. **In vLLM they have not run on a GPU yet**, only in the interpreter."""
     from kvpass.ops import cuda  # needs Triton
 
     def attend_prompt(call: Attention, out: Tensor) -> Tensor:

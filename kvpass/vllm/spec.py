@@ -93,7 +93,7 @@ class OneBlockManager(SingleTypeKVCacheManager):
     def cache_blocks(self, *args: Any, **options: Any) -> None:
         return
 
-    add_local_computed_blocks = cache_blocks
+    add_local_computed_blocks = cache_blocks  # nothing to do there either
 
 
 @register_kv_cache_spec(manager_class=OneBlockManager)

@@ -200,7 +200,9 @@ def test_images_are_protected_and_counted():
     assert fast.report().prompt.entries_of_images() == held >= 6 * heads
     with pytest.raises(ValueError, match="protect: 6 tokens of row 0 are to be kept"):
         fast.compress(**inputs, protect=("images",), budget=10)
-    with pytest.raises(ValueError, match=r"\('images',\): must be pairs .* of tokens, a mask or given images"):
+    with pytest.raises(
+        ValueError, match=r"\('images',\): must be pairs .* of tokens, a mask, or \('images',\) beside images"
+    ):
         fast.compress(inputs["input_ids"], protect=("images",))
 
 
