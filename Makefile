@@ -85,8 +85,8 @@ mutations: $(READY) ## break one line of the code at a time: the tests must noti
 # A machine with a GPU may have no way to install anything: a PYTHON that has all it takes is used as it is.
 gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped; ARGS="--only tests"
 	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch, triton, transformers, rich, typer, matplotlib'; then \
-	    mkdir -p $(VENV)/link && ln -sfn "$(CURDIR)/kvpass" $(VENV)/link/kvpass && \
-	    PYTHONPATH="$(CURDIR)/$(VENV)/link" $(PYTHON) scripts/gpu-check $(ARGS); \
+	    mkdir -p .editable && ln -sfn ../kvpass .editable/ && \
+	    PYTHONPATH="$(CURDIR)/.editable" $(PYTHON) scripts/gpu-check $(ARGS); \
 	else \
 	    $(MAKE) --no-print-directory $(READY) && $(BIN)/python scripts/gpu-check $(ARGS); \
 	fi

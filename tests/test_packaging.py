@@ -90,8 +90,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(what: str, source: Path, folder: Path) -> Path:
-    """Have setuptools build a sdist or wheel."""
-    printed(run_python(f"import setuptools.build_meta as backend; backend.build_{what}({str(folder)!r})", source))
+    """Have the build backend make a sdist or wheel."""
+    printed(run_python(f"import hatchling.build as backend; backend.build_{what}({str(folder)!r})", source))
     (path,) = folder.glob("kvpass-*.*[lz]")
     return path
 
@@ -113,7 +113,7 @@ def files_in(folder: Path) -> set[str]:
         (Path(inside).relative_to(folder) / file).as_posix()
         for inside, _, files in os.walk(folder, followlinks=True)
         for file in files
-        if "__pycache__" not in inside and ".egg-info" not in inside
+        if "__pycache__" not in inside
     }
 
 
@@ -151,6 +151,25 @@ print(kvpass.builtin.__file__, model.num_parameters())
     assert said == ["[]", "True", "[]", str(tmp_path / "kvpass/builtin/__init__.py"), "3444736"]
 
 
+@in_a_checkout
+def test_an_editable_install_is_found_beside_the_clone_and_puts_no_kernels_on_the_path(tmp_path):
+    """Python looks in the working folder first, where the clone's own folder is a package without files."""
+    backend = f"import hatchling.build as backend; print(backend.build_editable({str(tmp_path)!r}))"
+    wheel = printed(run_python(backend, ROOT)).strip()
+    zipfile.ZipFile(tmp_path / wheel).extractall(tmp_path / "site")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "kvpass").symlink_to(ROOT)
+    code = f"""
+import site, sys
+sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
+site.addsitedir({str(tmp_path / "site")!r})
+import importlib.util, kvpass, kvpass_autoload
+print(kvpass.__file__, [name for name in {LINKED} if importlib.util.find_spec(name)])
+"""
+    said = printed(run_python(code, tmp_path / "beside", safe_path=False))
+    assert said == f"{ROOT / '.editable' / 'kvpass' / '__init__.py'} []\n"
+
+
 @pytest.mark.slow
 def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist, checkout):
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
@@ -158,7 +177,7 @@ def test_the_sdist_holds_the_package_its_tests_and_its_documentation(sdist, chec
     linked = {name for name in expected if name.split("/")[0] in LINKED}  # in kvpass/ only
     left_out = {name for name in expected if name.startswith(".")} | {f"kvpass/{name}" for name in LINKED} | linked
     inside = files_in(sdist)
-    assert (expected - left_out) | {f"kvpass/{name}" for name in linked} == inside - {"PKG-INFO", "setup.cfg"}
+    assert (expected - left_out) | {f"kvpass/{name}" for name in linked} == inside - {"PKG-INFO"}
 
 
 @pytest.mark.slow

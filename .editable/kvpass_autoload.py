@@ -1,0 +1,1 @@
+../kvpass_autoload.py
