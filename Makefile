@@ -63,7 +63,7 @@ test-vllm: vllm ## run kvpass in vLLM on the CPU, in .venv-vllm (half an hour); 
 	@OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 test-real: $(READY) ## real weights: fetch SmolLM2-135M, compare with transformers, answers at a quarter of the cache
-	@$(BIN)/python -m pytest -m real -s tests/real
+	@$(BIN)/python -m pytest -m real -s tests/real tests/test_docs.py
 
 compare-kvpress: $(READY) $(KVPRESS_READY) ## the same prompts, weights and budgets in kvpress 0.5.5, beside kvpass (hours)
 	@$(BIN)/kvpass fetch smollm2-135m

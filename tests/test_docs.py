@@ -1,12 +1,15 @@
 """Code in README, docs/, examples/ and the notebook runs and prints what is shown.
 
 A ``text`` block behind a ``python`` block is what that block prints; ``...`` stands for anything. The blocks of a page
-run in order in one namespace. To be quick they run without Inductor, and ``kvpass.compile`` gives them all one model,
-set to their policy and budget, also in the place of a model of the hub. ``-m exhaustive`` runs them with Inductor.
+run in order in one namespace. To be quick they run without Inductor, and ``kvpass.compile`` gives them all the built-in
+model, set to their policy and budget, also in the place of a model of the hub. What is shown of that one's answers is
+compared where its weights are (``-m real``), elsewhere only what is True or False in it. ``-m exhaustive`` runs the
+blocks with Inductor.
 """
 
 import contextlib
 import doctest
+import functools
 import io
 import json
 import os
@@ -21,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import kvpass
 from kvpass import builtin
@@ -34,6 +38,8 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if "torchrun
 NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
 HUB = "Qwen/Qwen3-0.6B"
 """The model of the first code; tests put local weights in its place."""
+SMOLLM2, QWEN = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+"""Models whose answers are shown."""
 FACTS = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
 MANUAL = """# Tide clock
 
@@ -49,6 +55,7 @@ Block = tuple[str, str | None]
 
 _BLOCKS = re.compile(r"^```python\n(.*?)^```\n(?:\s*^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 _SAME = doctest.OutputChecker()
+_TRUTH = re.compile(r"\b(?:True|False)\b")
 _LIKE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 """Code, and targets of links."""
@@ -59,33 +66,42 @@ _OWN_WORDS = (
 """Of this project alone, and no terms of the field."""
 
 
-def blocks_of(page: Path) -> list[Block]:
-    found = _BLOCKS.findall(page.read_text().replace(HUB, str(builtin.path())))
-    return [(code, shown or None) for code, shown in found]
-
-
-def cells_of(notebook: Path) -> list[Block]:
-    found = []
-    for cell in json.loads(notebook.read_text())["cells"]:
+def blocks_of(path: Path) -> list[Block]:
+    """The blocks of a page, the cells of the notebook, or an example."""
+    if path.suffix == ".md":
+        return [(code, shown or None) for code, shown in _BLOCKS.findall(path.read_text())]
+    if path.suffix == ".py":
+        return [(path.read_text(), shown_by(path))]
+    found: list[Block] = []
+    for cell in json.loads(path.read_text())["cells"]:
         if cell["cell_type"] == "code":
             printed = "".join(line for output in cell["outputs"] for line in output["text"])
             found.append(("".join(cell["source"]), printed))
     return found
 
 
-def run(blocks: list[Block], namespace: dict[str, Any], name: str) -> str:
-    """Run the blocks in order, compare what they print with what is shown, and return all they print."""
-    everything = ""
+def run(blocks: list[Block], name: str, weights: Path | None = None) -> str:
+    """Run the blocks in order, compare what they print with what is shown, and return all they print.
+
+    Args:
+        weights: in the place of a model of the hub; None: those of the built-in one, which gives other answers.
+    """
+    everything, namespace = "", {"__name__": "__main__"}
+    others = weights is None and any(model in code for code, _ in blocks for model in (SMOLLM2, QWEN))
     for number, (code, shown) in enumerate(blocks, 1):
+        for model in (HUB, SMOLLM2, QWEN):
+            code = code.replace(model, str(weights or builtin.path()))
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, f"{name}, block {number}", "exec"), namespace)
-        everything += printed.getvalue()
+        said = printed.getvalue()
+        everything += said
         behind = re.findall(r"^print\((?:tokenizer|document).*\)  # (.*)$", code, re.MULTILINE)
-        assert [line for line in behind if line not in printed.getvalue().splitlines()] == []
+        assert [line for line in behind if line not in said.splitlines()] == []
         if shown is not None:
-            same = _SAME.check_output(shown, printed.getvalue(), _LIKE)
-            assert same, f"{name}, block {number}: shown\n{shown}\nprinted\n{printed.getvalue()}"
+            found = [" ".join(_TRUTH.findall(text)) if others else text for text in (shown, said)]
+            same = _SAME.check_output(*found, _LIKE)
+            assert same, f"{name}, block {number}: shown\n{shown}\nprinted\n{said}"
     return everything
 
 
@@ -104,10 +120,10 @@ def numbers_of_report(text: str) -> list[float]:
 
 @dataclass
 class Shared:
-    """The built-in model, compiled without Inductor once for each of two options: one capture serves many pages."""
+    """A model, compiled once for each of two options: one capture serves many pages."""
 
     model: Any
-    tokenizer: Any
+    backend: str = "eager"
     compiled: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def compile(self, model: Any, *, policy: str = "lava", budget: Any = None, **given: Any) -> Any:
@@ -116,8 +132,8 @@ class Shared:
         of_cache = {name: given.pop(name, usual) for name, usual in (("recompress", "never"), ("entries", "model"))}
         key = tuple(of_cache.values())
         if key not in self.compiled:
-            made = _compile(self.model, backend="eager", policy=policy, budget=budget, **of_cache, **given)
-            self.compiled[key] = sharing_captures(made, "docs")
+            made = _compile(self.model, backend=self.backend, policy=policy, budget=budget, **of_cache, **given)
+            self.compiled[key] = sharing_captures(made, "docs", self.model.config.hidden_size)
         self.compiled[key].set_policy(policy, budget, **given)
         return self.compiled[key]
 
@@ -127,7 +143,7 @@ _compile = kvpass.compile
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
-    yield Shared(*builtin.load())
+    yield Shared(builtin.load()[0])
     torch._dynamo.reset()
 
 
@@ -147,10 +163,19 @@ def quickly(shared: Shared, monkeypatch: pytest.MonkeyPatch, document: Path) -> 
 
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A document of the reader's, in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "manual.md").write_text(FACTS)
-    return tmp_path / "manual.md"
+    """Documents of the reader's, in the working directory."""
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "manual.md").write_text(FACTS)
+    write_licence(folder, 4500)  # as much as is read quickly
+    return folder / "manual.md"
+
+
+def write_licence(folder: Path, characters: int | None = None) -> None:
+    """Write the licence also to the folder above, where the notebook looks."""
+    for place in (folder, folder.parent):
+        (place / "LICENSE").write_text((ROOT / "LICENSE").read_text()[:characters])
 
 
 @pytest.fixture
@@ -162,7 +187,7 @@ def policies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies):
-    printed = run(blocks_of(page), {"__name__": "__main__"}, page.name)
+    printed = run(blocks_of(page), page.name)
     if page.name == "README.md":  # another processor may round otherwise and keep a few other entries
         assert numbers_of_report(printed) == pytest.approx(numbers_of_report(page.read_text()), rel=0.05, abs=3)
         shown = page.read_text().split("```\n")[1]
@@ -182,37 +207,62 @@ def test_the_code_of_a_page_prints_what_is_shown(page, quickly, shared, policies
     ids=["builtin", "smollm2"],
 )
 def test_the_first_code_of_readme_answers_about_a_document(weights, text, question, answer, quickly, document):
-    folder = str(builtin.path() if weights == "builtin" else fetch(weights))
+    folder = builtin.path() if weights == "builtin" else fetch(weights)
     code = _BLOCKS.findall((ROOT / "README.md").read_text())[0][0]
-    for of_readme, here in ((HUB, folder), ("Which variable selects the version?", question)):
-        assert code.count(of_readme) == 1
-        code = code.replace(of_readme, here)
+    assert code.count(HUB) == code.count("Which variable selects the version?") == 1
     document.write_text(text)
-    assert answer in run([(code, None)], {"__name__": "__main__"}, "README.md")
+    code = code.replace("Which variable selects the version?", question)
+    assert answer in run([(code, None)], "README.md", folder)
     assert document.with_suffix(".kv").exists()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_prints_what_its_docstring_shows(example, quickly, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(example)])
-    code = example.read_text()
-    assert code.count("\n") < 40
-    if example.name == "assistant.py":
-        assert code.count("1024, 8, 0") == 1
-        code = code.replace("1024, 8, 0", "256, 2, 0")
-    run([(code, shown_by(example))], {"__name__": "__main__"}, example.name)
+    assert example.read_text().count("\n") < 40
+    run(blocks_of(example), example.name)
 
 
 def test_the_notebook_prints_what_it_shows(quickly):
-    run(cells_of(NOTEBOOK), {"__name__": "__main__"}, NOTEBOOK.name)
+    run(blocks_of(NOTEBOOK), NOTEBOOK.name)
+
+
+@functools.cache
+def with_inductor(weights: Path) -> Shared:
+    return Shared(AutoModelForCausalLM.from_pretrained(weights, dtype="float32").eval(), "inductor")
+
+
+def weights_of(model: str) -> Path:
+    """The weights of this machine in the place of a model of the hub: 4-bit GGUF, dequantised."""
+    if model == SMOLLM2:
+        return fetch("smollm2-135m")
+    folder = Path(os.environ.get("KVPASS_REAL_MODEL", ""))
+    if not (folder / "config.json").exists() or '"Qwen2ForCausalLM"' not in (folder / "config.json").read_text():
+        pytest.skip(f"no folder of {model} in KVPASS_REAL_MODEL")
+    return folder
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("path", [*PAGES, *EXAMPLES, NOTEBOOK], ids=lambda path: path.name)
+def test_answers_shown_of_a_real_model_are_those_that_its_weights_give(path, document, monkeypatch):
+    named = [model for model in (SMOLLM2, QWEN) if model in path.read_text()]
+    if not named:
+        pytest.skip("names no model whose answers are shown")
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    write_licence(document.parent)
+    weights = weights_of(*named)
+    monkeypatch.setattr(kvpass, "compile", with_inductor(weights).compile)
+    run(blocks_of(path), path.name, weights)
 
 
 def test_blocks_that_print_something_else_are_seen_and_every_language_block_is_python_or_text():
     """A block in another spelling (``py``, ``python3``) would not be run."""
     with pytest.raises(AssertionError, match="block 1"):
-        run([("print(1)", "2\n")], {}, "page")
+        run([("print(1)", "2\n")], "page")
     with pytest.raises(AssertionError):
-        run([("tokenizer = str\nprint(tokenizer(1))  # 2", None)], {}, "page")
+        run([("tokenizer = str\nprint(tokenizer(1))  # 2", None)], "page")
+    with pytest.raises(AssertionError, match="block 1"):
+        run([(f"print(1 == 2)  # {QWEN}", "True, 3\n")], "page")
     for page in TEXTS:
         assert set(re.findall(r"^ *```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "text"}, page
 
@@ -245,19 +295,21 @@ def test_the_floors_of_design_are_those_that_are_linted():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs_as_a_program(example, tmp_path):
+def test_an_example_runs_as_a_program(example, document):
     """With Inductor, in a process of its own."""
-    (tmp_path / "kvpass").symlink_to(ROOT / "kvpass")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
-    result = subprocess.run([sys.executable, example], cwd=tmp_path, env=env, capture_output=True, text=True)
+    (document.parent / "kvpass").symlink_to(ROOT / "kvpass")
+    env = {**os.environ, "PYTHONPATH": str(document.parent), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, example, builtin.path()]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert _SAME.check_output(shown_by(example), result.stdout, _LIKE), result.stdout
+    assert len(result.stdout.splitlines()) == len(shown_by(example).splitlines()), result.stdout
+    assert _TRUTH.findall(result.stdout) == _TRUTH.findall(shown_by(example))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_the_code_of_a_page_runs_with_inductor(page, policies, document):
-    run(blocks_of(page), {"__name__": "__main__"}, page.name)
+    run(blocks_of(page), page.name)
 
 
 @pytest.mark.exhaustive
