@@ -40,6 +40,7 @@ HUB = "Qwen/Qwen3-0.6B"
 """The model of the first code; tests put local weights in its place."""
 SMOLLM2, QWEN = "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 """Models whose answers are shown."""
+REAL = [path for path in (*PAGES, *EXAMPLES, NOTEBOOK) if re.search(f"{SMOLLM2}|{QWEN}", path.read_text())]
 FACTS = "the code of bara dador is 482 913 . " + 20 * "the old farmer carried the lamp near the river . "
 MANUAL = """# Tide clock
 
@@ -243,14 +244,12 @@ def weights_of(model: str) -> Path:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("path", [*PAGES, *EXAMPLES, NOTEBOOK], ids=lambda path: path.name)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.name)
 def test_answers_shown_of_a_real_model_are_those_that_its_weights_give(path, document, monkeypatch):
-    named = [model for model in (SMOLLM2, QWEN) if model in path.read_text()]
-    if not named:
-        pytest.skip("names no model whose answers are shown")
     monkeypatch.setattr(sys, "argv", [str(path)])
     write_licence(document.parent)
-    weights = weights_of(*named)
+    weights = weights_of(SMOLLM2 if SMOLLM2 in path.read_text() else QWEN)
     monkeypatch.setattr(kvpass, "compile", with_inductor(weights).compile)
     run(blocks_of(path), path.name, weights)
 
