@@ -27,7 +27,7 @@ def generate(
 
     Args:
         module: called as ``module(ids)``, or ``module(ids, positions)``; returns logits ``[B, T, vocabulary]``, or
-            a tuple that begins with them, such as ``(logits, loss)``.
+            a tuple that begins with them, such as ``(logits, loss)``. On CUDA perhaps once more than there are tokens.
         ids: prompts, int64 ``[B, N]``; padding only on the left.
         positions: pass true positions, int64 ``[B, T]``, as second argument.
         attention_mask: ``[B, N]``, zeros before the real tokens; needs ``positions``.
