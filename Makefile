@@ -83,7 +83,7 @@ mutations: $(READY) ## break one line of the code at a time: the tests must noti
 	@$(BIN)/python scripts/mutations
 
 # A machine with a GPU may have no way to install anything: a PYTHON that has all it takes is used as it is.
-gpu-check: ## correctness and speed on the GPU of this machine, in under 9 minutes; goes on where it stopped; ARGS="--only tests"
+gpu-check: ## correctness and speed on the GPU of this machine, in under 10 minutes; goes on where it stopped; ARGS="--only tests"
 	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch, triton, transformers, rich, typer, matplotlib'; then \
 	    mkdir -p .editable && ln -sfn ../kvpass .editable/ && \
 	    PYTHONPATH="$(CURDIR)/.editable" $(PYTHON) scripts/gpu-check $(ARGS); \

@@ -29,6 +29,7 @@ WAITING = "Command Buffer Full"
 """What the profiler notes in an operator while the device has all launches it can hold, with kernels of others."""
 
 _COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
+_MATRIX = {"cpu": 2**10, "cuda": 2**13}  # rows and columns
 _LEAST_SECONDS = 0.5
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -74,13 +75,21 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Median bytes per second, read and written, of a large copy on the device."""
-    size = _COPY_BYTES[device.type]
+def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """What the device can do a second: bytes of a large copy, read and written, and operations of a matrix product."""
+    size, side = _COPY_BYTES[device.type], _MATRIX[device.type]
     source = torch.randint(256, (size // 16,), dtype=torch.uint8, device=device).repeat(16)
-    tensors = {"source": source, "target": torch.empty_like(source)}
-    timer = Timer("target.copy_(source)", globals=tensors, num_threads=torch.get_num_threads())
-    return 2 * size / timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
+    matrix = torch.randn(side, side, device=device).to(dtype)
+    tensors = {"source": source, "target": torch.empty_like(source), "matrix": matrix}
+
+    def seconds(statement: str) -> float:
+        timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=_LEAST_SECONDS).median
+
+    return {
+        "copy_bandwidth": 2 * size / seconds("target.copy_(source)"),
+        "matmul_operations": 2 * side**3 / seconds("matrix @ matrix"),
+    }
 
 
 def scoring_share(run: Callable[[], Any], device: torch.device) -> float | None:

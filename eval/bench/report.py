@@ -45,7 +45,8 @@ LEGEND = (
     "generate: a token of the model's generate on the same cache, its Python included. scoring: share of the prefill "
     "that compression takes, attention of the prompt apart (one profiled run). over: decode speed over that system. "
     "of the bound: bytes a step must read (each weight once, the entries held) over the measured copy bandwidth, as a"
-    " share of the time taken; what fits in the processor's own cache can beat it. cache: storages, at the end. peak:"
+    " share of the time taken; for many rows the products with the weights, at the measured rate of a large one, in "
+    "place of their bytes. What fits in the processor's own cache can beat it. cache: storages, at the end. peak:"
     " allocator's count, weights included. compile: first run less a median run, Inductor's cache empty unless said "
     "otherwise. first steps: those on a new cache, CUDA graph capture included, not in the medians."
 )
@@ -79,7 +80,7 @@ def _conditions(result: Result) -> str:
         f"{versions['transformers']}. {result['repeats']} repeats x {result['new_tokens']} decode steps."
     )
     if result["shared_prompt"]:
-        text += " One row was prefilled and its cache repeated for the batch."
+        text += " One row was prefilled and its cache copied for each row of the batch."
     if result["warm_cache"]:
         text += " Inductor's cache was not emptied."
     return text + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())

@@ -22,7 +22,7 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, Geometry
-from kvpass.eval.bench.measure import Meter, copy_bandwidth, first_line, spread, weight_bytes
+from kvpass.eval.bench.measure import Meter, ceilings, first_line, spread, weight_bytes
 from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
@@ -52,7 +52,7 @@ class Measurement:
     generate: float | None = None  # seconds a token of ``generate``, on the cache of the last repeat
     cache_bytes: int = 0  # storages of the cache at its end
     attended_bytes: int = 0  # of the entries the last step read
-    peak_bytes: int | None = None  # most that was allocated at once, weights included
+    peak_bytes: int | None = None  # most that was allocated at once, weights included; of what ran for this batch
     scoring: float | None = None  # share of the prefill that compression takes
     failure: str | None = None  # why there are no figures
 
@@ -89,7 +89,7 @@ class Measurement:
             self._run_first()
         new = self.options.new_tokens
         settling = WARM_UP_STEPS if self.meter.is_cuda else 0
-        prefill, steps, token, cache = self._run(self.ids, settling + new)
+        prefill, steps, token, cache = self._run(self.ids, settling + new, hold=self.options.shared_prompt)
         if isinstance(self.system, Kvpass):
             self.system.answer(token, cache, new)
             marks = [self.meter.mark()]
@@ -103,14 +103,28 @@ class Measurement:
             with suppress(torch.OutOfMemoryError):  # of the profiler: other timings stay
                 self.scoring = self.system.scoring(self.ids)
 
-    def _run(self, ids: Tensor, new_tokens: int) -> tuple[float, list[float], Tensor, Any]:
+    def _prefill(self, ids: Tensor, *, hold: bool) -> tuple[float, Tensor, Any]:
+        """Return seconds of a prefill, logits and cache; where kvpass holds those of a smaller batch, a copy of these.
+
+        ``hold``: for further batches.
+        """
+        system, meter = self.system, self.meter
+        held = getattr(system, "prefilled", None)
+        if held is None or held[0].shape != ids.shape:
+            marks = [meter.mark()]
+            logits, cache = system.prefill(ids)
+            held = ids, meter.seconds([*marks, meter.mark()])[0], logits, cache
+            if not (hold and isinstance(system, Kvpass)):
+                return held[1:]
+            system.prefilled = held
+        return held[1], held[2], held[3].clone()
+
+    def _run(self, ids: Tensor, new_tokens: int, *, hold: bool = False) -> tuple[float, list[float], Tensor, Any]:
         """Return seconds of a prefill and of each decode step, the last token, int64 ``[B, 1]``, and the cache."""
         system, meter, prompt = self.system, self.meter, ids.shape[1]
         repeats = self.batch // ids.shape[0]
         meter.reset_peak()
-        marks = [meter.mark()]
-        logits, cache = system.prefill(ids)
-        marks.append(meter.mark())
+        prefill, logits, cache = self._prefill(ids, hold=hold)
         cache = system.decoding_cache(cache, repeats)
         token = logits[:, -1].argmax(-1, keepdim=True).repeat_interleave(repeats, 0)
         del logits
@@ -118,7 +132,7 @@ class Measurement:
         for position in range(prompt, prompt + new_tokens):
             token = system.step(token, position, cache)[:, -1].argmax(-1, keepdim=True)
             steps.append(meter.mark())
-        (prefill,), seconds, peak = meter.seconds(marks), meter.seconds(steps), meter.peak()
+        seconds, peak = meter.seconds(steps), meter.peak()
         if peak is not None:  # the most of all runs: replayed steps allocate next to nothing
             self.peak_bytes = max(self.peak_bytes or 0, peak)
         self.cache_bytes = system.nbytes(cache)
@@ -172,30 +186,34 @@ class Bench:
         repeats = range(1, 1 + self.options.repeats)
         with torch.no_grad(), progress_bar(progress_console()) as progress:
             task = progress.add_task("")
-            for run in self.runs:
-                measured = self._measurements(run)  # their compiled code goes with their turns
-                result["runs"].append(run)
-                for repeat, measurement in itertools.product(repeats, measured):
-                    turn = f"{run['context']} x {run['batch']}, {measurement.system.name}: repeat {repeat}"
-                    progress.update(task, description=turn, total=len(self.runs) * len(repeats) * len(measured))
-                    if measurement.failure is None:
-                        self._take(measurement)
-                    ready = [other for other in measured if other.steps or other.failure is not None]
-                    run["systems"] = [self._record(other, ready) for other in ready]
-                    progress.advance(task)
-                    result["complete"] = progress.finished and not self.failed
-                    save(result)
+            for together in self._runs_together():
+                measured = self._measurements(together)  # their compiled code goes with their turns
+                result["runs"] += together
+                for repeat, system in itertools.product(repeats, range(len(measured[0]))):
+                    for run, of_run in zip(together, measured, strict=True):
+                        measurement = of_run[system]
+                        turn = f"{run['context']} x {run['batch']}, {measurement.system.name}: repeat {repeat}"
+                        progress.update(task, description=turn, total=len(self.runs) * len(repeats) * len(of_run))
+                        if measurement.failure is None:
+                            self._take(measurement)
+                        ready = [other for other in of_run if other.steps or other.failure is not None]
+                        run["systems"] = [self._record(other, ready) for other in ready]
+                        progress.advance(task)
+                        result["complete"] = progress.finished and not self.failed
+                        save(result)
+                    for held in self.kvpass_systems:
+                        held.prefilled = None
         if self.failed:
             raise RuntimeError(f"{len(self.failed)} failed, first {self.failed[0]}")
         return result
 
     def _described(self) -> Result:
-        """What is measured and on what, and the bandwidth of the device."""
-        self.bandwidth = copy_bandwidth(self.model.device)
+        """What is measured and on what, and what the device can do at most."""
+        self.ceilings = ceilings(self.model.device, self.settings.dtype)
         Meter(self.model.device).release()
         return {
             "command": command_line(),
-            "machine": machine(self.model.device) | {"copy_bandwidth": self.bandwidth},
+            "machine": machine(self.model.device) | self.ceilings,
             "versions": versions(),
             "model": {
                 "name": self.options.model,
@@ -211,7 +229,22 @@ class Bench:
             "runs": [],
         }
 
-    def _measurements(self, run: Result) -> list[Measurement]:
+    def _runs_together(self) -> list[list[Result]]:
+        """Runs of one prompt, which all batches decode from; else each run alone."""
+        if not self.options.shared_prompt:
+            return [[run] for run in self.runs]
+        return [
+            [run for run in self.runs if run["context"] == context] for context in dict.fromkeys(self.settings.prompts)
+        ]
+
+    def _measurements(self, runs: list[Result]) -> list[list[Measurement]]:
+        """Those of each run, in the order of their systems; the prompt of a length is one tensor for all of them."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        size = 1 if self.options.shared_prompt else runs[0]["batch"], runs[0]["context"]
+        ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.model.device)
+        return [[Measurement(each, self.options, ids, run["batch"]) for each in self._systems(run)] for run in runs]
+
+    def _systems(self, run: Result) -> list[System]:
         settings, options = self.settings, self.options
         systems: list[System] = []
         if "hf-eager" in settings.baselines:
@@ -222,10 +255,7 @@ class Bench:
         if "kvpress" in settings.baselines:
             twins = [name for name in map(str, settings.specs) if name in KVPRESS_TWINS]
             systems += [Kvpress(self.model, name, run["budget"]["entries"], options.window) for name in twins]
-        size = 1 if options.shared_prompt else run["batch"], run["context"]
-        generator = torch.Generator().manual_seed(options.seed)
-        ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.model.device)
-        return [Measurement(system, options, ids, run["batch"]) for system in systems + self.kvpass_systems]
+        return systems + self.kvpass_systems
 
     def _take(self, measurement: Measurement) -> None:
         """Run a turn; where it fails, the others go on."""
@@ -249,8 +279,7 @@ class Bench:
         decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in BASELINES}
         prefills = {name: spread(others[name].prefill)["median"] for name in decodes if name != "hf-eager"}
         prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
-        weights = self.step_weight_bytes
-        bound = None if weights is None else 1e3 * (weights + measurement.attended_bytes) / self.bandwidth
+        bound = self._bound_ms(measurement)
         return {
             "name": measurement.system.name,
             "failure": None,
@@ -266,6 +295,14 @@ class Bench:
             "decode_speedup": {name: median / decode["median"] for name, median in decodes.items()},
             "prefill_ratio": {name: prefill["median"] / median for name, median in prefills.items()},
         }
+
+    def _bound_ms(self, measurement: Measurement) -> float | None:
+        """Least milliseconds of a step: of its weights by their bytes or their products, then of what it attends."""
+        if (weights := self.step_weight_bytes) is None:
+            return None
+        bandwidth, operations = self.ceilings["copy_bandwidth"], self.ceilings["matmul_operations"]
+        products = 2 * measurement.batch * weights / self.settings.dtype.itemsize / operations
+        return 1e3 * (max(weights / bandwidth, products) + measurement.attended_bytes / bandwidth)
 
 
 def geometry_of(model: PreTrainedModel) -> Geometry:

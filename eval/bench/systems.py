@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -215,12 +216,26 @@ class Kvpass(System):
 
     def __init__(self, model: PreTrainedModel, name: str, *, policy: Policy, budget: Any, **options: Any) -> None:
         self.scorings: dict[torch.Size, float | None] = {}
+        self.prefilled: tuple[Tensor, float, Tensor, Any] | None = None
+        """A prompt that further batches decode from: ids, seconds, logits and cache."""
         budget = budget if policy.needs_budget else None
         super().__init__(name, kvpass.compile(model, policy=policy, budget=budget, **options))
 
     def prefill(self, ids: Tensor) -> tuple[Tensor, Any]:
         out = self.model(ids, logits_to_keep=1)
         return out.logits, out[CACHE]
+
+    def decoding_cache(self, cache: Any, repeats: int) -> Any:
+        """As of every system, with a pool for each row: one that rows share would come from the device's own cache."""
+        cache = super().decoding_cache(cache, repeats)
+        if repeats > 1:
+            state = cache.state
+            stores = [
+                store.holding({name: x.contiguous() for name, x in store.of_rows.items()}, store.used)
+                for store in state.full_layers
+            ]
+            cache.state = dataclasses.replace(state, parts=[*stores, *state.parts[len(stores) :]])
+        return cache
 
     def scoring(self, ids: Tensor) -> float | None:
         """Return the share of a prefill of ids that compression takes; measured once for each shape."""

@@ -106,6 +106,7 @@ class CompressedCache(Cache):
         answer_end: last token of each row of the answer that ``generate`` last gave from a copy of this cache.
         interrupted: a call failed after it began to overwrite entries; the cache can only be reset.
         fills: further caches that its prompt fills.
+        for_one_call: ``generate`` made it, and nobody has it later unless that call returns it.
         assists: it holds the drafts of an ``assistant_model``. transformers takes back a token before them too, and
             gives it again; :meth:`crop` then leaves one of the prompt where it is.
     """
@@ -127,7 +128,7 @@ class CompressedCache(Cache):
         self.entry_format: EntryFormat = entry_format
         self.own_budget = False
         self.fills: Sequence[CompressedCache] = ()
-        self.assists = False
+        self.for_one_call = self.assists = False
         self.reset()
 
     def reset(self) -> None:

@@ -12,6 +12,7 @@ from kvpass.adapt.positions import check_rows_stay
 from kvpass.cache.cache import CompressedCache
 from kvpass.frontends.arguments import unsupported_argument
 from kvpass.frontends.forward import CompressedForward
+from kvpass.frontends.sampling import can_sample, sample
 from kvpass.transformers_compat import CACHE, NEXT_LENGTH, SAYS_NEXT_LENGTH
 
 
@@ -44,6 +45,12 @@ class GenerateHooks(CompressedForward):
 
         generator.get_candidates = dropped
         return generator
+
+    def _sample(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Choose tokens one by one, as transformers does; on CUDA the host does not wait between two steps."""
+        if not args and can_sample(self, input_ids, kwargs):
+            return sample(self, input_ids, **kwargs)
+        return super()._sample(input_ids, *args, **kwargs)  # type: ignore[misc,arg-type]
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return positions of text: of each token one.

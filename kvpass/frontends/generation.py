@@ -9,10 +9,8 @@ from torch import Tensor
 
 from kvpass.frontends.arguments import check_ids
 from kvpass.frontends.raw import session
+from kvpass.frontends.sampling import append_tokens
 from kvpass.frontends.transformers import CompressedModel
-
-LOOK_EVERY = {"cpu": 1, "cuda": 16}
-"""After how many tokens to look whether all rows have ended: on CUDA to look is to wait for the device."""
 
 
 @torch.no_grad()
@@ -29,7 +27,7 @@ def generate(
 
     Args:
         module: called as ``module(ids)``, or ``module(ids, positions)``; returns logits ``[B, T, vocabulary]``, or
-            a tuple that begins with them, such as ``(logits, loss)``.
+            a tuple that begins with them, such as ``(logits, loss)``. On CUDA perhaps once more than there are tokens.
         ids: prompts, int64 ``[B, N]``; padding only on the left.
         positions: pass true positions, int64 ``[B, T]``, as second argument.
         attention_mask: ``[B, N]``, zeros before the real tokens; needs ``positions``.
@@ -47,31 +45,33 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
-    where = (mask.cumsum(1) - 1).clamp(min=0)
-    finished = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-    sequence, new = ids, ids
+    where, length = (mask.cumsum(1) - 1).clamp(min=0), ids.shape[1] + max_new_tokens
+    end = -1 if eos_token_id is None else eos_token_id
     with session(attention_mask) as active:
-        active.expected = ids.shape[1] + max_new_tokens - 1  # the last one is not appended
-        for step in range(max_new_tokens):
-            out = module(new, where) if positions else module(new)
+        active.expected = length - 1  # the last one is not appended
+
+        def forward(text: Tensor) -> Tensor:
+            calls, new = active.calls, text.shape[1] - ids.shape[1]
+            at = where[:, -1:] + new if new else where
+            said = text[:, -1:].clone(memory_format=torch.contiguous_format) if new else text
+            out = module(said, at) if positions else module(said)
             logits = out[0] if isinstance(out, tuple) else out
-            if active.calls != step + 1:
+            if active.calls != calls + 1:
                 raise RuntimeError(
                     "a call of the module ran no graph of kvpass, so nothing was compressed: compile it with "
                     'torch.compile(module, backend="kvpass", fullgraph=True, dynamic=True)'
                 )
             if not isinstance(logits, Tensor):
                 raise ValueError(f"module returned a {type(logits).__name__}: must be logits [B, T, vocabulary]")
-            new = logits[:, -1].argmax(-1, keepdim=True)
-            where = where[:, -1:] + 1
-            if eos_token_id is not None:
-                new = torch.where(finished[:, None], eos_token_id, new)
-                finished |= new[:, 0] == eos_token_id
-            sequence = torch.cat([sequence, new], 1)
-            look = eos_token_id is not None and (step + 1) % LOOK_EVERY[ids.device.type] == 0
-            if look and bool(finished.all()):
-                break
-    if eos_token_id is None:
-        return sequence
-    ended = (sequence[:, ids.shape[1] :] == eos_token_id).cumsum(1).gt(0).all(0)
-    return sequence[:, : ids.shape[1] + int((~ended).sum()) + 1]  # to where the last row ended
+            return logits[:, -1]
+
+        return append_tokens(
+            ids,
+            forward(ids),
+            forward,
+            lambda _, logits: logits.argmax(-1),
+            lambda text: (text[:, -1] == end) | (text.shape[1] == length),
+            lambda: None,  # the cache goes with the session
+            max_length=length,
+            pad=eos_token_id,
+        )

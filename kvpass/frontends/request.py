@@ -95,7 +95,9 @@ class Request:
         makes = self._cache_is_default() or protect is not None or bool(images)
         if self.cache is None and (self.assists or (text is not None and makes)):
             self.cache = self.runtime.new_cache(conditions)
-            self.cache.assists = self.assists
+            self.cache.for_one_call, self.cache.assists = True, self.assists
+        elif self.cache is not None:
+            self.cache.for_one_call = False
         if self.cache is not None and protect is not None:
             self.cache.protect = protect
         self.images = [(images, len(text))] if images and text is not None else []

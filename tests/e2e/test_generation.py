@@ -6,7 +6,7 @@ from torch import nn
 
 import kvpass
 from compiled_models import padded, prompts_of, two_layers
-from kvpass.frontends import generation
+from kvpass.frontends import sampling
 from small_decoders import SmallDecoder, recomputed
 from tiny_models import random_ids, raw
 
@@ -33,9 +33,7 @@ def test_the_tokens_are_those_of_recomputing_everything(decoder, fast, positions
     assert torch.equal(out, recomputed(decoder, ids, NEW))
 
 
-def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_now_and_then(
-    decoder, fast, monkeypatch
-):
+def test_a_row_that_has_ended_says_nothing_else_also_where_the_next_step_is_queued_before(decoder, fast, monkeypatch):
     ids = random_ids(2, 37)
     free = recomputed(decoder, ids, NEW)[:, 37:]
     end = int(free[0, 2])
@@ -47,10 +45,9 @@ def test_a_row_that_has_ended_says_nothing_else_also_if_the_device_is_looked_at_
     both = ids[:1].repeat(2, 1)
     expected = kvpass.generate(fast, both, max_new_tokens=NEW, eos_token_id=end)
     assert expected[0, -1] == end and expected.shape[1] <= 37 + 3 < 37 + NEW
-    for every in (2, 16):
-        monkeypatch.setattr(generation, "LOOK_EVERY", {"cpu": every})
-        for text, answer in ((ids, out), (both, expected)):
-            assert torch.equal(kvpass.generate(fast, text, max_new_tokens=NEW, eos_token_id=end), answer)
+    monkeypatch.setattr(sampling, "QUEUING", {"cpu"})
+    for text, answer in ((ids, out), (both, expected)):
+        assert torch.equal(kvpass.generate(fast, text, max_new_tokens=NEW, eos_token_id=end), answer)
 
 
 def test_bad_arguments_are_refused(decoder, fast):

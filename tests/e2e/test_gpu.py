@@ -1,5 +1,6 @@
 """The same contracts on a CUDA device, and those that only a device has; skipped without one."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from transformers.models.llama import modeling_llama
 
 import kvpass
 from compiled_models import compiled_anew, greedy, padded
+from kvpass.frontends import sampling
 from kvpass.operands import (
     Attention,
     Candidates,
@@ -346,6 +348,31 @@ def test_a_decode_step_does_not_synchronise(graphs, family, policy):
     with no_synchronisation():
         out = fast(token, past_key_values=cache)
     assert out.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["lava", "cake"])
+def test_generate_waits_for_tokens_alone(policy, monkeypatch):
+    """It gives the tokens and the cache of transformers' loop, which waits for all that is queued."""
+    options = {"policy": policy, **POLICY_OPTIONS.get(policy, {}), "backend": "inductor"}
+    fast, ids, answers = compiled_anew(tiny_model("llama").cuda(), **options), random_ids(2, 61).cuda(), []
+
+    def other_tokens(text: Tensor, scores: Tensor) -> Tensor:
+        if len(answers) == 1 and text.shape[1] == 64:  # steps are captured by now
+            torch.cuda.set_sync_debug_mode("error")
+        return scores.scatter(1, text, float("-inf"))
+
+    answer = functools.partial(greedy, fast, ids, logits_processor=[other_tokens], return_dict_in_generate=True)
+    ends = {}
+    for queuing in ({"cuda"}, {"cuda"}, ()):
+        monkeypatch.setattr(sampling, "QUEUING", queuing)
+        try:
+            answers.append(answer(9, **ends))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ends = {"eos_token_id": answers[0].sequences[:, 67].tolist(), "pad_token_id": 0}
+    _, found, expected = answers
+    assert found.sequences.shape[1] == 68 and torch.equal(found.sequences, expected.sequences)
+    assert found.past_key_values.columns == expected.past_key_values.columns == 67
 
 
 @pytest.mark.parametrize("name", ["lava", "cake", "snapkv", "full"])

@@ -39,9 +39,34 @@ def test_a_stage_that_is_out_of_time_is_ended_and_the_rest_is_not_begun(gpu_chec
 
 
 def test_the_stages_name_files_that_are_there_and_the_first_ones_fit_in_a_call(gpu_check):
-    assert sum(limit for limit, _ in list(gpu_check.STAGES.values())[:2]) <= 530
+    assert sum(limit for limit, _ in list(gpu_check.STAGES.values())[:4]) <= 560
     for _, words in gpu_check.STAGES.values():
         assert all((SCRIPT.parents[1] / word).exists() for word in words.split() if word.endswith(".py"))
+
+
+@pytest.mark.exhaustive  # ten seconds
+def test_the_bench_is_run_and_its_figures_come_last_with_those_predicted_before(
+    gpu_check, micro, tmp_path, monkeypatch, capsys
+):
+    """All but the device: a bench of the CPU, and what the kernel bench wrote."""
+    options = (
+        "--budget 16 --window 8 --policies lava --systems= --new-tokens 2 --repeats 1 --backend eager --batches 1,2"
+    )
+    bench = f"-m kvpass bench --json {{}} --model {micro} --contexts 48 --shared-prompt {options}"
+    kernels = [{"batch": 8, "int8": {"us_per_layer": 7.0, "bytes": 9}, "rot4": {"failure": "no"}}]
+    written = f"-S -c {WRITE.replace('true', 'true,' + json.dumps({'decode': kernels})[1:-1].replace(' ', ''))} {{}}"
+    monkeypatch.setattr(gpu_check, "STAGES", {"kernels": (60, written), "decode-table": (300, bench)})
+    monkeypatch.setattr("sys.argv", ["gpu-check", "--folder", str(tmp_path / "made")])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    assert gpu_check.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = lines[lines.index(f"gpu-check: results in {tmp_path / 'made'}") + 1 :]
+    assert said[:2] == ["kernels 8  int8: 7.0 us a layer, 9 bytes", "kernels 8  rot4: no"]
+    assert [line[: line.index(":")] for line in said[2:4]] == ["decode-table 48 x 1 lava", "decode-table 48 x 2 lava"]
+    assert all(line.endswith(" ms") and "of the bound, generate" in line for line in said[2:4])
+    predicted = json.loads((tmp_path / "made" / "gpu-check.json").read_text())["predicted"]
+    assert said[4:] == [f"predicted for {name}: {text}" for name, text in predicted.items()]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
