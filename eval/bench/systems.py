@@ -1,20 +1,17 @@
-"""The systems the bench compares: transformers' caches, kvpress and kvpass, behind one small interface."""
+"""The systems the bench compares: transformers' caches and kvpass, behind one small interface."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvpass
 from kvpass.eval.bench.measure import scoring_share
@@ -143,72 +140,6 @@ class HfStatic(System):
         if self.on_cuda:
             torch.compiler.cudagraph_mark_step_begin()
         return self.compiled_step(token, **call).logits
-
-
-KVPRESS_TWINS: dict[str, Callable[..., Any]] = {
-    "snapkv": lambda kvpress, ratio, window: kvpress.SnapKVPress(ratio, window_size=window),
-    "ada_snapkv": lambda kvpress, ratio, window: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=window)),
-    "pyramidkv": lambda kvpress, ratio, window: kvpress.PyramidKVPress(ratio, window_size=window),
-    "streaming_llm": lambda kvpress, ratio, window: kvpress.StreamingLLMPress(ratio),
-    "tova": lambda kvpress, ratio, window: kvpress.TOVAPress(ratio),
-}
-"""Policies that kvpress has too, and how its presses are made. Its AdaKV masks entries and frees none."""
-
-
-def has_kvpress() -> bool:
-    return importlib.util.find_spec("kvpress") is not None
-
-
-class Kvpress(System):
-    """NVIDIA's kvpress with the press of the same policy and as many entries; eager.
-
-    Importing kvpress wraps transformers' attention functions. The wrappers are in force only while this system runs.
-    """
-
-    compiled = False
-
-    def __init__(self, model: PreTrainedModel, policy: str, entries: int, window: int) -> None:
-        super().__init__(f"kvpress/{policy}", model)
-        self.kvpress, self.attention = _import_kvpress()
-        self.press = functools.partial(KVPRESS_TWINS[policy], self.kvpress, window=window)
-        self.entries = entries
-
-    def prefill(self, ids: Tensor) -> tuple[Tensor, Cache]:
-        # so that int(prompt * (1 - ratio)) is the number of entries, whatever the rounding
-        ratio = max(0.0, 1 - (self.entries + 0.5) / ids.shape[1])
-        cache = DynamicCache(config=self.model.config)
-        with self.press(ratio)(self.model):
-            return self.step(ids, 0, cache), cache
-
-    def step(self, token: Tensor, position: int, cache: Any) -> Tensor:
-        # its hooks read cache_position, which newer versions of transformers no longer make
-        positions = torch.arange(position, position + token.shape[1], device=token.device)
-        call = {CACHE: cache, "position_ids": positions[None], "cache_position": positions}
-        with _sdpa_attention(self.attention):
-            return self.model(token, **call, logits_to_keep=1).logits
-
-
-@functools.cache
-def _import_kvpress() -> tuple[Any, Callable[..., Any]]:
-    """The package, and its wrapper of SDPA attention, out of force again."""
-    plain = dict(ALL_ATTENTION_FUNCTIONS.items())
-    import kvpress
-
-    wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    for name, function in plain.items():
-        ALL_ATTENTION_FUNCTIONS[name] = function
-    return kvpress, wrapped
-
-
-@contextmanager
-def _sdpa_attention(function: Callable[..., Any]) -> Iterator[None]:
-    """transformers takes ``function`` for SDPA attention inside."""
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = function
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
 
 
 class Kvpass(System):

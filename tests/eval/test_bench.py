@@ -16,7 +16,7 @@ from kvpass.eval.bench.measure import scoring_share, weight_bytes
 from kvpass.eval.bench.report import show
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
-from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, has_kvpress
+from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass
 from kvpass.eval.options import BenchOptions
 from kvpass.policies import resolve
 from pairwise import quick_rows
@@ -300,31 +300,6 @@ def test_the_share_of_scoring_adds_up_what_is_not_attention():
     replay = event("kvpass::replay", 2.0, [site])
     for cuda, total in ((False, 1246.0), (True, 647.0)):
         assert sum(bench_measure._beyond_attention(replay, is_cuda=cuda)) == total
-
-
-def test_kvpress_is_named_where_it_is_not_installed(monkeypatch):
-    from kvpass.eval.bench import settings as bench_settings
-
-    monkeypatch.setattr(bench_settings, "has_kvpress", lambda: False)
-    asked = BenchSettings(BenchOptions(model="tiny"))
-    assert asked.baselines == ("hf-eager", "hf-static", "full")
-    assert asked.left_out == {"kvpress": "not installed"}
-    with pytest.raises(ValueError, match="not installed"):
-        BenchSettings(BenchOptions(model="tiny", systems="kvpress"))
-    monkeypatch.setattr(bench_settings, "has_kvpress", lambda: True)
-    asked = BenchSettings(BenchOptions(model="tiny"))
-    assert asked.baselines == ("hf-eager", "hf-static", "full", "kvpress")
-    assert asked.left_out == {"kvpress/lava": "kvpress has none"}
-
-
-@pytest.mark.skipif(not has_kvpress(), reason="kvpress is not installed")
-def test_kvpress_keeps_as_many_entries_and_leaves_attention_as_it_was(micro):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    plain = dict(ALL_ATTENTION_FUNCTIONS.items())
-    systems = named(Bench(settings(micro, policies="snapkv", systems="hf-eager,kvpress")).run())
-    assert systems["kvpress/snapkv"]["attended_bytes"] == systems["snapkv"]["attended_bytes"]
-    assert dict(ALL_ATTENTION_FUNCTIONS.items()) == plain
 
 
 def test_without_a_cuda_device_cuda_is_refused():

@@ -173,7 +173,7 @@ BAD_VALUES = [
     ("bench --context 32768", "context=32768: must be above"),
     ("bench --contexts 1024;2048", "contexts='1024;2048': must be whole numbers"),
     ("bench --batches 1,0", "batches=1,0: must be one or more numbers >= 1"),
-    ("bench --systems vllm", "systems: 'vllm' must be one of hf-eager, hf-static, full, kvpress"),
+    ("bench --systems vllm", "systems: 'vllm' must be one of hf-eager, hf-static, full"),
     ("demo --facts 300", "tokens=2048: 300 facts"),
     ("demo --tokens 17000", "the prompt with its answer has 17002 tokens, and the model takes 16384: shorten it"),
     ("demo --output map.txt", "output='.txt': must be one of .png, .pdf, .svg"),
