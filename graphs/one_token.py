@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kvpass.graphs.bind_state import STATE_PREFIX, placeholders
 from kvpass.graphs.fx_utils import Dim, dim_of, recorded, symbols_of
 from kvpass.graphs.record_values import record_values
-from kvpass.torch_compat import FakeTensorMode, TensorProperty, ValueRanges, set_symbol_bounds, sizes_of_inputs
+from kvpass.torch_compat import FakeTensorMode, TensorProperty, ValueRanges, sizes_of_inputs
 
 _LENGTHS = (2, 3, 4, 7, 64, 1021, 99991)  # lengths for which a guard that excludes one token only must hold
 
@@ -44,7 +44,7 @@ def admit_one_token(shapes: ShapeEnv, tokens: Dim) -> None:
         if symbol in symbols or any((source.prop, source.idx) == (TensorProperty.SIZE, 1) for source in given):
             bounds = shapes.bound_sympy(symbol)
             if bounds.lower == 2:
-                set_symbol_bounds(shapes, symbol, ValueRanges(1, bounds.upper))
+                shapes.var_to_range[symbol] = ValueRanges(1, bounds.upper)
     shapes.guards[:] = [guard for guard in shapes.guards if not _excludes_only_one(guard.expr, symbols)]
 
 
@@ -62,12 +62,12 @@ def several_tokens(shapes: ShapeEnv, tokens: Dim, fewest: int = 2) -> Iterator[N
     """What is compiled inside may take so many tokens or more for granted; the graph of one has none of the symbol."""
     before = {symbol: shapes.bound_sympy(symbol) for symbol in symbols_of([tokens])}
     for symbol, bounds in before.items():
-        set_symbol_bounds(shapes, symbol, ValueRanges(max(bounds.lower, fewest), bounds.upper))
+        shapes.var_to_range[symbol] = ValueRanges(max(bounds.lower, fewest), bounds.upper)
     try:
         yield
     finally:
         for symbol, bounds in before.items():
-            set_symbol_bounds(shapes, symbol, ValueRanges(bounds.lower, shapes.bound_sympy(symbol).upper))
+            shapes.var_to_range[symbol] = ValueRanges(bounds.lower, shapes.bound_sympy(symbol).upper)
 
 
 def one_token_inputs(inputs: Sequence[Any], tokens: Dim, mode: FakeTensorMode) -> list[Any]:

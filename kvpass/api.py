@@ -22,7 +22,7 @@ from kvpass.cache.fingerprint import ModelFingerprint, weights_digest
 from kvpass.compiler.backend import PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import CaptureCache
-from kvpass.compiler.parts import Regions, check_regions
+from kvpass.compiler.parts import REGIONS, Regions
 from kvpass.config import COMPILERS, Block, BudgetLike, Compiler, EntryFormat, one_of
 from kvpass.errors import CacheFileError, CacheMismatchError
 from kvpass.frontends.attention import attend_in_captures
@@ -99,7 +99,7 @@ def compile(
         if isinstance(model, CompressedModel):
             raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
         check_model(model)
-        compiler, regions = one_of("backend", backend, COMPILERS), check_regions(compile_regions)
+        compiler, regions = one_of("backend", backend, COMPILERS), one_of("compile_regions", compile_regions, REGIONS)
         block = check_block(prefill_block)
         check_weights(model, compiler)
         conditions = read_conditions(

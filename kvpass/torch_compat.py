@@ -55,10 +55,6 @@ if REPEATS_LAYERS:
     from torch._dynamo.variables import invoke_subgraph
 
 
-def set_symbol_bounds(shapes: ShapeEnv, symbol: sympy.Symbol, bounds: ValueRanges) -> None:
-    shapes.var_to_range[symbol] = bounds
-
-
 def sizes_of_inputs(shapes: ShapeEnv) -> dict[sympy.Symbol, list[TensorPropertySource]]:
     """Symbols of a capture, with the sizes and strides of inputs that they are."""
     found = {

@@ -78,14 +78,9 @@ def find_model(name: str) -> BenchModel:
         raise ValueError(f"model={name!r}: expected one of {names}, or a folder or config.json of a model")
     else:
         try:
-            fields = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ValueError(f"model={name!r}: no such file") from None
-        except ValueError as error:
-            raise ValueError(f"model={name!r}: not JSON ({error})") from error
-        if not isinstance(fields, dict) or "model_type" not in fields:
-            raise ValueError(f"model={name!r}: a transformers config has a 'model_type'; this file has none")
-        config = AutoConfig.for_model(**fields)
+            config = AutoConfig.for_model(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"model={name!r}: is no configuration of transformers: {error}") from error
     return BenchModel(name, config, min(16384, config.max_position_embeddings // 2), has_weights)
 
 

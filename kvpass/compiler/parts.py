@@ -19,19 +19,13 @@ from kvpass.graphs.split import Part, join, split_graph
 
 Regions = Literal["auto"] | bool
 """Whether what continues a cache is compiled in parts; "auto" decides by phase, number of layers and device."""
+REGIONS: tuple[Regions, ...] = (True, False, "auto")
 
 CompileOne = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 """Compiles a graph for these fake inputs."""
 
 FEW_LAYERS = 8
 """Up to so many layers a decode step on the CPU is compiled whole: to call a part takes tens of microseconds."""
-
-
-def check_regions(given: object) -> Regions:
-    """Return the option ``compile_regions`` as given."""
-    if given == "auto" or isinstance(given, bool):
-        return given
-    raise ValueError(f"compile_regions={given!r}: must be True, False or 'auto'")
 
 
 def compile_parts(gm: GraphModule, examples: Sequence[Any], compile_one: CompileOne) -> tuple[Callable[..., Any], int]:

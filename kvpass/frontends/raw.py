@@ -35,7 +35,7 @@ from kvpass.cache.fingerprint import GraphFingerprint
 from kvpass.compiler.backend import Capture, PhaseCompiler
 from kvpass.compiler.blocks import check_block
 from kvpass.compiler.capture import check_length
-from kvpass.compiler.parts import check_regions
+from kvpass.compiler.parts import REGIONS
 from kvpass.compiler.step import append, continued, prefill
 from kvpass.config import COMPILERS, Block, Budget, one_of
 from kvpass.errors import CacheMismatchError
@@ -110,7 +110,7 @@ def kvpass_backend(
     given = dict(options or {})
     budget, cuda_graphs = given.pop("budget", None), given.pop("cuda_graphs", True)
     compiler = one_of("compiler", given.pop("compiler", "inductor"), COMPILERS)
-    regions = check_regions(given.pop("compile_regions", "auto"))
+    regions = one_of("compile_regions", given.pop("compile_regions", "auto"), REGIONS)
     block = check_block(given.pop("prefill_block", "auto"))
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     if policy.replays_prompt:

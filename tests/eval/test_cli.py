@@ -165,7 +165,7 @@ def test_policies_lists_every_registered_policy_with_its_options():
 SHORT = "eval builtin --policies snapkv:window=8 --length 150"
 BAD_VALUES = [
     ("bench --model huge", "model='huge': expected one of llama-3.1-8b, qwen3-8b"),
-    ("bench --model gone.json", "model='gone.json': no such file"),
+    ("bench --model gone.json", "model='gone.json': is no configuration of transformers: [Errno 2]"),
     ("bench --budget nan", "budget=nan"),
     ("bench --budget 32", "budget=32: must be at least window + 1 = 33"),
     ("bench --model tiny --budget 0.01", "budget 0.01 is 10 entries"),
@@ -218,7 +218,13 @@ def test_a_number_out_of_range_and_an_unknown_choice_are_refused_by_the_option_s
 
 
 @pytest.mark.parametrize(
-    ("content", "part"), [("{", "not JSON"), ("[]", "has none"), ('{"model_type": "no-such-model"}', "no-such-model")]
+    ("content", "part"),
+    [
+        ("{", "line 1 column 2"),
+        ("[]", "not list"),
+        ("{}", "'model_type'"),
+        ('{"model_type": "no-such-model"}', "no-such-model"),
+    ],
 )
 def test_a_config_file_that_is_none_is_refused(tmp_path, content, part):
     path = tmp_path / "bad.json"
