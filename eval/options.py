@@ -126,7 +126,6 @@ class BenchOptions:
     contexts: Annotated[str, Option("--contexts", "--context", help="Prompt tokens; the model's own if not.")] = ""
     batches: Annotated[str, Option("--batches", "--batch", help="Rows, separated by commas.")] = "1"
     budget: Budget = "256"
-    window: Annotated[int, Option(min=1, help="Last prompt tokens, always kept.")] = 32
     policies: Policies = "lava,snapkv"
     entries: Entries = "model"
     systems: Annotated[str | None, Option(help="Beside them: hf-eager, hf-static, full; all if not.")] = None

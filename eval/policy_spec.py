@@ -31,13 +31,6 @@ class PolicySpec:
     def resolve(self) -> Policy:
         return resolve(self.name, **dict(self.options))
 
-    def with_window(self, window: int) -> PolicySpec:
-        """With this window, if the policy has a default-size window and none was typed."""
-        policy = self.resolve()
-        if not policy.needs_budget or policy.window != Policy.window or "window" in dict(self.options):
-            return self
-        return PolicySpec(self.name, (("window", window), *self.options))
-
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options)
         return f"{self.name}:{options}" if options else self.name

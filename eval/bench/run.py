@@ -33,7 +33,7 @@ from kvpass.transformers_compat import CACHE
 
 Result = dict[str, Any]
 
-_RECORDED = "device window backend seed new_tokens repeats shared_prompt warm_cache".split()
+_RECORDED = "device backend seed new_tokens repeats shared_prompt warm_cache".split()
 """Options that a result names."""
 
 
@@ -157,7 +157,7 @@ class Bench:
         token_bytes = self.geometry.token_bytes()
         self.runs: list[Result] = []  # one for each context and batch
         for batch, context in itertools.product(settings.rows, settings.prompts):
-            entries = budget.check(context, options.window, token_bytes)
+            entries = budget.check(context, settings.window, token_bytes)
             kept = {"entries": entries, "bytes": entries * token_bytes}
             self.runs.append({"context": context, "batch": batch, "budget": kept, "systems": []})
         wanted = [*itertools.product(settings.specs, settings.formats)]
@@ -167,7 +167,7 @@ class Bench:
             Kvpass(
                 self.model,
                 with_format(str(spec), entries),
-                policy=spec.with_window(options.window).resolve(),
+                policy=spec.resolve(),
                 budget=settings.budget,
                 backend=options.backend,
                 entries=entries,

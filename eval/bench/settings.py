@@ -103,7 +103,7 @@ class BenchSettings:
     Attributes:
         model: of the name in the options. dtype: of its weights.
         prompts: of ``contexts``, in tokens. rows: of ``batches``. budget: of its text.
-        specs: policies of kvpass, each with each of ``formats``; ``window`` is theirs unless they have their own.
+        specs: policies of kvpass, each with each of ``formats``. window: the longest of theirs.
         baselines: of ``BASELINES``; without ``systems`` all.
 
     Raises:
@@ -121,9 +121,9 @@ class BenchSettings:
         self.formats = parse_formats(options.entries)
         self.specs = parse_policies(options.policies)
         for spec in self.specs:
-            policy = spec.with_window(options.window).resolve()
-            if policy.needs_budget:
+            if (policy := spec.resolve()).needs_budget:
                 resolve_budget(policy, self.budget)
+        self.window = max(spec.resolve().window for spec in self.specs)
         self.baselines = BASELINES if options.systems is None else tuple(dict.fromkeys(names(options.systems)))
         for name in self.baselines:
             if name not in BASELINES:
@@ -133,8 +133,8 @@ class BenchSettings:
         later = 3 * options.new_tokens + WARM_UP_STEPS  # timed steps, and two answers of generate
         longest = self.model.config.max_position_embeddings - later
         for tokens in self.prompts:
-            if not options.window < tokens <= longest:
+            if not self.window < tokens <= longest:
                 raise ValueError(
-                    f"context={tokens}: must be above window={options.window} and at most {longest}, the positions of "
+                    f"context={tokens}: must be above window={self.window} and at most {longest}, the positions of "
                     f"the model less {later} for three times --new-tokens and steps to warm up"
                 )

@@ -31,9 +31,12 @@ def small_copies(monkeypatch):
     monkeypatch.setattr(bench_measure, "_LEAST_SECONDS", 0.001)
 
 
+LAVA = "lava:window=8"
+
+
 def settings(model, **changes):
     usual = {
-        "model": model, "contexts": "48", "budget": "16", "window": 8, "policies": "lava",
+        "model": model, "contexts": "48", "budget": "16", "policies": LAVA,
         "systems": "hf-eager,full", "new_tokens": 3, "repeats": 1, "backend": "eager",
     }  # fmt: skip
     return BenchOptions(**usual | changes)
@@ -50,11 +53,11 @@ def test_a_batch_by_its_own_prompts_and_by_one_that_is_shared(micro):
     for shared in (False, True):
         asked = settings(micro, batches="2", systems="hf-eager,hf-static,full", shared_prompt=shared)
         systems = named(Bench(asked).run())
-        assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
+        assert list(systems) == ["hf-eager", "hf-static", LAVA, "full"]
         for name in ("hf-eager", "hf-static", "full"):
             assert systems[name]["attended_bytes"] == 2 * (48 + 3) * 2 * entry, name
-        assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * entry
-        assert systems["lava"]["tokens_per_s"] == pytest.approx(2e3 / systems["lava"]["decode_ms"]["median"])
+        assert systems[LAVA]["attended_bytes"] == 2 * (16 + 3) * 2 * entry
+        assert systems[LAVA]["tokens_per_s"] == pytest.approx(2e3 / systems[LAVA]["decode_ms"]["median"])
 
 
 def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
@@ -66,9 +69,9 @@ def test_dtype_of_the_weights_and_bytes_of_an_entry(micro):
 
 def test_formats_of_kept_entries_are_systems_of_their_own(micro):
     systems = named(Bench(settings(micro, entries="model,int8")).run())
-    assert list(systems) == ["hf-eager", "lava", "int8 lava", "full"]
-    assert systems["lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * 8 * 4
-    assert systems["int8 lava"]["attended_bytes"] == 2 * (16 + 3) * 2 * (8 + 4)
+    assert list(systems) == ["hf-eager", LAVA, f"int8 {LAVA}", "full"]
+    assert systems[LAVA]["attended_bytes"] == 2 * (16 + 3) * 2 * 8 * 4
+    assert systems[f"int8 {LAVA}"]["attended_bytes"] == 2 * (16 + 3) * 2 * (8 + 4)
     with pytest.raises(ValueError, match="entries='': must be one or several of model, int8"):
         BenchSettings(settings(micro, entries=""))
 
@@ -116,7 +119,7 @@ def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monk
 
     monkeypatch.setattr(bench.Kvpass, "prefill", logged)
     Bench(settings(micro, systems="full")).run(lambda result: said.append("saved"))
-    assert said == ["lava", "lava", "lava", "saved", "full", "full", "saved"], "a first run, a repeat, scoring"
+    assert said == [LAVA, LAVA, LAVA, "saved", "full", "full", "saved"], "a first run, a repeat, scoring"
 
 
 def test_a_shared_prompt_is_read_once_for_all_batches_and_copied_for_each_row(micro, monkeypatch):
@@ -172,13 +175,13 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(bench_systems, "scoring_share", full)
-    compressed = named(Bench(settings(micro)).run())["lava"]
+    compressed = named(Bench(settings(micro)).run())[LAVA]
     assert compressed["failure"] is None and compressed["scoring"] is None and compressed["decode_ms"]["median"] > 0
 
 
 def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
-    made = Bench(settings(micro, policies="cake:tau1=1.6,tau2=0.4,tova", systems=""))
-    assert [record["name"] for record in made.run()["runs"][0]["systems"]] == ["cake:tau1=1.6,tau2=0.4", "tova"]
+    made = Bench(settings(micro, policies="cake:tau1=1.6,tau2=0.4,window=8,tova", systems=""))
+    assert list(named(made.run())) == ["cake:tau1=1.6,tau2=0.4,window=8", "tova"]
     cake, tova = (system.model.policy for system in made.kvpass_systems)
     assert (cake.tau1, cake.window, tova.window) == (1.6, 8, 0)
 

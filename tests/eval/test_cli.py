@@ -41,7 +41,7 @@ ARGUMENTS |= {"calibrate": "builtin", "fetch": "smollm2-135m", "chat": __file__,
 VALUES = f"""
 --tasks needle --policies full --budgets 64 --scope context --samples 3 --length 160 --data-dir . --output a -o a
 --entries int8 --seed 1 --batch 2 --num-uncompressed-tokens 2 --backend eager --dtype float32 --device cpu --tokens 160
---facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --window 8 --systems full --new-tokens 2 --repeats 2
+--facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --systems full --new-tokens 2 --repeats 2
 --json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a --question who?
 --document {__file__} --guide a --agreement 0.9 --memory 4MiB --rows policy --columns task --against full --task t
 """.split()
@@ -237,7 +237,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     monkeypatch.setitem(bench_measure._COPY_BYTES, "cpu", 2**22)
     out = tmp_path / "new" / "folder" / "out.json"
     result = invoke(
-        "bench", "--model", micro, "--contexts", "96", "--budget", 24, "--window", 8, "--policies", "lava",
+        "bench", "--model", micro, "--contexts", "96", "--budget", 24, "--policies", "lava:window=8",
         "--systems", "hf-eager,hf-static,full", "--new-tokens", 4, "--repeats", 2, "--backend", "eager",
         "--json", out,
     )  # fmt: skip
@@ -252,7 +252,7 @@ def test_bench_of_a_config_file_writes_what_it_measured(micro, tmp_path, monkeyp
     token_bytes = 2 * 2 * 8 * 4
     assert (run["context"], run["batch"], run["budget"]) == (96, 1, {"entries": 24, "bytes": 24 * token_bytes})
     systems = {record["name"]: record for record in run["systems"]}
-    assert list(systems) == ["hf-eager", "hf-static", "lava", "full"]
+    assert list(systems) == ["hf-eager", "hf-static", "lava:window=8", "full"]
     for record in systems.values():
         assert len(record["prefill_s"]["all"]) == 2
         assert [len(steps) for steps in record["decode_ms"]["all"]] == [4, 4]
