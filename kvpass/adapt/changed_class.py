@@ -28,10 +28,3 @@ def in_captures(captured: Callable[..., Any], plain: Callable[..., Any]) -> Call
         return captured(self, *args, **kwargs) if capturing() else plain(self, *args, **kwargs)
 
     return method
-
-
-@once
-def captured_class(module_class: Any, method: str, captured: Callable[..., Any], **attributes: Any) -> Any:
-    """Return the changed class in which a method is ``captured`` in captures: the same class at each call."""
-    attributes[method] = in_captures(captured, getattr(module_class, method))
-    return changed_class(module_class, **attributes)

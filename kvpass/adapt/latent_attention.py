@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpass.adapt.changed_class import captured_class
+from kvpass.adapt.changed_class import changed_class, in_captures, once
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -43,8 +43,13 @@ def attend_latents(model: nn.Module, divided: bool) -> str | None:
         if (reason := cannot_absorb(module) or _expands_otherwise(module)) is not None:
             return f"{path}: {reason}"
     for _, module in layers:
-        module.__class__ = captured_class(type(module), "expand_kv", _rows, attends_latents=True)
+        module.__class__ = _attending(type(module))
     return None
+
+
+@once
+def _attending(kind: Any) -> Any:
+    return changed_class(kind, expand_kv=in_captures(_rows, kind.expand_kv), attends_latents=True)
 
 
 def cannot_absorb(module: Any) -> str | None:
