@@ -18,21 +18,7 @@ import typer
 from rich.console import Console
 
 import kvpass
-from kvpass.eval.options import (
-    AskOptions,
-    BenchOptions,
-    CalibrateOptions,
-    ChatOptions,
-    ChooseOptions,
-    CompressOptions,
-    DemoOptions,
-    EvalOptions,
-    LookOptions,
-    PlotOptions,
-    ServeOptions,
-    ShowOptions,
-    TableOptions,
-)
+from kvpass.eval import options as of_commands
 from kvpass.progress import working
 from kvpass.replace_file import replacing
 
@@ -114,7 +100,7 @@ def _command(command: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 @_command
-def demo(options: DemoOptions) -> None:
+def demo(options: of_commands.DemoOptions) -> None:
     """Ask a model for facts hidden in a long text, or about a document, with full and compressed caches.
 
     Facts: lava, snapkv and streaming_llm in scope prompt by default; try --scope prompt,context. A document: lava and
@@ -129,7 +115,7 @@ def demo(options: DemoOptions) -> None:
 
 
 @_command
-def bench(options: BenchOptions) -> None:
+def bench(options: of_commands.BenchOptions) -> None:
     """Time prefill and decode of kvpass and other caches at equal bytes."""
     from kvpass.eval.bench.report import comparison
     from kvpass.eval.bench.run import Bench
@@ -149,7 +135,7 @@ def bench(options: BenchOptions) -> None:
 
 
 @_command
-def eval_(options: EvalOptions) -> None:
+def eval_(options: of_commands.EvalOptions) -> None:
     """Score tasks under policies and budgets, sample by sample; an interrupted run continues where it stopped."""
     from kvpass.eval.run import Evaluation
 
@@ -164,7 +150,7 @@ def eval_(options: EvalOptions) -> None:
 
 
 @_command
-def choose(options: ChooseOptions) -> None:
+def choose(options: of_commands.ChooseOptions) -> None:
     """Choose policy, budget and entries for a model and texts: what is nearest to its full cache, without labels."""
     from kvpass.eval.choose import Choosing
 
@@ -183,7 +169,7 @@ def choose(options: ChooseOptions) -> None:
 
 
 @_command
-def table(options: TableOptions) -> None:
+def table(options: of_commands.TableOptions) -> None:
     """Print the tables of a folder that 'kvpass eval' wrote, with paired differences; or other ones of its records."""
     from kvpass.eval.results import csv_of, latex_of, markdown_of, read_results
 
@@ -200,7 +186,7 @@ def table(options: TableOptions) -> None:
 
 
 @_command
-def plot(options: PlotOptions) -> None:
+def plot(options: of_commands.PlotOptions) -> None:
     """Draw the scores of a folder that 'kvpass eval' wrote against what was kept, a panel for each policy."""
     from kvpass.eval.results import plot, read_results
 
@@ -211,16 +197,15 @@ def plot(options: PlotOptions) -> None:
 
 
 @_command
-def show(options: ShowOptions) -> None:
+def show(options: of_commands.ShowOptions) -> None:
     """Print the samples of a folder that 'kvpass eval' wrote: question, end of the context, answer, expected, kept."""
-    from kvpass.eval.options import names
     from kvpass.eval.results import policies_of, read_records, shown
 
     with _bad_values():
         records = read_records(options.folder)
         labels = [record.label for record in records]
         chosen = policies_of(options.policy, labels) if options.policy else labels
-        tasks = names(options.task)
+        tasks = of_commands.names(options.task)
         for record in records:
             is_asked = record.label in chosen and (not tasks or record.question.task in tasks)
             if is_asked and (record.score < 1 or not options.wrong):
@@ -228,7 +213,7 @@ def show(options: ShowOptions) -> None:
 
 
 @_command
-def calibrate(options: CalibrateOptions) -> None:
+def calibrate(options: of_commands.CalibrateOptions) -> None:
     """Fit a file for policies of a model: maps of kvzap, head maps of duo_attention, statistics of queries."""
     from kvpass.calibration.fit import calibrate as fit
     from kvpass.loading import load_model
@@ -246,7 +231,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
 
 @_command
-def compress(options: CompressOptions) -> None:
+def compress(options: of_commands.CompressOptions) -> None:
     """Compress a text, without images, into a file that 'kvpass ask' and 'kvpass chat' answer questions from."""
     from kvpass.chat import Document
     from kvpass.loading import launched, load_model
@@ -274,7 +259,7 @@ def compress(options: CompressOptions) -> None:
 
 
 @_command
-def ask(options: AskOptions) -> None:
+def ask(options: of_commands.AskOptions) -> None:
     """Answer a question about a compressed document."""
     from kvpass.cli.documents import load_document
     from kvpass.loading import launched
@@ -294,7 +279,7 @@ def ask(options: AskOptions) -> None:
 
 
 @_command
-def chat(options: ChatOptions) -> None:
+def chat(options: of_commands.ChatOptions) -> None:
     """Talk about a compressed document, or with a model whose history is compressed as it grows."""
     from kvpass.chat import Chat
     from kvpass.cli.documents import load_document
@@ -326,7 +311,7 @@ def chat(options: ChatOptions) -> None:
 
 
 @_command
-def look(options: LookOptions) -> None:
+def look(options: of_commands.LookOptions) -> None:
     """Write a page that shows what is kept: a document's text, each token shaded by the heads that keep it."""
     from kvpass.cli.documents import document_page
 
@@ -339,7 +324,7 @@ def look(options: LookOptions) -> None:
 
 
 @_command
-def serve(options: ServeOptions) -> None:
+def serve(options: of_commands.ServeOptions) -> None:
     """Serve a model with vLLM: compressed prompts, and documents that many requests share."""
     from kvpass.cli.serve import prepare
     from kvpass.vllm.refusals import check_version, installed
