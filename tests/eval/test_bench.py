@@ -32,6 +32,7 @@ def small_copies(monkeypatch):
 
 
 LAVA = "lava:window=8"
+H2O = "h2o:window=8"
 
 
 def settings(model, **changes):
@@ -125,14 +126,16 @@ def test_a_system_is_measured_and_saved_before_the_next_one_compiles(micro, monk
 def test_a_shared_prompt_is_read_once_for_all_batches_and_copied_for_each_row(micro, monkeypatch):
     said, prefill = [], bench.Kvpass.prefill
     monkeypatch.setattr(bench.Kvpass, "prefill", lambda self, ids: (said.append(self.name), prefill(self, ids))[1])
-    asked = settings(micro, systems="full", policies="lava,h2o", batches="1,3", contexts="32,48", shared_prompt=True)
+    asked = settings(
+        micro, systems="full", policies=f"{LAVA},{H2O}", batches="1,3", contexts="32,48", shared_prompt=True
+    )
     made = Bench(asked)
     result = made.run(lambda result: said.append("saved"))
-    turns = [[name] * (3 if name != "full" else 2) + ["saved"] * 2 for name in ("lava", "h2o", "full")]
+    turns = [[name] * (3 if name != "full" else 2) + ["saved"] * 2 for name in (LAVA, H2O, "full")]
     assert said == [word for turn in turns * 2 for word in turn], "a first run, a repeat, scoring"
     assert [(run["context"], run["batch"]) for run in result["runs"]] == [(32, 1), (32, 3), (48, 1), (48, 3)]
     assert all(system.prefilled is None for system in made.kvpass_systems)
-    for name in ("lava", "full"):
+    for name in (LAVA, "full"):
         one, three = (named(result, run)[name] for run in (2, 3))
         assert three["attended_bytes"] == 3 * one["attended_bytes"]
         assert three["cache_bytes"] > 2.9 * one["cache_bytes"]
@@ -145,7 +148,7 @@ def test_the_bound_of_many_rows_is_that_of_the_products(micro, monkeypatch):
     result = Bench(settings(micro, systems="", batches="1,2")).run()
     weights = result["model"]["step_weight_bytes"]
     for run, batch in ((0, 1), (1, 2)):
-        record = named(result, run)["lava"]
+        record = named(result, run)[LAVA]
         bound = 1e3 * (batch * weights / 4 / 1e6 + record["attended_bytes"] / 1e9)
         assert record["share_of_bound"] * record["decode_ms"]["median"] == pytest.approx(bound)
     limits["matmul_operations"] = 1e15
