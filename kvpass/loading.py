@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,16 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
         raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: this machine has no CUDA device")
-    processes, shared, quantised = launched()[1], dict[str, Any](), dtype if dtype in ("int8", "int4") else None
-    if quantised:
+    processes, quantise, shared = launched()[1], None, dict[str, Any]()
+    if dtype in ("int8", "int4"):
         if processes > 1:
             raise ValueError(f"dtype={dtype!r}: torchrun divides models in 16 or 32 bits only")
         if dtype == "int4" and target.type != "cpu":
             raise ValueError(f"dtype='int4': is for CPUs, not for device={device!r}")
-        if find_spec("torchao") is None:
-            raise ValueError(f"dtype={dtype!r} needs torchao: pip install 'kvpass[int8]'")
+        try:
+            quantise = quantiser(dtype)
+        except ImportError as error:
+            raise ValueError(f"dtype={dtype!r} needs torchao, pip install 'kvpass[int8]': {error}") from None
         dtype = "bfloat16"
     if processes > 1:
         from transformers.distributed import DistributedConfig
@@ -76,8 +78,8 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     model.eval()
     if not shared:
         model.to(target)  # type: ignore[arg-type]
-        if quantised:
-            quantise(model, quantised)
+        if quantise is not None:
+            quantise(model)
         return model, tokenizer
     if model.device.type != target.type:
         raise ValueError(
@@ -86,22 +88,25 @@ def load_model(name: str, *, dtype: str, device: str) -> tuple[PreTrainedModel, 
     return model, tokenizer
 
 
-def quantise(model: PreTrainedModel, dtype: str) -> None:
-    """Quantise the linear layers of a model in place, to ``int8`` or ``int4``."""
+def quantiser(dtype: str) -> Callable[[PreTrainedModel], None]:
+    """Return a function that quantises the linear layers of a model in place, to ``int8`` or ``int4``."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    if dtype == "int4":
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    if dtype == "int8":
+        return partial(quantize_, config=Int8WeightOnlyConfig())
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-        def fits(module: nn.Module, name: str) -> bool:  # aten._weight_int4pack_mm_for_cpu
-            return isinstance(module, nn.Linear) and module.in_features % 32 == module.out_features % 16 == 0
-
-        quantize_(model.base_model, PrototypeInt4WeightOnlyConfig(group_size=32), filter_fn=fits)
+    def fits(module: nn.Module, name: str) -> bool:  # aten._weight_int4pack_mm_for_cpu
+        return isinstance(module, nn.Linear) and module.in_features % 32 == module.out_features % 16 == 0
 
     def others(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and not is_traceable_wrapper_subclass(module.weight)
 
-    quantize_(model, Int8WeightOnlyConfig(), filter_fn=others)
+    def quantise(model: PreTrainedModel) -> None:
+        quantize_(model.base_model, PrototypeInt4WeightOnlyConfig(group_size=32), filter_fn=fits)
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=others)
+
+    return quantise
 
 
 @contextmanager

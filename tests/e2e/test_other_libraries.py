@@ -8,7 +8,7 @@ from torch import nn
 
 import kvpass
 from compiled_models import greedy, reloaded
-from kvpass.loading import load_model, quantise
+from kvpass.loading import load_model, quantiser
 from pairwise import quick
 from tiny_models import random_ids, tiny_model
 from wrapping_tensor import HalfPrecision
@@ -60,7 +60,7 @@ def test_weights_quantised_by_torchao_work_in_compiled_code(weights, rows):
     torchao = pytest.importorskip("torchao.quantization")
     model = tiny_model("llama", layers=1, dtype=torch.bfloat16)
     if weights in ("int8", "int4"):
-        quantise(model, weights)
+        quantiser(weights)(model)
     else:
         torchao.quantize_(model, getattr(torchao, weights)())
     fast, ids = kvpass.compile(model, policy="full"), random_ids(rows, 40)
@@ -83,7 +83,7 @@ def test_the_command_line_loads_models_of_quantised_weights(dtype, kind):
 def test_a_layer_that_does_not_divide_into_groups_of_int4_has_int8():
     pytest.importorskip("torchao")
     model = tiny_model("llama", layers=1, dtype=torch.bfloat16, hidden_size=48, intermediate_size=32)
-    quantise(model, "int4")
+    quantiser("int4")(model)
     layer = model.model.layers[0].mlp
     kinds = [type(linear.weight).__name__ for linear in (layer.up_proj, layer.down_proj, model.lm_head)]
     assert kinds == ["Int8Tensor", "Int4OpaqueTensor", "Int8Tensor"]
