@@ -42,7 +42,7 @@ T = TypeVar("T")
 def one_of(name: str, value: object, choices: Iterable[T]) -> T:
     """Return the choice that the value of an argument is; raise ValueError if it is none of them."""
     for choice in choices:
-        if value == choice:
+        if isinstance(value, type(choice)) and value == choice:  # 1 is not True
             return choice
     raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
 

@@ -132,7 +132,7 @@ def test_a_write_into_what_is_kept_or_read_elsewhere_is_refused(decoder):
         compiled(random_ids(1, 30))
 
 
-@pytest.mark.parametrize("given", ["yes", 2, None])
+@pytest.mark.parametrize("given", ["yes", 2, 1, None])
 def test_an_unknown_value_is_refused(given):
     with pytest.raises(ValueError, match=f"compile_regions={given!r}: must be one of True, False, auto"):
         kvpass.compile(tiny_model("llama"), budget=40, compile_regions=given)
