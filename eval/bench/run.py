@@ -109,7 +109,7 @@ class Measurement:
         ``hold``: for further batches.
         """
         system, meter = self.system, self.meter
-        held = getattr(system, "prefilled", None)
+        held = system.prefilled if isinstance(system, Kvpass) else None
         if held is None or held[0].shape != ids.shape:
             marks = [meter.mark()]
             logits, cache = system.prefill(ids)
