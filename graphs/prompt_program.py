@@ -13,8 +13,10 @@ For ``lava`` and a decoder of L layers, as ``print(model.program())`` shows it::
 
 Programs differ where papers do: ``fixed_shares`` in place of ``cascade_step`` (pyramidkv), or neither where all layers
 have the same share (snapkv); no ``rank_heads`` where all heads have the same number; ``replay_layer`` behind each
-``run_layer`` (kvzip); a second reading of the prompt with ``compact_layer`` (``compact=True``). Layers with a sliding
-window have ``keep_newest`` alone. A program for several policies scores each layer for all of them.
+``run_layer`` (kvzip); ``begin_layer``, ``select_blocks`` and ``finish_layer`` in place of ``run_layer`` where not all
+attention of a layer is computed (``prefill="xattention"``); a second reading of the prompt with ``compact_layer``
+(``compact=True``). Layers with a sliding window have ``keep_newest`` alone. A program for several policies scores each
+layer for all of them.
 
 The methods of ``prompt`` are those of :class:`kvpass.compiler.prompt.Prompt`, which run parts compiled by Inductor.
 Everything else is an operator of :mod:`kvpass.ops.prompt_operators`.
@@ -32,6 +34,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from kvpass.block_sparse import BlockSparse
 from kvpass.graphs.canonical import POSITIONS_IN_KEYS, Site, SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
 from kvpass.graphs.split_layers import Layer, SplitPrompt
@@ -50,17 +53,22 @@ class PromptProgram(GraphModule):
 
 
 def prompt_program(
-    split: SplitPrompt, locations: Mapping[int, SiteLocation], policies: Sequence[Policy], ranks: str = ""
+    split: SplitPrompt,
+    locations: Mapping[int, SiteLocation],
+    policies: Sequence[Policy],
+    ranks: str = "",
+    prefill: BlockSparse | None = None,
 ) -> PromptProgram:
     """Return the program that reads a prompt and fills one cache for each policy.
 
     Args:
         locations: of the entries of the layers. ranks: spec of processes that share the heads, "" for one process.
+            prefill: what selects blocks of attention; None: all of it is computed.
     Raises:
         UnsupportedAttentionError: a policy reads something of the model that is not found in it.
         ValueError: a policy does not go with the model.
     """
-    program = _Program(split.layers, locations, policies, ranks)
+    program = _Program(split.layers, locations, policies, ranks, prefill)
     hidden = program.read_prompt()
     results = program.call("results", hidden)
     if split.states:
@@ -72,6 +80,34 @@ def prompt_program(
         program.compact()
     program.graph.output(results)
     return PromptProgram(nn.Module(), program.graph)
+
+
+def sparse_layers(prefill: BlockSparse, layers: Sequence[Layer], policies: Sequence[Policy]) -> frozenset[int]:
+    """Return the layers of which selected blocks are computed; the others attend to everything.
+
+    These are the first ``dense_layers``; those with a sliding window or with latents; and the last one, of which only
+    the last queries attend at all.
+
+    Raises:
+        ValueError: there is none, or a policy reads the attention of all queries.
+    """
+    for policy in policies:
+        own = any(not type(part).__module__.startswith("kvpass.policies.") for part in policy.parts)
+        if "column_sum" in policy.inputs or (own and policy.queries_read is None):
+            raise ValueError(
+                f"prefill={prefill.name!r} with policy {policy.name!r}: it may read the attention of all queries of a "
+                "prompt, and only those of the window attend to everything; take prefill='full', or a policy that says "
+                "in its inputs that it reads neither 'queries' nor 'column_sum'"
+            )
+    sites = [layer.site for layer in layers[:-1]]
+    sparse = [place for place, site in enumerate(sites) if site.sliding_window is None and site.up is None]
+    sparse = [place for place in sparse if place >= prefill.dense_layers]
+    if not sparse:
+        raise ValueError(
+            f"prefill={prefill.name!r}: no layer of this model can take it; the first {prefill.dense_layers}, the last "
+            "one, and layers with a sliding window or latents attend to everything"
+        )
+    return frozenset(sparse)
 
 
 _RESULTS = {"hidden": "queries", "attention": "queries", "summed": "column_sums", "entered": "token_scores"}
@@ -87,10 +123,17 @@ class _Program:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], locations: Mapping[int, SiteLocation], policies: Sequence[Policy], ranks: str
+        self,
+        layers: Sequence[Layer],
+        locations: Mapping[int, SiteLocation],
+        policies: Sequence[Policy],
+        ranks: str,
+        prefill: BlockSparse | None,
     ) -> None:
         self.graph, self.layers, self.locations, self.policies = Graph(), layers, locations, policies
         self.ranks = {"ranks": ranks} if ranks else {}
+        self.prefill = prefill
+        self.sparse = frozenset[int]() if prefill is None else sparse_layers(prefill, layers, policies)
         queries = [policy.queries_read for policy in policies]
         self.queries = None if None in queries else max(number or 0 for number in queries)
         self.scoring_tokens = [fill for fill, policy in enumerate(policies) if "token_scores" in policy.inputs]
@@ -125,13 +168,28 @@ class _Program:
 
     def run_layer(self, place: int, hidden: Node, again: str = "", **options: Any) -> tuple[Node, dict[str, Node]]:
         """Add a layer; return its hidden values, and by name what policies read of it."""
-        run = self.call("run_layer", place, hidden, name=f"run_layer_{place}{again}", **options)
+        if place in self.sparse:
+            run = self._run_sparse(place, hidden, again, **options)
+        else:
+            run = self.call("run_layer", place, hidden, name=f"run_layer_{place}{again}", **options)
         read = {
             name: self.pick(run, index, f"{name}_{place}{again}")
             for index, (name, option) in enumerate(_RESULTS.items())
             if option in options
         }
         return read.pop("hidden"), read
+
+    def _run_sparse(self, place: int, hidden: Node, again: str, **options: Any) -> Node:
+        """Add a layer of whose attention selected blocks are computed."""
+        scoring = {"token_scores": options.pop("token_scores")} if "token_scores" in options else {}
+        begun = self.call("begin_layer", place, hidden, name=f"begin_layer_{place}{again}", **scoring)
+        assert self.prefill is not None
+        operands = self.pick(begun, 0, f"entering_{place}{again}"), self.start, self.prefill.text
+        queries = max(policy.queries_read or policy.window for policy in self.policies)
+        numbers: dict[str, Any] = {"queries": queries, "scale": self.layers[place].site.scale}
+        target, name = torch.ops.kvpass.select_blocks.default, f"select_blocks_{place}{again}"
+        selected = self.graph.create_node("call_function", target, operands, numbers, name)
+        return self.call("finish_layer", place, begun, selected, name=f"finish_layer_{place}{again}", **options)
 
     def read_prompt(self) -> Node:
         """Add the layers, and what is kept of each; return the hidden values behind the last one."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.operands import BITS, BUFFERS, CODES, Attention, SlotCache, by_name
+from kvpass.operands import BITS, BUFFERS, CODES, Attention, BlockSelection, SlotCache, by_name
 
 Expected = Mapping[str, tuple[Tensor, Sequence[int], torch.dtype]]
 """Name of an argument -> the tensor given, and the shape and dtype it must have."""
@@ -61,6 +61,19 @@ def check_tensors(expected: Expected, device: torch.device, strided: Collection[
                 raise ValueError(f"{name} has strides {tensor.stride()}: the last must be 1")
         elif not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}: must be contiguous")
+
+
+def check_selection(call: Attention, selection: BlockSelection, block: int) -> None:
+    """Raise if kernels would read a selection wrongly."""
+    b, heads, n, _ = call.q.shape
+    count = -(-n // block)
+    if block < 64 or block % 64:
+        raise ValueError(f"blocks of {block} tokens: must be a multiple of 64")
+    expected: Expected = {
+        "blocks": (selection.blocks, (b, heads, count, count), torch.bool),
+        "columns": (selection.columns, (b, heads, selection.columns.shape[-1]), torch.int32),
+    }
+    check_tensors(expected, call.q.device)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -1,4 +1,4 @@
-"""C++ kernels for the CPU: ragged decode attention, and attention to reused slots with eviction.
+"""C++ kernels for the CPU: ragged decode attention, attention to reused slots with eviction, prompts in blocks.
 
 Compiled once through ``CppCodeCache``: same compiler, flags, instruction set, OpenMP runtime and on-disk cache as
 Inductor's own CPU kernels, so torch's thread settings apply to them too.
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kvpass.kernels.checks import check_cache, check_eviction, check_order, check_slots
-from kvpass.operands import AppendBuffers, Attention, SlotCache, by_name
+from kvpass.kernels.checks import check_cache, check_eviction, check_order, check_selection, check_slots
+from kvpass.operands import AppendBuffers, Attention, BlockSelection, PartialAttention, SlotCache, by_name
 from kvpass.rotation import rotation_parts
 from kvpass.torch_compat import CppCodeCache, inductor_exc
 
@@ -33,6 +33,9 @@ CODE_TYPES = {
 
 _ATTEND_CALL = struct.Struct("=50q2d")
 """Fields of ``struct Call`` in decode_cpu.cpp: 22 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
+
+_BLOCKS_CALL = struct.Struct("=25q2d")
+"""Fields of ``struct Call`` in blocks_cpu.cpp: 7 pointers, 9 sizes, 9 strides, scale, softcap."""
 
 _CHECKED: set[Hashable] = set()
 """Layouts of arguments that have been checked."""
@@ -73,7 +76,7 @@ def build(text: str) -> Any:
         return CppCodeCache.load(text, "cpu")
     except (inductor_exc.InvalidCxxCompiler, inductor_exc.CppCompileError) as error:
         raise RuntimeError(
-            "cannot compile CPU decode attention: a C++ compiler is needed (install g++ or set CXX), "
+            "cannot compile CPU attention: a C++ compiler is needed (install g++ or set CXX), "
             f'or use backend="eager". {error}'
         ) from error
 
@@ -227,6 +230,34 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     if fault == InvalidCall.NO_SLOT:
         raise ValueError(f"a KV head of row {row}, layer {layer} has no empty slot among {width}")
     return out, weights
+
+
+@functools.cache
+def _blocks_function(dtype: torch.dtype) -> Callable[[bytes], None]:
+    function = build(source("blocks_cpu.cpp", f"#define ENTRY {_ENTRY_TYPES[dtype]}\n")).kvpass_attend_blocks
+    function.argtypes, function.restype = [ctypes.c_char_p], None
+    return cast("Callable[[bytes], None]", function)
+
+
+def attend_blocks(call: Attention, selection: BlockSelection, block: int) -> PartialAttention:
+    """CPU version of :func:`kvpass.ops.reference.attend_blocks`; ``block`` is a multiple of 64."""
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])
+    (rows, heads, tokens, key_dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
+    if q.dtype not in _ENTRY_TYPES:
+        raise ValueError(f"q has dtype {q.dtype}: CPU attention takes float32, bfloat16 or float16")
+    check_selection(call, selection, block)
+    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device="cpu")
+    lse = torch.empty(rows, heads, tokens, dtype=torch.float32, device="cpu")
+    _blocks_function(q.dtype)(
+        _BLOCKS_CALL.pack(
+            *[tensor.data_ptr() for tensor in (q, k, v, out, lse, *selection)],
+            *(rows, heads, kv_heads, tokens, key_dim, value_dim),
+            *(block, selection.blocks.shape[-1], selection.columns.shape[-1]),
+            *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            *(call.scale, call.softcap or 0.0),
+        )
+    )
+    return PartialAttention(out.transpose(1, 2), lse)
 
 
 @functools.cache

@@ -118,37 +118,52 @@ def logits_base2(b_dot, scale, softcap):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend_keys(  # type: ignore[no-untyped-def]
+def attend_block(  # type: ignore[no-untyped-def]
+    b_q, b_out, b_max, b_sum, p_k, p_v, o_q, o_k, length, scale, softcap, sliding_window,
+    stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend the keys of columns o_k by online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+
+    MASKED: only columns below ``length`` count, and each query sees those up to its own.
+    """
+    o_dv = tl.arange(0, BLOCK_DV)
+    m_k = None
+    m_kv = (o_dv < DV)[None, :]
+    if MASKED:
+        m_k = o_k < length
+        m_kv &= m_k[:, None]
+    b_dot = dot_rows(b_q, p_k + o_k.to(tl.int64) * stride_kn, m_k, D)
+    # [BLOCK_Q, BLOCK_K]
+    b_logits = logits_base2(b_dot, scale, softcap)
+    if MASKED:
+        m_seen = o_k[None, :] <= o_q[:, None]
+        if sliding_window is not None:
+            m_seen &= o_q[:, None] - o_k[None, :] < sliding_window
+        b_logits = tl.where(m_seen, b_logits, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_logits, 1))
+    b_probs = tl.exp2(b_logits - b_new_max[:, None])
+    b_shrink = tl.exp2(b_max - b_new_max)
+    b_sum = b_sum * b_shrink + tl.sum(b_probs, 1)
+    b_out = b_out * b_shrink[:, None]
+    # [BLOCK_K, BLOCK_DV]
+    b_v = tl.load(p_v + o_k[:, None].to(tl.int64) * stride_vn + o_dv[None, :], mask=m_kv, other=0.0)
+    b_out = tl.dot(b_probs.to(b_v.dtype), b_v, b_out, input_precision="ieee")
+    return b_out, b_new_max, b_sum
+
+
+@triton.jit
+def attend_keys(  # type: ignore[no-untyped-def]
     b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, length, scale, softcap, sliding_window,
     stride_kn, stride_vn, D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend keys ``first <= column < last`` by online softmax (Milakov and Gimelshein, arXiv 1805.02867)."""
-    o_dv = tl.arange(0, BLOCK_DV)
+    """Attend keys ``first <= column < last``."""
     for column in range(first, last, BLOCK_K):
         o_k = column + tl.arange(0, BLOCK_K)
-        m_k = None
-        m_kv = (o_dv < DV)[None, :]
-        if MASKED:
-            m_k = o_k < length
-            m_kv &= m_k[:, None]
-        b_dot = dot_rows(b_q, p_k + o_k.to(tl.int64) * stride_kn, m_k, D)
-        # [BLOCK_Q, BLOCK_K]
-        b_logits = logits_base2(b_dot, scale, softcap)
-        if MASKED:
-            m_seen = o_k[None, :] <= o_q[:, None]
-            if sliding_window is not None:
-                m_seen &= o_q[:, None] - o_k[None, :] < sliding_window
-            b_logits = tl.where(m_seen, b_logits, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_logits, 1))
-        b_probs = tl.exp2(b_logits - b_new_max[:, None])
-        b_shrink = tl.exp2(b_max - b_new_max)
-        b_sum = b_sum * b_shrink + tl.sum(b_probs, 1)
-        b_out = b_out * b_shrink[:, None]
-        # [BLOCK_K, BLOCK_DV]
-        b_v = tl.load(p_v + o_k[:, None].to(tl.int64) * stride_vn + o_dv[None, :], mask=m_kv, other=0.0)
-        b_out = tl.dot(b_probs.to(b_v.dtype), b_v, b_out, input_precision="ieee")
-        b_max = b_new_max
+        b_out, b_max, b_sum = attend_block(
+            b_q, b_out, b_max, b_sum, p_k, p_v, o_q, o_k, length, scale, softcap, sliding_window,
+            stride_kn, stride_vn, D, DV, BLOCK_DV, MASKED,
+        )  # fmt: skip
     return b_out, b_max, b_sum
 
 
@@ -181,11 +196,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     else:
         # keys that every query of the block attends
         first = begin // BLOCK_K * BLOCK_K
-        b_out, b_max, b_sum = _attend_keys(
+        b_out, b_max, b_sum = attend_keys(
             b_q, b_out, b_max, b_sum, p_k, p_v, o_q, 0, first, tokens, scale, softcap, sliding_window,
             stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, False,
         )  # fmt: skip
-    b_out, b_max, b_sum = _attend_keys(
+    b_out, b_max, b_sum = attend_keys(
         b_q, b_out, b_max, b_sum, p_k, p_v, o_q, first, last, tokens, scale, softcap, sliding_window,
         stride_kn, stride_vn, D, DV, BLOCK_DV, BLOCK_K, True,
     )  # fmt: skip

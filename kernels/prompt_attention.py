@@ -139,7 +139,5 @@ def attend(call: Attention, sliding_window: int | None = None) -> tuple[Tensor, 
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     if call.sinks is not None:
         check_tensors({"sinks": (call.sinks, (heads,), call.sinks.dtype)}, call.q.device)
-        sinks = call.sinks.float()[:, None]
-        out.mul_(torch.sigmoid(lse - sinks)[..., None])
-        lse = torch.logaddexp(lse, sinks)
+        return PartialAttention(out, lse).with_sinks(call.sinks)
     return out, lse

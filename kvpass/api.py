@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from kvpass import block_sparse
 from kvpass.adapt.changed_class import changed_class
 from kvpass.adapt.copied import adapted_copy
 from kvpass.adapt.tensor_parallel import ranks_of
 from kvpass.adapt.wrappers import bind_to_copy, check_weights
+from kvpass.block_sparse import BlockSparse, PrefillName
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.cache_file import CacheMetadata, read_saved
 from kvpass.cache.fingerprint import ModelFingerprint, weights_digest
@@ -45,6 +47,7 @@ def compile(
     cuda_graphs: bool = True,
     compile_regions: Regions = "auto",
     prefill_block: Block = "auto",
+    prefill: PrefillName | BlockSparse = "full",
     entries: EntryFormat = "model",
     **policy_options: Any,
 ) -> CompressedModel:
@@ -79,6 +82,9 @@ def compile(
         prefill_block: tokens of a block, at least 2. Each layer runs over a prompt in such blocks, so that their
             activations and not those of the whole prompt take memory; what is kept does not depend on it. ``"auto"``:
             on the CPU 1024 tokens over all rows of a batch, on CUDA 8192, at least 128 of each row.
+        prefill: how much of a prompt's attention is computed: ``"full"``; or blocks that are selected from it, by
+            ``"xattention"`` or ``"minference"``, or with options by ``kvpass.block_sparse.XAttention(threshold=0.95)``
+            or ``MInference``. Layers with a sliding window or latents attend to everything, and so do the last queries.
         entries: how entries are held: ``"model"``, in the dtype of the model; or as codes with one fp32 scale for
             the key and one for the value of each entry: ``"int8"`` or ``"fp8"`` (e4m3) in 8 bits, ``"rot4"``,
             ``"rot3"`` or ``"rot2"`` in 4, 3 or 2 bits of rotated vectors (TurboQuant, arXiv:2504.19874). Attention
@@ -100,7 +106,7 @@ def compile(
             raise ValueError(f"{type(model).__name__} is already compiled by kvpass; compile the original model")
         check_model(model)
         compiler, regions = one_of("backend", backend, COMPILERS), one_of("compile_regions", compile_regions, REGIONS)
-        block = check_block(prefill_block)
+        block, sparse = check_block(prefill_block), block_sparse.resolve(prefill)
         check_weights(model, compiler)
         conditions = read_conditions(
             *(policy, budget, recompress),
@@ -121,6 +127,7 @@ def compile(
             layers=model.config.get_text_config().num_hidden_layers if attention is None else len(attention),
             regions=regions,
             cuda_graphs=cuda_graphs,
+            prefill=sparse,
             ranks=ranks,
         )
         identity = ModelFingerprint(compiled, adapted.divided)

@@ -295,6 +295,22 @@ class Attention(NamedTuple):
             yield self._replace(q=self.q[:, :, rows], k=self.k[:, :, keys], v=self.v[:, :, keys])
 
 
+class BlockSelection(NamedTuple):
+    """What is computed of the causal attention of a prompt: blocks of tokens, and single columns besides.
+
+    blocks: of queries and of keys, bool ``[B, H, blocks, blocks]``, of one size that the call knows, counted from the
+    first real token of a row. columns: int32 ``[B, H, C]``, ascending; those from N on are none.
+    """
+
+    blocks: Tensor
+    columns: Tensor
+
+    def of(self, rows: slice, tokens: int, block: int) -> BlockSelection:
+        """Return the selection of some rows, which have so many tokens."""
+        count = -(-tokens // block)
+        return BlockSelection(self.blocks[rows, :, :count, :count].contiguous(), self.columns[rows].contiguous())
+
+
 class Expansion(NamedTuple):
     """What makes the keys and values of all heads of latent rows.
 
@@ -348,6 +364,13 @@ class PartialAttention(NamedTuple):
         lse = torch.logaddexp(self.lse, other.lse)
         out = self.out * (self.lse - lse).exp()[..., None] + other.out * (other.lse - lse).exp()[..., None]
         return PartialAttention(out.to(self.out.dtype), lse)
+
+    def with_sinks(self, sinks: Tensor) -> PartialAttention:
+        """Return it with one more logit of each query head ``[H]`` in the denominator; ``out`` is written."""
+        logits = sinks.float()[:, None]
+        return PartialAttention(
+            self.out.mul_(torch.sigmoid(self.lse - logits)[..., None]), torch.logaddexp(self.lse, logits)
+        )
 
 
 class Candidates(NamedTuple):

@@ -215,6 +215,13 @@ class Report:
                 images = self.prompt.entries_of_images()
                 of_images = full * int(self.prompt.images.sum()) // int(self.prompt_lengths.sum())
                 yield f"of images: {images} of {of_images} entries; of text: {total - images} of {full - of_images}"
+        if self.prompt.computed is not None:
+            by, shares = self.prompt.computed
+            share = sum(share.item() for share in shares.values()) / len(shares)
+            yield (
+                f"prefill={by!r}: {share:.1%} of the blocks of attention were computed in {len(shares)} "
+                "attention layers, everything in the others"
+            )
         if self.prompt.entry_format != "model":
             yield (
                 f"entries={self.prompt.entry_format!r}: entries are {BITS[self.prompt.entry_format]}-bit codes with a "

@@ -5,7 +5,7 @@ Legend: B batch, N prompt columns, L layers of one KV geometry, K KV heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -158,7 +158,11 @@ class CachePrefill:
         ids: of the prompt ``[B, N]``, where they are known.
         expected: columns that the cache will hold at most, as far as known: the tails are reserved for them.
         guide: last columns, which observe in place of the policy's window and are not kept.
+    Attributes:
+        computed: of :class:`PromptRecord`, written by what reads the prompt.
     """
+
+    computed: tuple[str, Mapping[int, Tensor]] | None = None
 
     def __init__(self, state: KVState, columns: int, ids: Tensor | None, expected: int, guide: int = 0) -> None:
         self._guide, self._after = guide, state.policy
@@ -243,7 +247,8 @@ class CachePrefill:
             for store in state.full_layers:
                 store.policy = self._after
         entries = torch.tensor(state.budgets, device="cpu")
-        return state, state.record(entries, left, [record for _, record in kept])
+        record = state.record(entries, left, [record for _, record in kept])
+        return state, replace(record, computed=self.computed)
 
     @property
     def policy(self) -> Policy:

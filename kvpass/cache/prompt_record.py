@@ -5,7 +5,7 @@ Legend: B batch, L layers, K KV heads, E pool slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,8 @@ class PromptRecord:
     entry_format: EntryFormat = "model"
     protected: int = 0  # tokens of all rows that were kept in any case
     images: Tensor | None = None  # tokens of images, bool [B, N] by true position; None: none
+    computed: tuple[str, Mapping[int, Tensor]] | None = None
+    """Where blocks of attention were selected, by what, and of each of these layers the share that was computed."""
 
     def lengths(self, store: LayersRecord) -> Tensor:
         """Return the entries that a store's layers kept, window included, int64 ``[B, L, K]``."""

@@ -20,6 +20,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from kvpass.block_sparse import BlockSparse
 from kvpass.cache.buffer_reuse import NO_REUSE, BufferReuse
 from kvpass.compiler.blocks import SplitDecoder, tokens_of
 from kvpass.compiler.cuda_graphs import CudaRecorder, GraphedStep
@@ -142,6 +143,7 @@ class PhaseCompiler:
         regions: compile each distinct part of what continues a cache once, as always of a prompt; "auto": where that
             pays.
         cuda_graphs: on CUDA, capture decode steps (and extensions of up to 8 tokens) once and replay them.
+        prefill: what selects blocks of a prompt's attention; None: all of it is computed.
         records: one entry per compiled graph, appended here. readers: what reads prompts, the newest last; Dynamo keeps
             this object for good, so they are held by their captures alone.
         reuse: memory of caches that decode in captured steps.
@@ -152,6 +154,7 @@ class PhaseCompiler:
     layers: int | None = None
     regions: Regions = "auto"
     cuda_graphs: bool = True
+    prefill: BlockSparse | None = None
     records: list[CompileRecord] = field(default_factory=list)
     readers: list[ReferenceType[PromptReader]] = field(default_factory=list)
     reuse: BufferReuse = field(default_factory=BufferReuse)
@@ -232,7 +235,8 @@ class PhaseCompiler:
             examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
         decoder = SplitDecoder(gm, layout, split, functions, captured.lookups)
-        read = PromptReader(decoder, label)
+        impl = "cpp" if self.compiler == "inductor" else "eager"
+        read = PromptReader(decoder, label, self.prefill, impl)
         self.readers.append(ref(read))
 
         def run(call: Call, *inputs: Any) -> Any:

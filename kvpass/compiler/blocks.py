@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvpass.adapt.images import Merged
 from kvpass.config import Block, Layout
 from kvpass.graphs.bind_state import backend_mode, ids_and_positions, placeholders, size_reader
-from kvpass.graphs.canonical import batch_and_tokens, layout_of, pool_facts, site_locations
+from kvpass.graphs.canonical import Site, batch_and_tokens, layout_of, pool_facts, site_locations
 from kvpass.graphs.fx_utils import dim_of, is_scalar, recorded
 from kvpass.graphs.split import Part
 from kvpass.graphs.split_layers import Layer, SplitPrompt
@@ -102,6 +102,38 @@ class _TokenBuffer:
         return self._held[:, :, : end - self.first]
 
 
+class _Held:
+    """What is held of a layer that runs over blocks of tokens: queries of the last ones, all keys and values.
+
+    Args:
+        num_queries, functions, behind: as in :meth:`DecoderRun.run_layer`.
+    """
+
+    def __init__(
+        self,
+        run: DecoderRun,
+        num_queries: int,
+        functions: Sequence[Callable[[Tensor], Tensor]],
+        behind: Attention | None = None,
+    ) -> None:
+        n, columns = run.tokens, run.seen + run.tokens
+        self.queries, self.functions = _TokenBuffer(n - num_queries, n), functions
+        self.keys, self.values = _TokenBuffer(0, columns), _TokenBuffer(0, columns)
+        self._entered: list[list[Tensor]] = [[] for _ in functions]
+        if behind is not None:
+            self.keys.put(0, behind.k)
+            self.values.put(0, behind.v)
+
+    def enter(self, x: Tensor) -> None:
+        """Add a block of what enters attention."""
+        for function, numbers in zip(self.functions, self._entered, strict=True):
+            numbers.append(function(x))
+
+    def of_entering(self) -> list[Tensor]:
+        """Return what each of the functions gave."""
+        return [torch.cat(numbers, -1) for numbers in self._entered]
+
+
 class SplitDecoder:
     """A decoder in parts: what comes before all layers, and of each layer what comes before and after attention.
 
@@ -176,6 +208,21 @@ class LayerResult(NamedTuple):
     entered: list[Tensor]
 
 
+class BegunLayer(NamedTuple):
+    """A layer of which the part before attention has run.
+
+    Attributes:
+        attention: of all tokens. run, blocks: values of the layer, and of each block of tokens. entered: as in
+            :class:`LayerResult`.
+    """
+
+    layer: Layer
+    attention: Attention
+    run: _LayerRun
+    blocks: list[dict[Node, Tensor]]
+    entered: list[Tensor]
+
+
 class DecoderRun:
     """Tokens that run through the layers of a decoder, at once or behind others.
 
@@ -235,36 +282,18 @@ class DecoderRun:
         Raises:
             UnsupportedAttentionError: what enters attention is not found.
         """
-        run, site, n, seen = _LayerRun(self, hidden), layer.site, self.tokens, self.seen
-        queries, lses = _TokenBuffer(n - num_queries, n), _TokenBuffer(n - num_queries, n)
-        keys, values = _TokenBuffer(0, seen + n), _TokenBuffer(0, seen + n)
-        entered: list[list[Tensor]] = [[] for _ in of_entering]
-        entering = site.attention_input if of_entering else None
-        if behind is not None:
-            keys.put(0, behind.k)
-            values.put(0, behind.v)
+        run, site, n = _LayerRun(self, hidden), layer.site, self.tokens
+        held, lses = _Held(self, num_queries, of_entering, behind), _TokenBuffer(n - num_queries, n)
         for first, end in pairwise(edges):
-            made = run.run_part(layer.before, first, end, {})
-            q, k, v = (run.value(node, first, end, made) for node in (site.q, site.k, site.v))
-            keys.put(seen + first, k)
-            values.put(seen + first, v)
-            queries.put(first, q)
-            if entering is not None:
-                x = run.value(entering, first, end, made)
-                for function, numbers in zip(of_entering, entered, strict=True):
-                    numbers.append(function(x.view(len(q), -1, x.shape[-1])))
-            sinks = None if site.sinks is None else run.value(site.sinks, first, end, made)
+            call, made = self._begin_block(run, layer, held, first, end)
             expansion = None if site.up is None else Expansion(run.value(site.up, first, end, made), site.nope)
-            call = Attention(q, keys.before(seen + end), values.before(seen + end), site.scale, site.softcap, sinks)
             needs_lse = behind is None and end > n - num_queries
             if first < results_from and not needs_lse and on_block is None:
                 continue
             made[site.node], lse = attend_prompt(
-                call, expansion, self.start, implementation(q), site.sliding_window, site.chunked
+                call, expansion, self.start, implementation(call.q), site.sliding_window, site.chunked
             )
-            sees = self.sees[site.sliding_window is not None]
-            if sees is not None:
-                _attend_later(call, sees, made[site.node])
+            self._attend_images(site, call, made[site.node])
             if lse is not None:
                 lses.put(first, lse)
             if on_block is not None:
@@ -272,9 +301,61 @@ class DecoderRun:
             if first >= results_from:
                 made |= run.run_part(layer.after, first, end, made)
                 run.store(layer, first, end, made)
-        whole, lse = absorbed(call._replace(q=queries.before(n)), expansion), lses.before(n) if lses.began else None
-        hidden = {node: value for node, value in run.hidden.items() if node not in layer.read_last}
-        return LayerResult(hidden, whole, lse, [torch.cat(numbers, -1) for numbers in entered])
+        whole, lse = (
+            absorbed(call._replace(q=held.queries.before(n)), expansion),
+            lses.before(n) if lses.began else None,
+        )
+        return LayerResult(run.left(layer), whole, lse, held.of_entering())
+
+    def begin_layer(
+        self, layer: Layer, hidden: Hidden, of_entering: Sequence[Callable[[Tensor], Tensor]] = ()
+    ) -> BegunLayer:
+        """Run the part of a layer that is before attention, for all tokens; arguments as in :meth:`run_layer`."""
+        run, held = _LayerRun(self, hidden), _Held(self, self.tokens, of_entering)
+        needed, blocks = {*layer.after.inputs, *layer.results}, list[dict[Node, Tensor]]()
+        for first, end in pairwise(self.edges):
+            call, made = self._begin_block(run, layer, held, first, end)
+            blocks.append({node: value for node, value in made.items() if node in needed})
+        call = call._replace(q=held.queries.before(self.tokens))
+        return BegunLayer(layer, call, run, blocks, held.of_entering())
+
+    def finish_layer(
+        self, begun: BegunLayer, attend: Callable[[Attention], tuple[Tensor, Tensor | None]], num_queries: int
+    ) -> LayerResult:
+        """Attend to all tokens of a layer at once, and run what is behind attention; the rest as :meth:`run_layer`."""
+        layer, call, run, blocks, entered = begun
+        out, lse = attend(call)
+        self._attend_images(layer.site, call, out)
+        for (first, end), made in zip(pairwise(self.edges), blocks, strict=True):
+            made[layer.site.node] = out[:, :, first:end].transpose(1, 2).contiguous().transpose(1, 2)
+            made |= run.run_part(layer.after, first, end, made)
+            run.store(layer, first, end, made)
+            made.clear()
+        last = slice(self.tokens - num_queries, None)
+        lse = None if lse is None else lse[:, :, last]
+        return LayerResult(run.left(layer), call._replace(q=call.q[:, :, last]), lse, entered)
+
+    def _begin_block(
+        self, run: _LayerRun, layer: Layer, held: _Held, first: int, end: int
+    ) -> tuple[Attention, dict[Node, Tensor]]:
+        """Run what is before attention, for a block; return its attention to all up to it, and what was made."""
+        site, made = layer.site, run.run_part(layer.before, first, end, {})
+        q, k, v = (run.value(node, first, end, made) for node in (site.q, site.k, site.v))
+        if held.functions:
+            x = run.value(site.attention_input, first, end, made)
+            held.enter(x.view(len(q), -1, x.shape[-1]))
+        held.keys.put(self.seen + first, k)
+        held.values.put(self.seen + first, v)
+        held.queries.put(first, q)
+        k, v = held.keys.before(self.seen + end), held.values.before(self.seen + end)
+        sinks = None if site.sinks is None else run.value(site.sinks, first, end, made)
+        return Attention(q, k, v, site.scale, site.softcap, sinks), made
+
+    def _attend_images(self, site: Site, call: Attention, out: Tensor) -> None:
+        """Attend again, into ``out``, where tokens of images see later ones."""
+        sees = self.sees[site.sliding_window is not None]
+        if sees is not None:
+            _attend_later(call, sees, out)
 
 
 def _attend_later(call: Attention, sees: Tensor, out: Tensor) -> None:
@@ -321,6 +402,10 @@ class _LayerRun:
         if axis is None or end - first == self.tokens:
             return value
         return value.narrow(axis, first, end - first).contiguous()
+
+    def left(self, layer: Layer) -> Hidden:
+        """Return the values without those that no later layer reads."""
+        return {node: value for node, value in self.hidden.items() if node not in layer.read_last}
 
     def store(self, layer: Layer, first: int, end: int, made: Mapping[Node, Tensor]) -> None:
         """Keep results of some tokens for the layers that follow."""

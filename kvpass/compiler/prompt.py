@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.fx.node import map_arg
 from torch.profiler import record_function
 
-from kvpass.compiler.blocks import DecoderRun, Hidden, LayerResult, SplitDecoder
+from kvpass.block_sparse import BlockSparse
+from kvpass.compiler.blocks import BegunLayer, DecoderRun, Hidden, LayerResult, SplitDecoder
 from kvpass.compiler.step import Call
 from kvpass.graphs.canonical import SiteLocation
 from kvpass.graphs.find.rotary import rotary_frequencies
@@ -22,8 +23,8 @@ from kvpass.graphs.fx_utils import recorded
 from kvpass.graphs.passes import dump_graph, program_passes, run_passes
 from kvpass.graphs.prompt_program import PromptProgram, prompt_program
 from kvpass.graphs.split_layers import Layer
-from kvpass.operands import Attention, PrefillBuffers
-from kvpass.ops.reference import POSITION, row_groups
+from kvpass.operands import Attention, BlockSelection, PrefillBuffers
+from kvpass.ops.reference import POSITION, attend_selected, row_groups
 from kvpass.ops.schemas import implementation
 from kvpass.policies import check_registered
 from kvpass.policies.base import Policy
@@ -52,11 +53,14 @@ class PromptReader:
     """Reads prompts by programs, which it writes when they are first needed: one for each list of policies.
 
     Args:
-        decoder: in parts. label: of the programs, where they are dumped.
+        decoder: in parts. label: of the programs, where they are dumped. prefill: what selects blocks of attention;
+            None: all of it is computed. impl: of attention to them, on a CPU.
     """
 
-    def __init__(self, decoder: SplitDecoder, label: str) -> None:
-        self.decoder, self.label = decoder, label
+    def __init__(
+        self, decoder: SplitDecoder, label: str, prefill: BlockSparse | None = None, impl: str = "eager"
+    ) -> None:
+        self.decoder, self.label, self.prefill, self.impl = decoder, label, prefill, impl
         self._programs: dict[Hashable, PromptProgram] = {}
 
     def program(self, policies: Sequence[Policy], ranks: Ranks) -> PromptProgram:
@@ -69,7 +73,7 @@ class PromptReader:
                     "without compact"
                 )
             spec = ranks.spec if ranks.several else ""
-            program = prompt_program(self.decoder.split, self.decoder.locations, policies, spec)
+            program = prompt_program(self.decoder.split, self.decoder.locations, policies, spec, self.prefill)
             label = f"{self.label}.program_{len(self._programs)}"
             dump_graph(label, program)
             run_passes(program, program_passes(), label=label)
@@ -83,13 +87,17 @@ class PromptReader:
             inputs: of the captured graph. block: tokens of a block, at least 2.
         """
         program = self.program([check_registered(fill.policy) for fill in fills], call.cache.ranks)
-        prompt = Prompt(self.decoder, fills, inputs, block, call)
+        prompt = Prompt(self.decoder, fills, inputs, block, call, prefill=self.prefill, impl=self.impl)
         caches = [
             [fill.state[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in fill.state]
             for fill in fills
             for prefix, names in self.decoder.cache_operands.items()
         ]
         results: list[Any] = program.forward(prompt, prompt.start, prompt.first, *caches)
+        if self.prefill is not None:
+            for cache in (call.cache, *call.cache.fills):
+                assert cache.prefill is not None
+                cache.prefill.computed = self.prefill.text, prompt.computed
         return results
 
 
@@ -109,7 +117,10 @@ class Prompt:
 
     Args:
         fills: the caches. inputs: of the captured graph. block: tokens of a block, at least 2. compacts: it runs a
-            second time, and what was kept of it is fitted.
+            second time, and what was kept of it is fitted. prefill: what selects blocks of attention. impl: by which
+            these are attended, see :func:`kvpass.ops.schemas.implementation`.
+    Attributes:
+        computed: share of the blocks of attention that were computed, of the layers where they are selected.
     """
 
     def __init__(
@@ -121,7 +132,10 @@ class Prompt:
         call: Call,
         *,
         compacts: bool = False,
+        prefill: BlockSparse | None = None,
+        impl: str = "eager",
     ) -> None:
+        self.prefill, self.impl, self.computed = prefill, impl, dict[int, Tensor]()
         self.decoder, self.fills, self.inputs, self.block, self.call = decoder, fills, inputs, block, call
         self.ranks = call.cache.ranks
         state = fills[0].state  # what a prompt begins with is the same for all
@@ -180,6 +194,34 @@ class Prompt:
         )
         q, k, v, _, _, sinks = result.attention
         return result.hidden, (q, k, v, result.lse, sinks), summed[0] if summed else None, result.entered
+
+    def begin_layer(
+        self, place: int, hidden: Hidden, *, token_scores: Sequence[int] = ()
+    ) -> tuple[Attended, BegunLayer]:
+        """Run what comes before the attention of a layer, for all tokens; return that; else as :meth:`run_layer`."""
+        layers = self.decoder.split.layers
+        say_read(self.tokens, place / len(layers))
+        scoring = [self._token_scores(self.fills[number].policy, layers[place]) for number in token_scores]
+        begun = self.run.begin_layer(layers[place], hidden, scoring)
+        q, k, v, _, _, sinks = begun.attention
+        return (q, k, v, None, sinks), begun
+
+    def finish_layer(
+        self, place: int, begun: tuple[Attended, BegunLayer], selected: Sequence[Tensor], *, queries: int | None = None
+    ) -> tuple[Hidden, Attended, None, list[Tensor]]:
+        """Attend to selected blocks, and run what is behind the attention of a layer. As :meth:`run_layer`."""
+        assert self.prefill is not None
+        selection, block, (_, layer) = BlockSelection(*selected), self.prefill.block, begun
+        self.computed[place] = _share(selection.blocks, self.start, self.tokens, block)
+        attend = implementation(layer.attention.q, self.impl).attend_blocks
+        result = self.run.finish_layer(
+            layer,
+            lambda call: attend_selected(call, self.start, selection, block, attend),
+            self.tokens if queries is None else min(queries, self.tokens),
+        )
+        q, k, v, _, _, sinks = result.attention
+        lse = result.lse if q.is_cuda else None
+        return result.hidden, (q, k, v, lse, sinks), None, result.entered
 
     def _edges(self, layer: Layer) -> tuple[Sequence[int], int]:
         """Return where blocks of a layer begin, and the first token of which its results are needed."""
@@ -339,7 +381,12 @@ class Prompt:
     def repetition(self) -> Prompt:
         """Return the prompt, to be read again with its repetitions behind it, by which what was kept is fitted."""
         fills = [fill for fill in self.fills if fill.policy.compact]
-        return Prompt(self.decoder, fills, self.inputs, self.block, self.call, compacts=True)
+        return Prompt(
+            *(self.decoder, fills, self.inputs, self.block, self.call),
+            compacts=True,
+            prefill=self.prefill,
+            impl=self.impl,
+        )
 
     def compact_layer(
         self, place: int, replays: Sequence[Sequence[Hidden]], hidden: Hidden, attention: Attended
@@ -403,6 +450,12 @@ class Prompt:
                 )
                 buffers.pool_k[row, first:end], buffers.pool_v[row, first:end] = fitted.keys, fitted.values
                 errors[:, row, kv_head] = fitted.errors
+
+
+def _share(blocks: Tensor, start: Tensor, tokens: int, block: int) -> Tensor:
+    """Return the share of the blocks on and below the diagonal that are selected, fp32 ``[]``."""
+    counts = [-(-(tokens - column) // block) for column in start.tolist()]
+    return blocks.sum() / (blocks.shape[1] * sum(count * (count + 1) // 2 for count in counts))
 
 
 def _replay_groups(prompt: Prompt) -> Iterator[ReplayGroup]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kvpass import block_sparse
 from kvpass.cache.cache import CompressedCache
 from kvpass.cache.fingerprint import GraphFingerprint
 from kvpass.compiler.backend import Capture, PhaseCompiler
@@ -102,7 +103,7 @@ def kvpass_backend(
 
     Args:
         options: ``policy``, ``budget``, ``compiler`` (``"inductor"`` or ``"eager"``), ``cuda_graphs``,
-            ``compile_regions`` and ``prefill_block`` as ``kvpass.compile`` has them, and options of the policy.
+            ``compile_regions``, ``prefill`` and ``prefill_block`` as ``kvpass.compile`` has them, and the policy's own.
     Raises:
         UnsupportedAttentionError: an attention call is not understood (Dynamo wraps it in BackendCompilerFailed).
         ValueError: the capture is for one length of several tokens, for some lengths, or for as many rows as tokens.
@@ -112,13 +113,14 @@ def kvpass_backend(
     compiler = one_of("compiler", given.pop("compiler", "inductor"), COMPILERS)
     regions = one_of("compile_regions", given.pop("compile_regions", "auto"), REGIONS)
     block = check_block(given.pop("prefill_block", "auto"))
+    prefill = block_sparse.resolve(given.pop("prefill", "full"))
     policy = check_registered(resolve(given.pop("policy", "lava"), **given))
     if policy.replays_prompt:
         raise ValueError(f"policy={policy.name!r} replays token ids behind a prompt, which only kvpass.compile knows")
     resolved = resolve_budget(policy, budget)
     _join_equal_lengths(gm)
     _check_sizes(gm)
-    phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs)
+    phases = PhaseCompiler(compiler=compiler, regions=regions, cuda_graphs=cuda_graphs, prefill=prefill)
     weights = (module_tensor(node) for node in gm.graph.nodes if is_module_tensor(node))
     first = next((weight for weight in weights if weight is not None), torch.empty(0, device="cpu"))
     captures = _CAPTURES.setdefault(first, [])
@@ -193,7 +195,13 @@ class RawModule:
     ) -> None:
         self.captures, self.block = captures, block
         self.decoder, self.policy, self.budget = decoder, policy, budget
-        self.options = (policy.spec, budget, decoder.compiler.compiler, decoder.compiler.cuda_graphs)
+        self.options = (
+            policy.spec,
+            budget,
+            decoder.compiler.compiler,
+            decoder.compiler.cuda_graphs,
+            decoder.compiler.prefill,
+        )
         graph = self.graph = decoder.gm
         check_reduced_inputs_pass(graph)
         self.counts_positions = counts_positions(graph)

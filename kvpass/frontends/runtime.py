@@ -97,6 +97,7 @@ class Runtime:
             "backend": compiler.compiler,
             "compile_regions": str(compiler.regions),
             "cuda_graphs": str(compiler.cuda_graphs),
+            "prefill": "full" if compiler.prefill is None else compiler.prefill.text,
             "prefill_block": str(self.block),
         }
 

@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels import prompt_attention, slot_decode, slot_lines, window_statistics
+from kvpass.kernels.block_attention import attend_blocks as attend_blocks_of
 from kvpass.kernels.gather import gather_winners
 from kvpass.kernels.ragged_decode import attend_ragged
 from kvpass.kernels.ragged_extend import attend_extend
-from kvpass.operands import AppendBuffers, Attention, Candidates, PrefillBuffers, SlotCache
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    BlockSelection,
+    Candidates,
+    PartialAttention,
+    PrefillBuffers,
+    SlotCache,
+)
 from kvpass.ops import reference
 from kvpass.policies.base import Policy
 from kvpass.policies.observation import Observation
@@ -97,6 +106,11 @@ def attend_prompt(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding."""
     return reference.attend_rows(readable(call), start, sliding_window, chunked, prompt_attention.attend)
+
+
+def attend_blocks(call: Attention, selection: BlockSelection, block: int) -> PartialAttention:
+    """See :func:`kvpass.ops.reference.attend_blocks`."""
+    return attend_blocks_of(readable(call), selection, block)
 
 
 @dataclass(frozen=True, eq=False)

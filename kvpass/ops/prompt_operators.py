@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import block_sparse
 from kvpass.operands import Attention, Candidates, PolicyInputs, PrefillBuffers, RingBuffers
 from kvpass.ops import sliding
+from kvpass.ops.reference import row_groups
 from kvpass.ops.schemas import define_operator, implementation
 from kvpass.policies import from_spec
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -40,6 +42,35 @@ Tensors = Sequence[Tensor]
 
 def _ranks(spec: str) -> Ranks:
     return Ranks.from_spec(spec) if spec else ONE_PROCESS
+
+
+def _like_selection(attention, start, prefill, *, queries, scale):  # type: ignore[no-untyped-def]
+    (b, heads, n, _), method = attention[0].shape, block_sparse.from_text(prefill)
+    count = -(-n // method.block)
+    columns = method.columns(n)
+    return start.new_empty(b, heads, count, count, dtype=torch.bool), start.new_empty(b, heads, columns).int()
+
+
+@define_operator(
+    "select_blocks(Tensor?[] attention, Tensor start, str prefill, *, int queries, float scale)"
+    " -> (Tensor blocks, Tensor columns)",
+    fake=_like_selection,
+)
+def select_blocks(attention, start, prefill, *, queries, scale):  # type: ignore[no-untyped-def]
+    """Select what is computed of the attention of all tokens: :class:`kvpass.operands.BlockSelection`.
+
+    prefill: :attr:`kvpass.block_sparse.BlockSparse.text`. queries: how many of the last attend to everything.
+    """
+    (q, k, v, _, _), method = attention, block_sparse.from_text(prefill)
+    (b, heads, n, _), count = q.shape, -(-q.shape[2] // method.block)
+    blocks = torch.zeros(b, heads, count, count, dtype=torch.bool, device=q.device)
+    columns = torch.full((b, heads, method.columns(n)), n, dtype=torch.int32, device=q.device)
+    for rows, column in row_groups(start):
+        if column < n:
+            own = method.selected(Attention(q, k, v, scale).from_column(rows, column), queries)
+            blocks[rows, :, : own.blocks.shape[-1], : own.blocks.shape[-1]] = own.blocks
+            columns[rows, :, : own.columns.shape[-1]] = own.columns
+    return blocks, columns
 
 
 def _like_scores(  # type: ignore[no-untyped-def]

@@ -17,6 +17,7 @@ from kvpass.operands import (
     NO_POLICY_INPUTS,
     AppendBuffers,
     Attention,
+    BlockSelection,
     Candidates,
     PartialAttention,
     PolicyInputs,
@@ -26,7 +27,7 @@ from kvpass.ops.entry_formats import entries_of_head, store
 from kvpass.ops.slots import EMPTY, attend_slots, evict_lowest  # noqa: F401 (of this implementation, as in ops.cuda)
 from kvpass.policies.base import Policy
 from kvpass.policies.decode_rules import pool_in_order  # noqa: F401
-from kvpass.policies.observation import Observation, attention_weights
+from kvpass.policies.observation import Observation, attention_weights, softcapped
 from kvpass.policies.scheduler import best_over_layers
 from kvpass.policies.scores import PROTECTED, reduce_group
 from kvpass.ranks import ONE_PROCESS, Ranks
@@ -150,6 +151,49 @@ def attend_rows(
             if found is not None:
                 lse[live] = found
     return out, lse
+
+
+def attend_blocks(call: Attention, selection: BlockSelection, block: int) -> PartialAttention:
+    """Attention of whole prompts without padding to selected blocks of ``block`` tokens, and single columns besides.
+
+    Of a block on the diagonal, which must be selected, and of columns, each query sees those up to its own. Sinks are
+    not read. The output is stored as ``[B, N, H, Dv]``.
+    """
+    q, k, v, scale, softcap, _ = call
+    b, heads, n, _ = q.shape
+    out, lse = q.new_empty(b, n, heads, v.shape[3]).transpose(1, 2), q.new_empty(b, heads, n, dtype=torch.float32)
+    columns = torch.arange(n, device=q.device)
+    single = selection.blocks.new_zeros(b, heads, n + 1).scatter_(-1, selection.columns.long().clamp(max=n), True)
+    for index, first in enumerate(range(0, n, block)):
+        rows, end = slice(first, first + block), min(first + block, n)
+        queries = q[:, :, rows].float().unflatten(1, (k.shape[1], -1))
+        logits = softcapped((queries @ k[:, :, None, :end].float().mT).flatten(1, 2) * scale, softcap)
+        seen = selection.blocks[:, :, index].repeat_interleave(block, -1)[..., :end] | single[..., :end]
+        hidden = ~seen[:, :, None] | (columns[:end] > columns[rows, None])
+        logits = logits.masked_fill(hidden, float("-inf"))
+        lse[:, :, rows] = logits.logsumexp(-1)
+        weights = (logits - lse[:, :, rows, None]).exp_().unflatten(1, (k.shape[1], -1))
+        out[:, :, rows] = (weights @ v[:, :, None, :end].float()).flatten(1, 2).to(q.dtype)
+    return PartialAttention(out, lse)
+
+
+def attend_selected(
+    call: Attention,
+    start: Tensor,
+    selection: BlockSelection,
+    block: int,
+    attend: Callable[[Attention, BlockSelection, int], PartialAttention] = attend_blocks,
+) -> PartialAttention:
+    """As :func:`attend_prompt`, of all tokens of a left-padded prompt; ``attend``: as :func:`attend_blocks`."""
+    b, heads, n, _ = call.q.shape
+    out = call.q.new_zeros(b, n, heads, call.v.shape[3]).transpose(1, 2)
+    lse = call.q.new_full((b, heads, n), float("-inf"), dtype=torch.float32)
+    for rows, column in row_groups(start):
+        if column < n:
+            live = (rows, slice(None), slice(column, None))
+            part = attend(call.from_column(rows, column), selection.of(rows, n - column, block), block)
+            out[live], lse[live] = part if call.sinks is None else part.with_sinks(call.sinks)
+    return PartialAttention(out, lse)
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:

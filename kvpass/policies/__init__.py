@@ -45,7 +45,7 @@ __all__ = ["POLICIES", "Policy", "from_spec", "register_policy", "resolve", "res
 POLICIES: dict[str, type[Policy]] = {}
 """The registered policies by name."""
 
-_BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs")
+_BESIDE_OPTIONS = ("policy", "budget", "backend", "recompress", "cuda_graphs", "prefill")
 """Arguments of ``kvpass.compile`` that users may mistype among a policy's options."""
 
 P = TypeVar("P", bound=type[Policy])
