@@ -37,6 +37,7 @@ System = Annotated[str | None, Option(help="Text of a system message at the begi
 Chat = Annotated[bool, Option(help="Use the tokenizer's chat template, if it has one; else the model continues text.")]
 NewTokens = Annotated[int, Option(min=1, help="Longest answer in tokens.")]
 Entries = Annotated[str, Option(help="Held as 'model', 'int8', 'fp8', 'rot4', 'rot3' or 'rot2', or as several.")]
+Prefill = Annotated[str, Option(help="'full', 'xattention:threshold=0.9' or 'minference', or several; see --policies.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class EvalOptions:
     ] = None
     output: Folder = Path("kvpass-eval")
     entries: Entries = "model"
+    prefill: Prefill = "full"
     seed: Seed = 0
     batch: Annotated[int, Option(min=1, help="Prompts answered at once.")] = 1
     num_uncompressed_tokens: Annotated[int, Option(min=0, help="Scope prompt: last tokens, fed after compression.")] = 1
@@ -128,6 +130,8 @@ class BenchOptions:
     budget: Budget = "256"
     policies: Policies = "lava,snapkv"
     entries: Entries = "model"
+    prefill: Prefill = "full"
+    text: Annotated[Path | None, Option(exists=True, dir_okay=False, help="Of the prompts; random if not.")] = None
     systems: Annotated[str | None, Option(help="Beside them: hf-eager, hf-static, full; all if not.")] = None
     new_tokens: Annotated[int, Option(min=1, help="Tokens decoded in each repeat.")] = 32
     repeats: Annotated[int, Option(min=1, help="Timed rounds over all systems.")] = 3

@@ -1,4 +1,4 @@
-"""A policy as one types it: ``snapkv`` or ``cake:tau1=1.6,tau2=0.4``; several with ``{8,32}``."""
+"""Policies as one types them: ``snapkv`` or ``cake:tau1=1.6,tau2=0.4``, several with ``{8,32}``; prefills likewise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
+from kvpass.block_sparse import BlockSparse, PrefillName
+from kvpass.block_sparse import resolve as resolve_prefill
 from kvpass.config import ENTRY_FORMATS, EntryFormat, one_of
 from kvpass.eval.options import names
 from kvpass.policies import POLICIES, Policy, resolve
@@ -19,26 +22,42 @@ _COMMA = re.compile(r",(?![^{]*\})")
 
 
 @dataclass(frozen=True)
-class PolicySpec:
-    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``; ``ValueError`` for an unknown name or option."""
-
+class _Spec:
     name: str
     options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         self.resolve()
 
-    def resolve(self) -> Policy:
-        return resolve(self.name, **dict(self.options))
+    def resolve(self) -> Any:
+        raise NotImplementedError
 
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options)
         return f"{self.name}:{options}" if options else self.name
 
 
-def with_format(policy: str, entry_format: EntryFormat) -> str:
-    """Return a policy's name or spec, with the format of the entries if that is not the usual one."""
-    return policy if entry_format == "model" else f"{entry_format} {policy}"
+class PolicySpec(_Spec):
+    """A policy as typed, such as ``cake:tau1=1.6,tau2=0.4``; ``ValueError`` for an unknown name or option."""
+
+    def resolve(self) -> Policy:
+        return resolve(self.name, **dict(self.options))
+
+
+class PrefillSpec(_Spec):
+    """A value of ``prefill`` as typed, such as ``xattention:threshold=0.8``; ``ValueError`` as for policies."""
+
+    def resolve(self) -> BlockSparse | None:
+        return resolve_prefill(self.name, **dict(self.options))
+
+
+FULL = PrefillSpec("full")
+
+
+def with_format(policy: str, entry_format: EntryFormat, prefill: PrefillSpec = FULL) -> str:
+    """Return a policy's name or spec, behind the format of the entries and the prefill, if these are not the usual."""
+    usual = {"model", str(FULL)}
+    return " ".join([*(name for name in (entry_format, str(prefill)) if name not in usual), policy])
 
 
 def parse_formats(text: str) -> tuple[EntryFormat, ...]:
@@ -58,25 +77,41 @@ def parse_policies(text: str) -> tuple[PolicySpec, ...]:
         ValueError: no policy, an unknown one, an unknown option, an option before any policy, or a brace that is not
             closed, is empty, or is not a whole value.
     """
+    return tuple(PolicySpec(name, options) for name, options in _parsed("policies", "policy", text, POLICIES))
+
+
+def parse_prefills(text: str) -> tuple[PrefillSpec, ...]:
+    """Read values of ``prefill`` as :func:`parse_policies` reads policies."""
+    return tuple(
+        PrefillSpec(name, options) for name, options in _parsed("prefill", "prefill", text, get_args(PrefillName))
+    )
+
+
+def _parsed(
+    argument: str, noun: str, text: str, known: Collection[str]
+) -> Iterator[tuple[str, tuple[tuple[str, Any], ...]]]:
+    """Yield names and their options; ``known``: names that are not the first part of a path."""
     specs: list[tuple[str, list[list[tuple[str, Any]]]]] = []
     for part in filter(None, map(str.strip, _COMMA.split(text))):
         name, _, option = part.rpartition(":") if "=" in part else (part, "", "")
-        if name.partition(":")[0] in POLICIES and ":" in name:
-            raise ValueError(f"policies={text!r}: {name.partition(':')[2]!r} must be an option such as window=8")
+        if name.partition(":")[0] in known and ":" in name:
+            raise ValueError(f"{argument}={text!r}: {name.partition(':')[2]!r} must be an option such as window=8")
         if name:
             specs.append((name, []))
         elif not specs:
-            raise ValueError(f"policies={text!r}: the option {part!r} has no policy before it")
+            raise ValueError(f"{argument}={text!r}: the option {part!r} has no {noun} before it")
         if option:
             key, _, value = option.partition("=")
             braces = re.fullmatch(r"\s*\{([^{}]*)\}\s*", value)
             values = names(braces[1]) if braces else (value.strip(),)
             if not values or (braces is None and {*"{}"} & {*option}):
-                raise ValueError(f"policies={text!r}: {part!r}: several values of an option are written {{8,32}}")
+                raise ValueError(f"{argument}={text!r}: {part!r}: several values of an option are written {{8,32}}")
             specs[-1][1].append([(key.strip(), typed(one)) for one in values])
     if not specs:
-        raise ValueError(f"policies={text!r}: name at least one policy")
-    return tuple(PolicySpec(name, options) for name, choices in specs for options in itertools.product(*choices))
+        raise ValueError(f"{argument}={text!r}: name at least one {noun}")
+    for name, choices in specs:
+        for options in itertools.product(*choices):
+            yield name, options
 
 
 def spec_of_contents(policy: Policy) -> str:

@@ -29,7 +29,17 @@ from kvpass.eval.environment import (
     versions,
 )
 from kvpass.eval.options import EvalOptions, names
-from kvpass.eval.policy_spec import PolicySpec, parse_formats, parse_policies, spec_of_contents, typed, with_format
+from kvpass.eval.policy_spec import (
+    FULL,
+    PolicySpec,
+    PrefillSpec,
+    parse_formats,
+    parse_policies,
+    parse_prefills,
+    spec_of_contents,
+    typed,
+    with_format,
+)
 from kvpass.eval.prompt import Prompt, parse_scopes
 from kvpass.eval.records import Question, Record, RecordFile, identity, newest
 from kvpass.eval.results import Results, csv_of, markdown_of, read_runs, results_of
@@ -51,18 +61,19 @@ _FOLDERS = re.compile(r'(?<=["=:,])(?:~|\.{0,2})/(?:[^/,=:"]*/)*')
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """One task under one policy, budget, scope and entry format: a question a sample."""
+    """One task under one policy, budget, scope, entry format and prefill: a question a sample."""
 
     task: Task
     spec: PolicySpec
     budget: BudgetLike
     scope: str
     entry_format: EntryFormat = "model"
+    prefill: PrefillSpec = FULL
     questions: list[Question] = field(default_factory=list)
 
     @property
     def label(self) -> str:
-        return with_format(str(self.spec), self.entry_format)
+        return with_format(str(self.spec), self.entry_format, self.prefill)
 
 
 class Evaluation:
@@ -71,6 +82,7 @@ class Evaluation:
     def __init__(self, options: EvalOptions) -> None:
         self.options = options
         self.policies, self.formats = parse_policies(options.policies), parse_formats(options.entries)
+        self.prefills = parse_prefills(options.prefill)
         self.budgets: tuple[BudgetLike, ...] = tuple(map(typed, names(options.budgets)))
         self.scopes = parse_scopes(options.scopes)
         self._check_options()
@@ -81,15 +93,16 @@ class Evaluation:
         self.fingerprint = model_digest(self.model)
         self.stops = stop_tokens(self.model, self.tokenizer)
         self.libraries = {name: version(name) for name in ("torch", "transformers")}
-        self._runners: dict[EntryFormat, Runner] = {}
+        self._runners: dict[tuple[EntryFormat, PrefillSpec], Runner] = {}
         self.samples: dict[str, list[tuple[Sample, Prompt]]] = {task.name: self._encoded(task) for task in tasks}
         self.file = RecordFile(options.output / "samples.jsonl", writes=self.writes)
         self.runs, described = read_runs(options.output, self.file.records.values()), self._described()
         self.run_name = digest(json.dumps(described, sort_keys=True))
         self.runs[self.run_name] = described
         self.conditions = [
-            self._condition(task, spec, budget, scope, entry_format)
+            self._condition(Condition(task, spec, budget, scope, entry_format, prefill))
             for entry_format in dict.fromkeys(self.formats)
+            for prefill in dict.fromkeys(self.prefills)
             for spec in {spec.resolve().spec: spec for spec in self.policies}.values()
             for scope in self.scopes
             for budget in dict.fromkeys(self._budgets_of(spec))
@@ -161,7 +174,7 @@ class Evaluation:
             prompts = [prompt.scoped(first.scope, self.options.num_uncompressed_tokens) for _, prompt in samples]
             rules = [(condition.spec.resolve(), condition.budget) for condition in conditions]
             limits = [sample.max_new_tokens for sample, _ in samples]
-            for answers in self._runner(first.entry_format).greedy(prompts, limits, self.stops, rules):
+            for answers in self._runner(first.entry_format, first.prefill).greedy(prompts, limits, self.stops, rules):
                 yield [
                     self._record(conditions[number], indices[index], tokens, kept)
                     for number, index, tokens, kept in answers
@@ -176,7 +189,8 @@ class Evaluation:
         for condition in self.conditions:
             for index, question in enumerate(condition.questions):
                 if question.key not in self.file.records:
-                    waiting[condition.task.name, condition.scope, condition.entry_format, index].append(condition)
+                    reads = condition.entry_format, condition.prefill
+                    waiting[condition.task.name, condition.scope, *reads, index].append(condition)
         samples: defaultdict[tuple[Condition, ...], list[int]] = defaultdict(list)
         most = 1 if launched()[1] > 1 else MOST_TOGETHER
         for (*_, index), conditions in waiting.items():
@@ -184,12 +198,14 @@ class Evaluation:
                 samples[tuple(some)].append(index)
         return samples
 
-    def _runner(self, entry_format: EntryFormat) -> Runner:
-        """With one compiled model for each entry format: the decoder is captured once for all policies."""
-        if entry_format not in self._runners:
-            model = kvpass.compile(self.model, policy="full", backend=self.options.backend, entries=entry_format)
-            self._runners[entry_format] = Runner(model=model, tokenizer=self.tokenizer, batch=self.options.batch)
-        return self._runners[entry_format]
+    def _runner(self, entry_format: EntryFormat, prefill: PrefillSpec) -> Runner:
+        """With one compiled model for each entry format and prefill: the decoder is captured once for all policies."""
+        if (entry_format, prefill) not in self._runners:
+            options: dict[str, Any] = {"entries": entry_format, "prefill": prefill.resolve() or "full"}
+            model = kvpass.compile(self.model, policy="full", backend=self.options.backend, **options)
+            runner = Runner(model=model, tokenizer=self.tokenizer, batch=self.options.batch)
+            self._runners[entry_format, prefill] = runner
+        return self._runners[entry_format, prefill]
 
     def _record(self, condition: Condition, index: int, tokens: list[int], kept: Kept) -> Record:
         (sample, prompt), question = self.samples[condition.task.name][index], condition.questions[index]
@@ -220,12 +236,11 @@ class Evaluation:
         chat = options.chat and task.chat
         return [(sample, encode(self.tokenizer, sample, chat=chat, limit=options.length)) for sample in samples]
 
-    def _condition(
-        self, task: Task, spec: PolicySpec, budget: BudgetLike, scope: str, entry_format: EntryFormat
-    ) -> Condition:
-        condition = Condition(task, spec, budget, scope, entry_format)
-        policy = spec.resolve()
-        named, code = with_format(spec_of_contents(policy), entry_format), source_digest() + policy_digest(policy)
+    def _condition(self, condition: Condition) -> Condition:
+        """Fill in the questions of a condition."""
+        task, policy, budget, scope = condition.task, condition.spec.resolve(), condition.budget, condition.scope
+        named = with_format(spec_of_contents(policy), condition.entry_format, condition.prefill)
+        code = source_digest() + policy_digest(policy)
         for sample, prompt in self.samples[task.name]:
             self._check_budget(policy, budget, scope, prompt)
             question = Question(

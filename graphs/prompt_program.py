@@ -92,13 +92,7 @@ def sparse_layers(prefill: BlockSparse, layers: Sequence[Layer], policies: Seque
         ValueError: there is none, or a policy reads the attention of all queries.
     """
     for policy in policies:
-        own = any(not type(part).__module__.startswith("kvpass.policies.") for part in policy.parts)
-        if "column_sum" in policy.inputs or (own and policy.queries_read is None):
-            raise ValueError(
-                f"prefill={prefill.name!r} with policy {policy.name!r}: it may read the attention of all queries of a "
-                "prompt, and only those of the window attend to everything; take prefill='full', or a policy that says "
-                "in its inputs that it reads neither 'queries' nor 'column_sum'"
-            )
+        prefill.check_policy(policy)
     sites = [layer.site for layer in layers[:-1]]
     sparse = [place for place, site in enumerate(sites) if site.sliding_window is None and site.up is None]
     sparse = [place for place in sparse if place >= prefill.dense_layers]

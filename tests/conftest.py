@@ -72,7 +72,8 @@ def compile_once() -> Iterator[None]:
     @functools.wraps(original)
     def with_captures(model: Any, *, backend: Any = "inductor", compile_regions: Any = "auto", **options: Any) -> Any:
         made = original(model, backend=backend, compile_regions=compile_regions, **options)
-        return sharing_captures(made, model_digest(model), backend, compile_regions)
+        prefill = made._kvpass.captures.compiler.prefill
+        return sharing_captures(made, model_digest(model), backend, compile_regions, prefill)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvpass, "compile", with_captures)

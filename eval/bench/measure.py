@@ -7,13 +7,18 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from transformers import PreTrainedModel
+
+from kvpass.block_sparse import BlockSparse
+from kvpass.operands import Attention, BlockSelection
 
 REPLAY = "kvpass::replay"  # tokens that run only to be observed: their attention counts too
 _NAMES = "column_sums score_layer cascade_step fixed_shares rank_heads gather_layer keep_newest pack".split()
@@ -25,6 +30,8 @@ ATTENTION_OPERATORS = {
     "aten::_flash_attention_forward",
 }
 ATTENTION_KERNEL = "_prefill_kernel"  # of Triton, where neither cuDNN nor FlashAttention takes the site
+ATTEND, SELECT = "kvpass::attend_prompt", "kvpass::select_blocks"
+SAMPLED = 64  # queries, evenly apart
 WAITING = "Command Buffer Full"
 """What the profiler notes in an operator while the device has all launches it can hold, with kernels of others."""
 
@@ -92,19 +99,26 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def scoring_share(run: Callable[[], Any], device: torch.device) -> float | None:
-    """Return the share of a prefill that compression takes, measured in one profiled run.
+class PrefillProfile(NamedTuple):
+    """Where the time of one prefill goes: on CUDA that of the device, on the CPU that of the thread that calls.
 
-    Counted is all that kvpass does but the attention itself: window statistics, scores, schedule, selection, gather and
-    pack; of replays everything. On CUDA it is time of the device, kernel by kernel; on the CPU time of the thread that
-    calls.
-
-    Args:
-        run: one prefill, already compiled.
-
-    Returns:
-        None where the profiler saw none of kvpass's operators or, on CUDA, none of their kernels.
+    Attributes:
+        scoring: share that compression takes: all that kvpass does but the attention itself, of replays everything;
+            None where the profiler saw none of its operators or, on CUDA, none of their kernels.
+        attend_s, select_s: seconds of attention, and of the selection of blocks.
+        blocks: share of the blocks on and below the diagonal that are computed, mean of the layers where they are
+            selected. covered: share of the attention that these keys hold, of ``SAMPLED`` queries of each head.
     """
+
+    scoring: float | None
+    attend_s: float
+    select_s: float
+    blocks: float = 1.0
+    covered: float = 1.0
+
+
+def profile_prefill(run: Callable[[], Any], device: torch.device) -> PrefillProfile:
+    """Profile one prefill, already compiled; blocks and what they cover are not measured here."""
     meter = Meter(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if meter.is_cuda else [])]
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes lines into the progress bar
@@ -113,9 +127,39 @@ def scoring_share(run: Callable[[], Any], device: torch.device) -> float | None:
         run()
         marks.append(meter.mark())
         total = meter.seconds(marks)[0]
-    ours = [event for event in profiler.events() or () if event.name in KVPASS_OPERATORS]
-    parts = [part for event in ours for part in _beyond_attention(event, meter.is_cuda)]
-    return sum(parts) / 1e6 / total if parts else None
+    events = [*(profiler.events() or ())]
+    parts = [part for x in events if x.name in KVPASS_OPERATORS for part in _beyond_attention(x, meter.is_cuda)]
+    attend_s, select_s = (
+        sum(x.device_time_total if meter.is_cuda else x.cpu_time_total for x in events if x.name == name) / 1e6
+        for name in (ATTEND, SELECT)
+    )
+    return PrefillProfile(sum(parts) / 1e6 / total if parts else None, attend_s, select_s)
+
+
+@contextmanager
+def noting_coverage(noted: list[Tensor]) -> Iterator[None]:
+    """Note for each selection of blocks which share of the attention of sampled queries the selected keys hold."""
+    selected = BlockSparse.selected
+
+    def noting(self: BlockSparse, call: Attention, queries: int) -> BlockSelection:
+        selection, n = selected(self, call, queries), call.k.shape[2]
+        rows, columns = (
+            torch.linspace(0, n - 1, SAMPLED, device=call.q.device).long(),
+            torch.arange(n).to(call.q.device),
+        )
+        sampled = call.q[:, :, rows].unflatten(1, (call.k.shape[1], -1)).float()
+        logits = (sampled @ call.k[:, :, None].float().mT).flatten(1, 2) * call.scale
+        weights = logits.masked_fill(columns > rows[:, None], float("-inf")).softmax(-1)
+        single = selection.blocks.new_zeros(*weights.shape[:2], n).scatter_(-1, selection.columns.long(), True)
+        blocks = selection.blocks[:, :, rows // self.block].repeat_interleave(self.block, -1)[..., :n]
+        noted.append((weights * (blocks | single[:, :, None])).sum(-1).mean())
+        return selection
+
+    BlockSparse.selected = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BlockSparse.selected = selected  # type: ignore[method-assign]
 
 
 def _beyond_attention(event: Any, is_cuda: bool, *, replays: bool = False) -> Iterator[float]:

@@ -38,6 +38,19 @@ MEMORY: tuple[Column, ...] = (
     ("compile\ns", lambda r: _of(r["compile_s"], ".1f")),
     ("first\nsteps ms", lambda r: _of(statistics.median_high(map(sum, r["first_steps_ms"])) or None, ".1f")),
 )
+PROMPT: tuple[Column, ...] = (
+    ("prefill\ns", lambda r: _of(r["prefill_s"]["median"], ".3g")),
+    *(
+        (header, lambda r, name=name, form=form, unit=unit: _of((r["attention"] or {}).get(name), form, unit))
+        for header, name, form, unit in (
+            ("attention\ns", "attend_s", ".3g", 1.0),
+            ("selection\ns", "select_s", ".3g", 1.0),
+            ("blocks\n%", "blocks", ".1f", 1e-2),
+            ("covered\n%", "covered", ".1f", 1e-2),
+        )
+    ),
+)
+"""Shown where a prefill selects blocks of attention."""
 _SPARE = ("peak\nGiB", "of the\nbound, %", "\nx full")
 """Left out of the tables of a narrow terminal, the first ones first."""
 LEGEND = (
@@ -48,7 +61,9 @@ LEGEND = (
     " share of the time taken; for many rows the products with the weights, at the measured rate of a large one, in "
     "place of their bytes. What fits in the processor's own cache can beat it. cache: storages, at the end. peak:"
     " allocator's count, weights included. compile: first run less a median run, Inductor's cache empty unless said "
-    "otherwise. first steps: those on a new cache, CUDA graph capture included, not in the medians."
+    "otherwise. first steps: those on a new cache, CUDA graph capture included, not in the medians. attention, "
+    "selection: seconds in one profiled prefill. blocks: share of those below the diagonal that are computed, in the "
+    "layers that select. covered: share of the attention that their keys hold, of 64 queries of each head."
 )
 
 
@@ -61,7 +76,8 @@ def comparison(result: Result) -> Tables:
             f"{model['name']}, {model['dtype']}: prompt {run['context']} tokens, batch {run['batch']}; "
             f"budget {budget['entries']} entries per KV head per layer = {budget['bytes'] / 2**20:.2f} MiB a row"
         )
-        for columns, heading in ((SPEED, title), (MEMORY, "")):
+        selects = any((record.get("attention") or {}).get("select_s") for record in run["systems"])
+        for columns, heading in ((SPEED, title), (MEMORY, ""), *([(PROMPT, "")] if selects else [])):
             header = ["system", *(name for name, _ in columns)]
             rows = [
                 [record["name"], *("failed" if record["failure"] else cell(record) for _, cell in columns)]

@@ -22,12 +22,12 @@ from torch._inductor.utils import fresh_cache
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpass.config import Budget, Geometry
-from kvpass.eval.bench.measure import Meter, ceilings, first_line, spread, weight_bytes
+from kvpass.eval.bench.measure import Meter, PrefillProfile, ceilings, first_line, spread, weight_bytes
 from kvpass.eval.bench.settings import BASELINES, WARM_UP_STEPS, WARM_UP_TOKENS, BenchSettings, build
 from kvpass.eval.bench.systems import HfEager, HfStatic, Kvpass, System, entries_of
 from kvpass.eval.environment import command_line, machine, versions
 from kvpass.eval.options import BenchOptions
-from kvpass.eval.policy_spec import PolicySpec, with_format
+from kvpass.eval.policy_spec import FULL, PolicySpec, with_format
 from kvpass.progress import progress_bar, progress_console
 from kvpass.transformers_compat import CACHE
 
@@ -53,7 +53,7 @@ class Measurement:
     cache_bytes: int = 0  # storages of the cache at its end
     attended_bytes: int = 0  # of the entries the last step read
     peak_bytes: int | None = None  # most that was allocated at once, weights included; of what ran for this batch
-    scoring: float | None = None  # share of the prefill that compression takes
+    profile: PrefillProfile | None = None  # of one prefill, where kvpass compiled it
     failure: str | None = None  # why there are no figures
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Measurement:
         del cache
         if isinstance(self.system, Kvpass) and self.system.model.policy.needs_budget:
             with suppress(torch.OutOfMemoryError):  # of the profiler: other timings stay
-                self.scoring = self.system.scoring(self.ids)
+                self.profile = self.system.profile(self.ids)
 
     def _prefill(self, ids: Tensor, *, hold: bool) -> tuple[float, Tensor, Any]:
         """Return seconds of a prefill, logits and cache; where kvpass holds those of a smaller batch, a copy of these.
@@ -160,19 +160,21 @@ class Bench:
             entries = budget.check(context, settings.window, token_bytes)
             kept = {"entries": entries, "bytes": entries * token_bytes}
             self.runs.append({"context": context, "batch": batch, "budget": kept, "systems": []})
-        wanted = [*itertools.product(settings.specs, settings.formats)]
+        settings.ids(options, 1, max(settings.prompts))  # a text that is too short is refused now
+        wanted = [*itertools.product(settings.specs, settings.formats, settings.prefills)]
         if "full" in settings.baselines:
-            wanted.append((PolicySpec("full"), "model"))
+            wanted.append((PolicySpec("full"), "model", FULL))
         self.kvpass_systems = [  # each serves all contexts and batches
             Kvpass(
                 self.model,
-                with_format(str(spec), entries),
+                with_format(str(spec), entries, prefill),
                 policy=spec.resolve(),
                 budget=settings.budget,
                 backend=options.backend,
                 entries=entries,
+                prefill=prefill.resolve() or "full",
             )
-            for spec, entries in dict.fromkeys(wanted)
+            for spec, entries, prefill in dict.fromkeys(wanted)
         ]
         self.failed: list[str] = []
 
@@ -238,9 +240,8 @@ class Bench:
 
     def _measurements(self, runs: list[Result]) -> list[list[Measurement]]:
         """Those of each run, in the order of their systems; the prompt of a length is one tensor for all of them."""
-        generator = torch.Generator().manual_seed(self.options.seed)
-        size = 1 if self.options.shared_prompt else runs[0]["batch"], runs[0]["context"]
-        ids = torch.randint(self.model.config.vocab_size, size, generator=generator).to(self.model.device)
+        rows = 1 if self.options.shared_prompt else runs[0]["batch"]
+        ids = self.settings.ids(self.options, rows, runs[0]["context"]).to(self.model.device)
         return [[Measurement(each, self.options, ids, run["batch"]) for each in self._systems(run)] for run in runs]
 
     def _systems(self, run: Result) -> list[System]:
@@ -274,7 +275,7 @@ class Bench:
         others = {other.system.name: other for other in measured if other.failure is None}
         decodes = {name: spread(other.decode_ms)["median"] for name, other in others.items() if name in BASELINES}
         prefills = {name: spread(others[name].prefill)["median"] for name in decodes if name != "hf-eager"}
-        prefill, decode, scoring = spread(measurement.prefill), spread(measurement.decode_ms), measurement.scoring
+        prefill, decode, profile = spread(measurement.prefill), spread(measurement.decode_ms), measurement.profile
         bound = self._bound_ms(measurement)
         return {
             "name": measurement.system.name,
@@ -286,7 +287,8 @@ class Bench:
             "tokens_per_s": 1e3 * measurement.batch / decode["median"],
             **{name: getattr(measurement, name) for name in ("cache_bytes", "attended_bytes", "peak_bytes")},
             "compile_s": measurement.compile_seconds,
-            "scoring": None if scoring is None else {"share": scoring},
+            "scoring": None if profile is None or profile.scoring is None else {"share": profile.scoring},
+            "attention": None if profile is None else profile._asdict(),
             "share_of_bound": None if bound is None else bound / decode["median"],
             "decode_speedup": {name: median / decode["median"] for name, median in decodes.items()},
             "prefill_ratio": {name: prefill["median"] / median for name, median in prefills.items()},

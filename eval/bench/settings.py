@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from kvpass.eval.options import BenchOptions, names, numbers
-from kvpass.eval.policy_spec import parse_formats, parse_policies, typed
+from kvpass.eval.policy_spec import parse_formats, parse_policies, parse_prefills, typed
 from kvpass.fetch import PACKAGES
 from kvpass.loading import located
 from kvpass.policies import resolve_budget
@@ -103,7 +104,7 @@ class BenchSettings:
     Attributes:
         model: of the name in the options. dtype: of its weights.
         prompts: of ``contexts``, in tokens. rows: of ``batches``. budget: of its text.
-        specs: policies of kvpass, each with each of ``formats``. window: the longest of theirs.
+        specs: policies of kvpass, each with each of ``formats`` and ``prefills``. window: the longest of theirs.
         baselines: of ``BASELINES``; without ``systems`` all.
 
     Raises:
@@ -119,6 +120,7 @@ class BenchSettings:
             raise ValueError(f"batches={options.batches}: must be one or more numbers >= 1")
         self.budget = typed(options.budget)
         self.formats = parse_formats(options.entries)
+        self.prefills = parse_prefills(options.prefill)
         self.specs = parse_policies(options.policies)
         for spec in self.specs:
             if (policy := spec.resolve()).needs_budget:
@@ -138,3 +140,17 @@ class BenchSettings:
                     f"context={tokens}: must be above window={self.window} and at most {longest}, the positions of "
                     f"the model less {later} for three times --new-tokens and steps to warm up"
                 )
+
+    def ids(self, options: BenchOptions, rows: int, tokens: int) -> Tensor:
+        """Return prompts of so many tokens, int64 ``[rows, tokens]``: of the text, the same in all rows, or random."""
+        if options.text is None:
+            generator = torch.Generator().manual_seed(options.seed)
+            return torch.randint(self.model.config.vocab_size, (rows, tokens), generator=generator)
+        if not self.model.has_weights:
+            raise ValueError(f"text={str(options.text)!r}: {self.model.name!r} has random weights and no tokenizer")
+        with located(self.model.name) as place:
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        ids: Tensor = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :tokens]
+        if ids.shape[1] < tokens:
+            raise ValueError(f"text={str(options.text)!r}: {ids.shape[1]} tokens are fewer than a prompt of {tokens}")
+        return ids.expand(rows, -1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kvpass
-from kvpass.eval.bench.measure import scoring_share
+from kvpass.eval.bench.measure import PrefillProfile, noting_coverage, profile_prefill
 from kvpass.policies import Policy
 from kvpass.transformers_compat import CACHE
 
@@ -146,7 +146,7 @@ class Kvpass(System):
     """kvpass with one policy; ``budget`` is not used by a policy that needs none, ``options`` are of kvpass.compile."""
 
     def __init__(self, model: PreTrainedModel, name: str, *, policy: Policy, budget: Any, **options: Any) -> None:
-        self.scorings: dict[torch.Size, float | None] = {}
+        self.profiles: dict[torch.Size, PrefillProfile] = {}
         self.prefilled: tuple[Tensor, float, Tensor, Any] | None = None
         """A prompt that further batches decode from: ids, seconds, logits and cache."""
         budget = budget if policy.needs_budget else None
@@ -168,11 +168,18 @@ class Kvpass(System):
             cache.state = dataclasses.replace(state, parts=[*stores, *state.parts[len(stores) :]])
         return cache
 
-    def scoring(self, ids: Tensor) -> float | None:
-        """Return the share of a prefill of ids that compression takes; measured once for each shape."""
-        if ids.shape not in self.scorings:
-            self.scorings[ids.shape] = scoring_share(functools.partial(self.prefill, ids), ids.device)
-        return self.scorings[ids.shape]
+    def profile(self, ids: Tensor) -> PrefillProfile:
+        """Return where the time of a prefill of ids goes; measured once for each shape."""
+        if ids.shape not in self.profiles:
+            profile = profile_prefill(functools.partial(self.prefill, ids), ids.device)
+            covered = list[Tensor]()
+            if (computed := self.model.report().prompt.computed) is not None:
+                with noting_coverage(covered):
+                    self.prefill(ids)
+                blocks = torch.stack([*computed[1].values()]).mean().item()
+                profile = profile._replace(blocks=blocks, covered=torch.stack(covered).mean().item())
+            self.profiles[ids.shape] = profile
+        return self.profiles[ids.shape]
 
     def answer(self, token: Tensor, cache: Any, new_tokens: int) -> None:
         """Generate greedily as users do. Where tokens can be taken back, the cache is then as it was."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from dataclasses import fields, replace
+from typing import Any, Literal
 
 from kvpass.block_sparse.base import BlockSparse
 from kvpass.block_sparse.minference import MInference
@@ -18,14 +19,26 @@ PrefillName = Literal["full", "minference", "xattention"]
 _KINDS: dict[str, type[BlockSparse]] = {kind.name: kind for kind in (MInference, XAttention)}
 
 
-def resolve(prefill: str | BlockSparse) -> BlockSparse | None:
-    """Return what ``prefill`` of ``kvpass.compile`` means; None: everything is computed. ValueError: unknown."""
-    if isinstance(prefill, str):
-        name = one_of("prefill", prefill, ("full", *_KINDS))
-        return None if name == "full" else _KINDS[name]()
-    if type(prefill) not in _KINDS.values():
-        raise ValueError(f"prefill={prefill!r}: must be 'full', or one of {', '.join(map(repr, _KINDS))} or its class")
-    return prefill
+def resolve(prefill: str | BlockSparse, **options: Any) -> BlockSparse | None:
+    """Return what ``prefill`` of ``kvpass.compile`` means, with options by name; None: everything is computed.
+
+    Raises:
+        ValueError: it is unknown, or an option is unknown or out of range.
+    """
+    if isinstance(prefill, BlockSparse):
+        if type(prefill) not in _KINDS.values():
+            raise ValueError(
+                f"prefill={prefill!r}: must be 'full', or one of {', '.join(map(repr, _KINDS))} or its class"
+            )
+        return replace(prefill, **options)
+    name = one_of("prefill", prefill, ("full", *_KINDS))
+    known = [] if name == "full" else [field.name for field in fields(_KINDS[name])]
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(
+                f"{option}={value!r}: not an option of prefill={name!r}; it has {', '.join(known) or 'none'}"
+            )
+    return None if name == "full" else _KINDS[name](**options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -6,12 +6,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
 from kvpass.operands import Attention, BlockSelection
-from kvpass.policies.base import with_options
+from kvpass.policies.base import Policy, with_options
 from kvpass.policies.options import check_int, check_options, option
 
 FULL_QUERIES = 128
@@ -48,7 +48,6 @@ class BlockSparse(ABC):
         """Return how many single columns of so many tokens are selected at most."""
         return 0
 
-    @final
     def selected(self, call: Attention, queries: int) -> BlockSelection:
         """Return :meth:`select` with what is always computed; ``queries``: how many of the last attend to all keys."""
         blocks, columns = self.select(call)
@@ -57,6 +56,16 @@ class BlockSparse(ABC):
         blocks[..., 0] = True
         blocks[:, :, max(n - max(queries, FULL_QUERIES), 0) // self.block :] = True
         return BlockSelection(blocks.tril_(), columns)
+
+    def check_policy(self, policy: Policy) -> None:
+        """Raise ValueError for a policy that reads the attention of all queries of a prompt, or may read it."""
+        own = any(not type(part).__module__.startswith("kvpass.policies.") for part in policy.parts)
+        if "column_sum" in policy.inputs or (own and policy.queries_read is None):
+            raise ValueError(
+                f"prefill={self.name!r} with policy {policy.name!r}: it may read the attention of all queries, "
+                "and only the last ones attend to everything; take prefill='full', or a policy without the inputs "
+                "'queries' and 'column_sum'"
+            )
 
     @cached_property
     def text(self) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import record_function
 
 from kvpass.adapt.images import Merged
 from kvpass.config import Block, Layout
@@ -290,10 +291,11 @@ class DecoderRun:
             needs_lse = behind is None and end > n - num_queries
             if first < results_from and not needs_lse and on_block is None:
                 continue
-            made[site.node], lse = attend_prompt(
-                call, expansion, self.start, implementation(call.q), site.sliding_window, site.chunked
-            )
-            self._attend_images(site, call, made[site.node])
+            with record_function("kvpass::attend_prompt"):
+                made[site.node], lse = attend_prompt(
+                    call, expansion, self.start, implementation(call.q), site.sliding_window, site.chunked
+                )
+                self._attend_images(site, call, made[site.node])
             if lse is not None:
                 lses.put(first, lse)
             if on_block is not None:
@@ -324,8 +326,9 @@ class DecoderRun:
     ) -> LayerResult:
         """Attend to all tokens of a layer at once, and run what is behind attention; the rest as :meth:`run_layer`."""
         layer, call, run, blocks, entered = begun
-        out, lse = attend(call)
-        self._attend_images(layer.site, call, out)
+        with record_function("kvpass::attend_prompt"):
+            out, lse = attend(call)
+            self._attend_images(layer.site, call, out)
         for (first, end), made in zip(pairwise(self.edges), blocks, strict=True):
             made[layer.site.node] = out[:, :, first:end].transpose(1, 2).contiguous().transpose(1, 2)
             made |= run.run_part(layer.after, first, end, made)

@@ -71,6 +71,8 @@ class Runtime:
     def check_policy(self, policy: Policy) -> None:
         """Raise ValueError for a policy that does not fit the model, or the processes that share it."""
         check_divided(policy, self.adapted.heads)
+        if (prefill := self.captures.compiler.prefill) is not None:
+            prefill.check_policy(policy)
         self.identity.check_policy(policy)
 
     def check_cache(self, cache: CompressedCache, conditions: Conditions) -> None:

@@ -3,16 +3,18 @@
 import gc
 import json
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from eval_models import model_folder
 from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench import run as bench
 from kvpass.eval.bench import systems as bench_systems
-from kvpass.eval.bench.measure import scoring_share, weight_bytes
+from kvpass.eval.bench.measure import profile_prefill, weight_bytes
 from kvpass.eval.bench.report import show
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.bench.settings import BenchSettings, build, find_model
@@ -177,9 +179,45 @@ def test_no_memory_for_the_profiler_leaves_the_timings_that_were_taken(micro, mo
     def full(run, device):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(bench_systems, "scoring_share", full)
+    monkeypatch.setattr(bench_systems, "profile_prefill", full)
     compressed = named(Bench(settings(micro)).run())[LAVA]
     assert compressed["failure"] is None and compressed["scoring"] is None and compressed["decode_ms"]["median"] > 0
+
+
+def test_prefills_are_measured_beside_each_other(micro, micro_sizes):
+    sizes = micro_sizes | {"model_type": "llama", "num_hidden_layers": 3, "max_position_embeddings": 2048}
+    Path(micro).write_text(json.dumps(sizes))
+    text = "lava:window=8,snapkv:window=8"
+    prefill = "full,minference:vertical_size=30,slash_size=100"
+    given = settings(micro, policies=text, prefill=prefill, systems="", contexts="600", budget="40")
+    systems = named(Bench(given).run())
+    assert list(systems) == [
+        f"{prefill}{policy}:window=8"
+        for policy in ("lava", "snapkv")
+        for prefill in ("", "minference:vertical_size=30,slash_size=100 ")
+    ]
+    for name, record in systems.items():
+        found = record["attention"]
+        assert 0 < found["attend_s"] < record["prefill_s"]["median"] * 10
+        if name.startswith("minference"):
+            assert found["select_s"] > 0 and 0.1 < found["blocks"] < 1 and 0.1 < found["covered"] < 1
+        else:
+            assert found["select_s"] == 0 and found["blocks"] == found["covered"] == 1
+
+
+def test_prompts_of_a_text_are_its_first_tokens(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Some words. " * 120)
+    with pytest.raises(ValueError, match="'tiny' has random weights and no tokenizer"):
+        Bench(settings("tiny", text=text))
+    folder = model_folder()
+    bench = Bench(settings(folder, text=text, contexts="300", systems=""))
+    ids = bench.settings.ids(bench.options, 2, 300)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert ids.shape == (2, 300) and torch.equal(ids[0], ids[1])
+    assert ids[0].tolist() == tokenizer(text.read_text()).input_ids[:300]
+    with pytest.raises(ValueError, match="tokens are fewer than a prompt of 1000"):
+        Bench(settings(folder, text=text, contexts="1000", systems=""))
 
 
 def test_options_of_a_policy_reach_it_and_are_part_of_its_name(micro):
@@ -277,9 +315,11 @@ def test_the_share_of_scoring_counts_the_operators_of_kvpass_but_not_attention(m
     compressed = Kvpass(model, "lava", policy=resolve("lava", window=8), budget=16, backend="eager")
     with torch.no_grad():
         compressed.prefill(ids)
-        found = scoring_share(lambda: compressed.prefill(ids), torch.device("cpu"))
-        assert found is not None and 0 < found < 1
-        assert scoring_share(lambda: HfEager(model).prefill(ids), torch.device("cpu")) is None
+        found = profile_prefill(lambda: compressed.prefill(ids), torch.device("cpu"))
+        assert found.scoring is not None and 0 < found.scoring < 1
+        assert found.attend_s > 0 == found.select_s and found.blocks == found.covered == 1
+        eager = profile_prefill(lambda: HfEager(model).prefill(ids), torch.device("cpu"))
+        assert eager.scoring is None and eager.attend_s == 0
 
 
 def test_the_share_of_scoring_adds_up_what_is_not_attention():

@@ -44,6 +44,7 @@ VALUES = f"""
 --facts 2 --context 128 --contexts 128 --batches 2 --budget 40 --systems full --new-tokens 2 --repeats 2
 --json a --policy lava --texts . --ridge 2 --model tiny --max-new-tokens 2 --system a --question who?
 --document {__file__} --guide a --agreement 0.9 --memory 4MiB --rows policy --columns task --against full --task t
+--prefill xattention --text {__file__}
 """.split()
 
 

@@ -26,6 +26,7 @@ from kvpass.eval.run import Evaluation
 from kvpass.eval.runner import Runner
 from kvpass.eval.tasks import encode
 from kvpass.eval.tasks.needle import Needle
+from tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -282,3 +283,16 @@ def test_without_pandas_or_scipy_a_run_does_not_begin(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changes", [{"batch": 2}, {"samples": 5}, {"policies": "snapkv:window=8"}])
 def test_what_changes_no_answer_keeps_the_key(tmp_path, changes):
     assert conditions_of(tmp_path, **changes) <= conditions_of(tmp_path)
+
+
+def test_a_prefill_is_part_of_the_name_and_of_the_key(tmp_path):
+    model = tiny_model("llama", layers=3, vocab_size=len(TOKENIZER), eos_token_id=4)
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    sparse = "minference:vertical_size=30,slash_size=100"
+    given = {"model": str(tmp_path / "model"), "tasks": "needle", "policies": "full", "samples": 1, "length": 700}
+    Evaluation(options(tmp_path, **given, prefill=f"full,{sparse}", scopes="prompt")).run()
+    records = read_records(tmp_path)
+    assert [record.label for record in records] == ["full", f"{sparse} full"]
+    assert len({record.key for record in records}) == 2
+    assert f"{sparse} full" in (tmp_path / "results.md").read_text()

@@ -84,6 +84,7 @@ def call_everything(
 ) -> None:
     """Call every launcher with tensors of these sizes; with soft-capping, sinks and a sliding window, or plain."""
     from kvpass.kernels import (
+        block_attention,
         gather,
         merge_attention,
         prefill_attention,
@@ -97,6 +98,7 @@ def call_everything(
         BITS,
         AppendBuffers,
         Attention,
+        BlockSelection,
         Candidates,
         Entries,
         PartialAttention,
@@ -117,6 +119,10 @@ def call_everything(
     lse = torch.zeros(rows, heads, tokens)
     sliding = 17 if options else None
     prefill_attention.prefill_attention(call, sliding)
+    if max(dims) <= 256:
+        blocks = torch.ones(rows, heads, -(-tokens // 64), -(-tokens // 64), dtype=torch.bool)
+        columns = torch.zeros(rows, heads, 3, dtype=torch.int32)
+        block_attention.attend_blocks(call, BlockSelection(blocks, columns), 64)
     part = PartialAttention(torch.zeros(rows, tokens, heads, dims[1], dtype=dtype).transpose(1, 2), lse)
     merge_attention.merge_attention(part, part)
     for window in WINDOWS:
