@@ -107,7 +107,7 @@ Picture of what was kept at budget {self.systems[2].budget}, first question: {se
         for cache, system in zip(caches, systems, strict=True):
             self._answer(model, prompt.rest, number, system, past_key_values=cache)
             if number == 0 and scope == self.scopes[0] and system.budget == systems[1].budget and len(drawn) < 2:
-                drawn[f"{system.name.removeprefix('kvpass ')} answers {system.answers[0][:30]!r}"] = model.report(cache)
+                drawn[f"{system.name.removeprefix('kvpass ')} answers {system.answers[0][:40]!r}"] = model.report(cache)
         if drawn:
             (first, *beside), marks = drawn.values(), answer_places(self.tokenizer, self.samples, chat=True)
             first.plot(self.options.output, *beside, marks=marks, titles=[*drawn])
