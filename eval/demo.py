@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 import kvpass
@@ -30,7 +28,7 @@ from kvpass.eval.tasks.manual import Manual
 from kvpass.eval.tasks.needle import Task, hide
 from kvpass.loading import load_model
 from kvpass.progress import progress_bar, progress_console
-from kvpass.report import import_figure
+from kvpass.report import Report, import_figure
 from kvpass.transformers_compat import CACHE
 
 ENTRIES, SHARES, TIMED = (36, 40, 64), (0.25, 0.5), 16  # budgets of the built-in model, of others; timed tokens
@@ -60,11 +58,10 @@ class Demo:
         one_of("output", options.output.suffix, (".png", ".pdf", ".svg"))
         import_figure()
         self.decoder, self.tokenizer = load_model(options.model, dtype="auto", device="cpu")
-        budgets: tuple[float, ...] = SHARES
+        budgets: tuple[float, ...] = ENTRIES if path is None and options.model == "builtin" else SHARES
         if path is not None:
             self.samples = [Sample("", read_text(path), f"\n\n{options.question}", (), options.max_new_tokens)]
         elif options.model == "builtin":
-            budgets = ENTRIES
             self.samples = hide(Task(keys=facts, questions=facts), options.tokens or 2048, options.seed)
         else:
             self.samples = Manual().samples(self.tokenizer, options.tokens or 1024, facts, options.seed)
@@ -82,14 +79,14 @@ class Demo:
             raise ValueError(f"policies={options.policies!r}: name one that compresses")
 
     def run(self) -> None:
-        """Ask every system every question; print answers, a summary and the conditions; draw what one policy kept."""
+        """Ask every system every question; print answers, a summary and the conditions; draw what was kept."""
         model = kvpass.compile(self.decoder, policy="full", backend=self.options.backend)
         for scope in self.scopes:
             with progress_bar(progress_console()) as progress:
                 for number in progress.track(range(len(self.prompts)), description="questions"):
                     self._ask(model, scope, number)
             self._show(scope)
-        small, policies = self.systems[2], dict.fromkeys(x.name.removeprefix("kvpass ") for x in self.systems[2:])
+        policies = dict.fromkeys(x.name.removeprefix("kvpass ") for x in self.systems[2:])
         notes = f"""\
 Measured on {self.decoder.device}, {torch.get_num_threads()} threads, {self.decoder.dtype}, batch 1, backend \
 {self.options.backend}; torch {torch.__version__}, transformers {transformers.__version__}. Model: {self.options.model}.
@@ -97,20 +94,23 @@ Prompts: {len(self.prompts)} of {len(self.prompts[0])} tokens, seed {self.option
 each once for all policies, and behind what it kept the last token (scope prompt) or the question (context).
 Policies: {", ".join(policies)}, with default options unless given. Budget: entries per KV head per layer, with the \
 window. ms per token: median of {TIMED - 1} between generated tokens, prefill and compilation aside.
-What {next(iter(policies))} kept at budget {small.budget}, first question: {self.options.output.absolute()}"""
+Picture of what was kept at budget {self.systems[2].budget}, first question: {self.options.output.absolute()}"""
         Console().print(notes, highlight=False, markup=False)
 
     def _ask(self, model: Any, scope: str, number: int) -> None:
-        """Ask every system a question; draw what the first policy kept for the first one."""
+        """Ask every system a question; draw what two policies kept for the first one, with their answers."""
         # the last token is fed after compression: a prefill's full attention would give the first word
         prompt, (plain, *systems) = self.prompts[number].scoped(scope, 1), self.systems
         self._answer(self.decoder, prompt.ids, number, plain)
         caches = each_cache(model, [system.condition for system in systems], torch.tensor([prompt.head]))
+        drawn: dict[str, Report] = {}
         for cache, system in zip(caches, systems, strict=True):
             self._answer(model, prompt.rest, number, system, past_key_values=cache)
-            if scope == self.scopes[0] and number == 0 and system is systems[1]:
-                marks = {} if self.options.document else answer_places(self.tokenizer, self.samples, chat=True)
-                model.report(cache).plot(self.options.output, marks=marks)
+            if number == 0 and scope == self.scopes[0] and system.budget == systems[1].budget and len(drawn) < 2:
+                drawn[f"{system.name.removeprefix('kvpass ')} answers {system.answers[0][:40]!r}"] = model.report(cache)
+        if drawn:
+            (first, *beside), marks = drawn.values(), answer_places(self.tokenizer, self.samples, chat=True)
+            first.plot(self.options.output, *beside, marks=marks, titles=[*drawn])
 
     def _answer(self, model: Any, ids: tuple[int, ...], number: int, system: System, **cache: Any) -> None:
         """Note the answer to a question and the bytes of the cache; for the first also the time between tokens."""
@@ -124,7 +124,7 @@ What {next(iter(policies))} kept at budget {small.budget}, first question: {self
             times: list[float] = []  # of the prompt, and of each token
             clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
             model.generate(tokens, streamer=clock, min_new_tokens=TIMED, max_new_tokens=TIMED, **call, **cache)
-            system.token_ms = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(times[1:]))
+            system.token_ms = 1e3 * torch.tensor(times[1:], dtype=torch.float64).diff().median().item()
 
     def _show(self, scope: str) -> None:
         """Print the answers about facts under the smallest budget, and a summary of all systems."""
@@ -144,7 +144,7 @@ What {next(iter(policies))} kept at budget {small.budget}, first question: {self
         table = rich_table(header, (), left=3 if document else 1, title=title)
         for x in self.systems:
             right = [contains(x.answers[n], *sample.answers) for n, sample in enumerate(self.samples) if not document]
-            result = escape(x.answers[0]) if document else f"{sum(right)}/{len(right)}"
+            result = Text(x.answers[0] if document else f"{sum(right)}/{len(right)}")
             share, kib = f"{x.cache_bytes / full.cache_bytes:.1%}", f"{x.cache_bytes / 1024:.0f}"
             table.add_row(x.name, x.budget, result, kib, share, f"{x.token_ms:.2f}")
         Console().print(table)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console, Group
@@ -20,13 +21,10 @@ from kvpass.config import Budget
 from kvpass.operands import BITS
 from kvpass.policies.base import Policy
 from kvpass.ranks import Ranks
-from kvpass.replace_file import write_shared
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from kvpass.replace_file import SHARED, replacing
 
 
-def import_figure() -> type[Figure]:
+def import_figure() -> Any:
     """Return the class that pictures are made of.
 
     Raises:
@@ -117,9 +115,7 @@ class Report:
     @property
     def bytes_full(self) -> int:
         """Bytes of a full cache of the layers that share the budget, without padding."""
-        return int(self.prompt_lengths.sum()) * sum(
-            store.group.geometry.token_bytes() for store in self.prompt.full_layers
-        )
+        return int(self.prompt_lengths.sum()) * sum(x.group.geometry.token_bytes() for x in self.prompt.full_layers)
 
     @property
     def imbalance(self) -> Tensor:
@@ -140,7 +136,6 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers for JSON; tensors as nested lists ``[B][L][K]``, ``layer_weights`` as ``[B][L]``."""
-        weights = [store.weights[..., None] for store in self.prompt.full_layers]
         return {
             "policy": self.policy.name,
             "policy_options": asdict(self.policy),
@@ -162,7 +157,9 @@ class Report:
             "bytes_full": self.bytes_full,
             "window_attention_mass": self.attention_mass.tolist(),
             "output_errors": None if self.output_errors is None else self.output_errors.tolist(),
-            "layer_weights": self._by_layer(weights, 0).flatten(1).tolist(),
+            "layer_weights": self._by_layer([x.weights[..., None] for x in self.prompt.full_layers], 0)
+            .flatten(1)
+            .tolist(),
             "expanded": self.expanded,
             "processes": self.ranks.size,
             "imbalance": self.imbalance.tolist(),
@@ -170,17 +167,14 @@ class Report:
         }
 
     def __rich__(self) -> Group:
-        return Group(self._table(), *self._kept(), *self._outside(), *self._compiled())
+        return Group(self._table(), *self._sentences())
 
     def _table(self) -> Table:
         table = Table(title=f"kvpass: {self.policy.name}, budget {self.budget}")
         for name in ("layer", "entries / head", "min", "max", "KiB", "attention mass", "min mass"):
             table.add_column(name, justify="right")
-        if self.ranks.several:
-            table.add_column("fullest process", justify="right")
         geometries = {layer: store.group.geometry for store in self.prompt.full_layers for layer in store.group.layers}
         kept, masses, sizes = self.lengths, self.attention_mass, self.bytes_kept.sum((0, 2)).tolist()
-        worst = self.imbalance.amax(0).tolist() if self.imbalance.numel() else []
         for i, layer in enumerate(self.layer_ids):
             lengths, mass = (x[:, i, : geometries[layer].kv_heads].double() for x in (kept, masses))
             table.add_row(
@@ -191,7 +185,6 @@ class Report:
                 f"{sizes[i] / 1024:.1f}",
                 f"{mass.mean():.4f}",
                 f"{mass.min():.4f}",
-                *([f"{worst[i]:.2f} x"] if self.ranks.several else []),
             )
         for ring in self.prompt.sliding_layers:
             for layer in ring.layers:
@@ -199,21 +192,20 @@ class Report:
                 table.add_row(self._name(layer), f"{kind} of {ring.sliding_window}", "", "", "", "", "")
         return table
 
-    def _kept(self) -> Iterator[str]:
-        """Sentences about what is kept, and what it lost."""
-        rows, tokens = self.prompt.start.numel(), ", ".join(map(str, self.prompt_lengths.tolist()))
-        yield f"rows: {rows}, prompt tokens: {tokens}"
+    def _sentences(self) -> Iterator[str]:
+        """What is kept and lost, what the budget does not count, where things are, rules, and compiled graphs."""
+        rows, tokens = self.prompt_lengths.tolist(), int(self.prompt_lengths.sum())
+        yield f"rows: {len(rows)}, prompt tokens: {', '.join(map(str, rows))}"
         if self.prompt.full_layers:
-            geometries = [store.group.geometry for store in self.prompt.full_layers for _ in store.group.layers]
             total = int(self.lengths.sum())
-            full = int(self.prompt_lengths.sum()) * sum(geometry.kv_heads for geometry in geometries)
+            full = tokens * sum(len(x.group.layers) * x.group.geometry.kv_heads for x in self.prompt.full_layers)
             yield (
                 f"entries kept: {total} of {full} ({total / full:.1%}); cache occupies {self.prompt.nbytes} bytes, "
                 f"a full one would hold {self.bytes_full}"
             )
             if self.prompt.images is not None:
                 images = self.prompt.entries_of_images()
-                of_images = full * int(self.prompt.images.sum()) // int(self.prompt_lengths.sum())
+                of_images = full * int(self.prompt.images.sum()) // tokens
                 yield f"of images: {images} of {of_images} entries; of text: {total - images} of {full - of_images}"
         if self.prompt.computed is not None:
             by, shares = self.prompt.computed
@@ -233,11 +225,7 @@ class Report:
                 f"compact=True: error of attention outputs {after:.1%}, by eviction alone {before:.1%} (mean of layers "
                 "and heads, of held-out queries that repeat the prompt)"
             )
-
-    def _outside(self) -> Iterator[str]:
-        """Sentences about what the budget does not count, and where things are."""
         if self.prompt.protected:
-            tokens = int(self.prompt_lengths.sum())
             beside = (
                 "; layers with a sliding window keep their newest tokens alone" if self.prompt.sliding_layers else ""
             )
@@ -258,9 +246,6 @@ class Report:
             )
         if self.expanded is not None:
             yield f"latents are cached as expanded heads: {self.expanded}"
-
-    def _compiled(self) -> Iterator[str]:
-        """Sentences about released rules and compiled graphs."""
         if self.policy.parity == "code":
             yield "parity='code': released rules, which may keep more or fewer entries than the budget"
         for record in self.compiled:
@@ -270,65 +255,78 @@ class Report:
             )
 
     def __str__(self) -> str:
-        console = Console(width=100, file=io.StringIO())
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get().rstrip()
+        text = io.StringIO()
+        Console(width=100, file=text).print(self)
+        return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
         """Return the text as a notebook shows it."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def plot(self, path: str | Path, *, row: int = 0, marks: Mapping[str, Sequence[int]] | None = None) -> Path:
-        """Write a picture: a heat map of lengths (layers x KV heads), and the positions kept. Dark is much.
+    def plot(
+        self,
+        path: str | Path,
+        *beside: Report,
+        row: int = 0,
+        marks: Mapping[str, Sequence[int]] | None = None,
+        titles: Sequence[str] = (),
+    ) -> Path:
+        """Write a picture: heat maps of lengths (layers x KV heads), and the positions kept. Dark is much.
 
         Args:
             path: where to write; the suffix decides the format (PNG, PDF, SVG).
+            beside: reports of the same prompt under other policies, drawn beside this one in the same colours.
             row: row of the batch. marks: positions to point at, by the name that stands at the first.
+            titles: one for each report, above the positions.
         Raises:
-            ImportError: without matplotlib. ValueError: all layers have sliding windows.
+            ImportError: without matplotlib. ValueError: all layers have sliding windows, or the prompts differ.
         """
         figure_type = import_figure()
         from matplotlib.colors import PowerNorm
 
         if not self.prompt.full_layers:
             raise ValueError("nothing to plot: all layers have sliding windows")
-        lengths = self.lengths[row]
-        layers = lengths.shape[0]
-        figure = figure_type(figsize=(12, 1.5 + 0.35 * max(layers, 6)), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=[1, 2])
-        image = left.imshow(lengths.numpy(force=True), aspect="auto", cmap="viridis_r")
-        figure.colorbar(image, ax=left, label="entries kept")
-        left.set(xlabel="KV head", ylabel="layer", title=f"{self.policy.name}, budget {self.budget}")
-        left.set_xticks(range(lengths.shape[1]))
-        left.set_yticks(range(layers), map(self._name, self.layer_ids))
-        tokens = int(self.prompt_lengths[row])
-        bins = min(tokens, 128)
-        share = torch.zeros(layers, bins, device="cpu")
-        line = {layer: index for index, layer in enumerate(self.layer_ids)}
+        reports = (self, *beside)
+        if any(not torch.equal(report.prompt_lengths, self.prompt_lengths) for report in beside):
+            raise ValueError("these reports are not of the same prompt")
+        lengths = torch.stack([report.lengths[row] for report in reports]).numpy(force=True)
+        count, layers, tokens = len(reports), len(self.layer_ids), int(self.prompt_lengths[row])
+        figure = figure_type(figsize=(8 + 4 * count, 1.5 + 0.35 * max(layers, 6)), layout="constrained")
+        axes = figure.subplots(1, 2 * count, sharey=True, width_ratios=[1] * count + [2] * count)
+        axes[0].set(ylabel="layer", yticks=range(layers), yticklabels=map(self._name, self.layer_ids))
+        titles = titles or ["what was kept"] * count
+        style = {"aspect": "auto", "cmap": "viridis_r", "interpolation": "nearest"}
+        for report, title, kept, left, right in zip(reports, titles, lengths, axes[:count], axes[count:], strict=True):
+            heads = left.imshow(kept, vmin=lengths.min(), vmax=lengths.max(), **style)
+            left.set(xlabel="KV head", xticks=range(kept.shape[1]))
+            left.set_title(f"{report.policy.name}, budget {report.budget}")
+            places = right.imshow(
+                report._shares(row, min(tokens, 128)).numpy(),  # white: none
+                norm=PowerNorm(0.5, 0, 1),  # a small budget keeps little of every bin
+                extent=(0, tokens, layers - 0.5, -0.5),
+                **style,
+            )
+            right.set_xlabel("position in the prompt")
+            right.set_title(title, pad=24, fontsize="medium", parse_math=False)  # above the names of marks
+            for (name, at), color in zip((marks or {}).items(), ("tab:red", "tab:gray", "tab:purple"), strict=False):
+                right.scatter(at, [-0.5] * len(at), s=60, c=color, marker="v", clip_on=False, zorder=3, label=name)
+                right.annotate(name, (at[0], -0.5), (0, 7), textcoords="offset points", ha="center", color=color)
+        figure.colorbar(heads, ax=axes[:count], label="entries kept")
+        figure.colorbar(places, ax=axes[count:], label="share of positions kept")
+        with replacing(path, SHARED) as file:
+            figure.savefig(file, dpi=120, format=Path(path).suffix[1:] or "png")
+        return Path(path)
+
+    def _shares(self, row: int, bins: int) -> Tensor:
+        """Share of the positions kept in each bin of the prompt, ``[L, bins]``; NaN: none."""
+        tokens, window = int(self.prompt_lengths[row]), int(self.prompt.window[row])
+        parts = []
         for store in self.prompt.full_layers:
             heads = store.group.geometry.kv_heads
-            for index, layer in enumerate(store.group.layers):
-                begin, end = (int(store.offsets[row, edge]) for edge in (index * heads, (index + 1) * heads))
-                window = torch.arange(tokens - int(self.prompt.window[row]), tokens, device="cpu").repeat(heads)
-                kept = torch.cat([store.positions[row, begin:end].cpu().long(), window])
-                share[line[layer]] = torch.bincount(kept * bins // tokens, minlength=bins) / (heads * tokens / bins)
-        image = right.imshow(
-            share.where(share > 0, float("nan")).numpy(),  # white
-            aspect="auto",
-            cmap="viridis_r",
-            norm=PowerNorm(0.5, 0, 1),  # a small budget keeps little of every bin
-            interpolation="nearest",
-            extent=(0, tokens, layers - 0.5, -0.5),
-        )
-        right.set_yticks(range(layers), map(self._name, self.layer_ids))
-        figure.colorbar(image, ax=right, label="share of positions kept")
-        right.set(xlabel="position in the prompt", ylabel="layer")
-        right.set_title("what was kept", pad=24)  # above the names of marks
-        for (name, places), color in zip((marks or {}).items(), ("tab:red", "tab:gray", "tab:purple"), strict=False):
-            right.scatter(places, [-0.5] * len(places), s=60, c=color, marker="v", clip_on=False, zorder=3, label=name)
-            right.annotate(name, (places[0], -0.5), (0, 7), textcoords="offset points", ha="center", color=color)
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=120, format=Path(path).suffix[1:] or "png")
-        write_shared(path, picture.getvalue())
-        return Path(path)
+            newest = torch.arange(tokens - window, tokens, device="cpu").repeat(heads)
+            ends = store.offsets[row, ::heads].tolist()
+            kept = [torch.cat([store.positions[row, a:b].cpu().long(), newest]) for a, b in itertools.pairwise(ends)]
+            counts = torch.stack([torch.bincount(x * bins // tokens, minlength=bins) for x in kept])
+            parts.append(counts[None] / (heads * tokens / bins))
+        shares = self._by_layer(parts, 0)[0]
+        return shares.where(shares > 0, float("nan"))

@@ -77,7 +77,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, sample: Sample, *, chat: bool, li
 def answer_places(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], *, chat: bool) -> dict[str, list[int]]:
     """Tokens of a prompt in front of answers that stand once in its text, that of the first question by itself."""
     places: dict[str, list[int]] = {}
-    for number, sample in enumerate(samples):
+    for number, sample in enumerate(sample for sample in samples if sample.answers):
         before, *behind = sample.context.split(sample.answers[0])
         if len(behind) == 1:
             shortened = replace(sample, context=before.rstrip())

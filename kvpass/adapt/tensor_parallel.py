@@ -93,6 +93,8 @@ def hold_own_weights(compiled: nn.Module, model: nn.Module, ranks: Ranks) -> dic
             module._parameters[name] = shards[id(tensor)]
             weights[f"{path}.{name}"] = tensor
         vars(module).pop("forward", None)
+        if forward is _rows:
+            module.padding_idx = None  # a row of the whole, which this process may lack; no forward needs it
         if forward is not None:
             module.ranks = ranks
             module.forward = types.MethodType(forward, module)

@@ -1,4 +1,4 @@
-"""Files of the command ``compress``, which name their model, for the commands ``ask``, ``chat`` and ``look``."""
+"""Files of ``compress``, which name their model, and of ``Document.save``: for ``ask``, ``chat`` and ``look``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kvpass.policies import Policy, from_spec, resolve_budget
 def load_document(
     path: str | Path, *, model: str | None = None, device: str = "cpu", backend: Compiler = "inductor"
 ) -> Document:
-    """Load a file of ``kvpass compress``; policy, options, budget and format of entries come from it.
+    """Load a file of a document; policy, options, budget and format of entries come from it.
 
-    Without ``model`` also the name of the model, if loading it downloads nothing.
+    Without ``model`` also the name of the model, if ``kvpass compress`` wrote it and loading it downloads nothing.
 
     Raises:
         ValueError: the file is damaged or no document, the model is not the one that compressed it, or None and the
@@ -53,9 +53,9 @@ def document_page(path: str | Path, *, model: str | None = None) -> str:
 
 def _model_of(path: str | Path, metadata: CacheMetadata, model: str | None) -> tuple[str, str]:
     """Return the name of the model of a file, ``model`` if given, and its dtype; ``CacheFileError`` without one."""
-    named, dtype = metadata.notes.get("model"), metadata.notes.get("dtype")
+    named, dtype = metadata.notes.get("model", model), metadata.notes.get("dtype", model and "auto")
     if not isinstance(named, str) or not isinstance(dtype, str):
-        raise CacheFileError(path, "is a cache that names no model: kvpass.load_cache reads it")
+        raise CacheFileError(path, "names no model; say which it is: kvpass ask FILE QUESTION --model NAME")
     if not model and named != "builtin" and named not in PACKAGES and not os.path.isdir(named):
         raise CacheFileError(
             path,

@@ -195,8 +195,8 @@ class Admission:
         """Return the chat that a document begins; ValueError for a document that begins none, or that there is not."""
         if not isinstance(name, str) or name not in self.chats:
             raise ValueError(
-                f"{DOCUMENT}={name!r}: of the documents of this server, {[*self.documents]}, {[*self.chats]} were read "
-                "with a chat template; read others by 'kvpass compress' without --no-chat, or use /v1/completions"
+                f"{DOCUMENT}={name!r}: of the documents of this server, {[*self.documents]}, those with a chat are "
+                f"{[*self.chats]}: name one, use /v1/completions, or start the server with one made without --no-chat"
             )
         return self.chats[name]
 

@@ -32,10 +32,17 @@ def group(request, monkeypatch) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def divided(folder: Any, family: str, layers: int = 1, quantised: dict[str, str] | None = None, **given: Any) -> Any:
+def divided(
+    folder: Any,
+    family: str,
+    layers: int = 1,
+    quantised: dict[str, str] | None = None,
+    changes: dict[str, Any] | None = None,
+    **given: Any,
+) -> Any:
     from transformers.distributed import DistributedConfig
 
-    model = tiny_model(family, layers=layers)
+    model = tiny_model(family, layers=layers, **(changes or {}))
     if quantised is not None:
         model.config.quantization_config = quantised
     model.save_pretrained(folder)
@@ -111,3 +118,16 @@ def test_compiled_code_meets_the_others_once_for_each_reason(group, tmp_path, mo
         assert prompt == [*[(1, tokens, hidden)] * 3, logits, (1, 1, tokens - 8)], "embedding, attention, MLP; scores"
         assert met == [*[(1, 1, hidden)] * 3, logits]
         assert len(fast.report().compiled) == 2
+
+
+@pytest.mark.parametrize("group", [2], indirect=True)
+@pytest.mark.parametrize("padding", [3, 100])
+def test_a_padding_id_may_be_a_row_of_another_process(group, padding, tmp_path):
+    """As that of Qwen, whose token of padding is one of the last; it has no part in a forward."""
+    model = divided(tmp_path, "llama", changes={"pad_token_id": padding}, tp_size=group)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings()
+    embedding = kvpass.compile(model, policy="lava", budget=64).get_input_embeddings()
+    assert whole.padding_idx == padding < whole.num_embeddings and embedding.weight.shape[0] == 64
+    ids = torch.tensor([[3, 7, 63, 64, 100]])
+    assert torch.equal(embedding(ids), whole(ids).where((ids < 64)[..., None], 0)), "the first process has these rows"
+    assert model.get_input_embeddings().padding_idx == padding, "the user's own model is as it was"

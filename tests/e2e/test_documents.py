@@ -100,6 +100,20 @@ def test_standard_input_and_a_byte_order_mark_are_read_as_the_same_text(text, tm
     assert found == [found[0]] * 4
 
 
+def test_a_file_of_python_is_asked_about_once_its_model_is_said(document, tmp_path):
+    path = tmp_path / "doc.kv"
+    named = document.notes
+    document.notes = {}
+    document.save(path)
+    document.notes = named
+    asked = ("ask", path, QUESTIONS[1], "--max-new-tokens", "6", "--backend", "eager")
+    unnamed = invoke(*asked)
+    assert unnamed.exit_code == 2 and "names no model; say which it is: kvpass ask FILE" in unnamed.output
+    assert invoke(*asked, "--model", "builtin").output.strip() == "482 913 ."
+    page = tmp_path / "kept.html"
+    assert invoke("look", path, "-o", page, "--model", "builtin").exit_code == 0 and page.exists()
+
+
 def test_mistakes_are_one_line_and_exit_code_2(document, text, tmp_path):
     path, damaged, empty, binary = (tmp_path / name for name in ("doc.kv", "damaged.kv", "empty.txt", "binary.txt"))
     document.save(path)

@@ -23,6 +23,7 @@ from kvpass.eval.bench import measure as bench_measure
 from kvpass.eval.bench.run import Bench
 from kvpass.eval.run import Evaluation
 from kvpass.eval.tasks.needle import Task, hide
+from kvpass.report import Report
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -298,7 +299,14 @@ def test_a_folder_that_cannot_be_made_is_refused_alike_by_every_command(words, o
 def test_demo_prints_answers_in_both_scopes_and_writes_the_heat_map(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "ENTRIES", (64,))
     monkeypatch.setenv("COLUMNS", "100")
-    picture = tmp_path / "new" / "map.png"
+    picture, titles = tmp_path / "new" / "map.png", []
+    plot = Report.plot
+
+    def plotted(*args, **given):
+        titles.append((len(args), given["titles"], [*given["marks"]]))
+        return plot(*args, **given)
+
+    monkeypatch.setattr(Report, "plot", plotted)
     words = ("--tokens", 256, "--facts", 2, "--scope", "context,prompt", "--policies", "lava,snapkv:window=8,full")
     result = invoke("demo", *words, "--backend", "eager", "--output", picture)
     assert result.exit_code == 0, result.output
@@ -311,6 +319,9 @@ def test_demo_prints_answers_in_both_scopes_and_writes_the_heat_map(tmp_path, mo
     for line in result.output.splitlines():
         cells = re.split(r" {2,}", line.strip())
         rows[cells[0]] = cells[1:]
+    answers = ["lava answers ''", "snapkv:window=8 answers '313 664 664'"]  # in scope context, whose picture it is
+    assert titles == [(3, answers, ["asked for: 313 664", "other facts"])]  # a report, the path, another report
+    assert re.search("pin of lali tepas +313 664 +313 664 +313 664 +313 664 664 ", result.output)
     assert rows["transformers"][:2] == ["all", "2/2"]
     assert rows["kvpass lava"][:2] == ["64", "2/2"]
     assert int(rows["kvpass lava"][2]) < int(rows["transformers"][2])

@@ -3,6 +3,7 @@
 import html
 import json
 
+import pytest
 import torch
 from matplotlib.figure import Figure
 
@@ -63,3 +64,35 @@ def test_the_picture_is_written(tmp_path, monkeypatch):
     assert kept.texts[0].get_text() == marks.get_label() == "facts" and marks.get_offsets()[:, 0].tolist() == [3, 20]
     shown = kept.images[0].get_array()
     assert shown.mask.any() and not shown.mask[:, -8:].any()  # white where nothing is kept; the window is kept
+
+
+def test_two_reports_stand_side_by_side_in_the_same_colours(tmp_path, monkeypatch):
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or savefig(self, *a, **k))
+    found, other = (report(policy=policy, budget=16)[0] for policy in ("lava", "streaming_llm"))
+    titles = ["lava answers '7'", "streaming_llm answers '$ \\frac'"]
+    found.plot(tmp_path / "kept.png", other, row=1, marks={"fact": [3], "others": [9, 20]}, titles=titles)
+    *lengths, left, right = figures[0].axes[:4]
+    assert [axis.get_title() for axis in lengths] == ["lava, budget 16", "streaming_llm, budget 16"]
+    assert [left.get_title(), right.get_title()] == titles
+    for one, axis, kept in zip((found, other), lengths, (left, right), strict=True):
+        shown = axis.images[0].get_array()
+        assert shown.tolist() == one.lengths[1].tolist()
+        share = kept.images[0].get_array()  # of 33 positions, each a bin
+        assert (share.filled(0).sum(1) * shown.shape[1]).round().tolist() == shown.sum(1).tolist()
+        assert [text.get_text() for text in kept.texts] == ["fact", "others"]
+    both = {(*axis.images[0].get_clim(), axis.images[0].get_cmap().name) for axis in lengths}
+    ((least, most, _),) = both
+    assert (least, most) == (found.lengths[1].min(), found.lengths[1].max()) and least < most
+    assert len({(*axis.images[0].get_clim(), axis.images[0].get_cmap().name) for axis in (left, right)}) == 1
+    assert [axis.get_ylabel() for axis in figures[0].axes[4:]] == ["entries kept", "share of positions kept"]
+
+
+def test_reports_of_two_prompts_share_no_picture(tmp_path):
+    found, _ = report(policy="lava", budget=16)
+    _, fast = two_layers(policy="snapkv", budget=16)
+    fast(*padded(60, 34))
+    with pytest.raises(ValueError, match="these reports are not of the same prompt"):
+        found.plot(tmp_path / "kept.png", fast.report())
+    assert not (tmp_path / "kept.png").exists()

@@ -265,7 +265,8 @@ FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"typ
         ({"tools": [FUNCTION], "tool_choice": "none"}, "the chat template writes another text than document 'told'"),
         (
             {"document": "small"},
-            "kvpass_document='small': of the documents of this server, ['small', 'fitted', 'told']",
+            "kvpass_document='small': of the documents of this server, ['small', 'fitted', 'told'], those with a chat "
+            "are ['told']: name one",
         ),
     ],
 )
