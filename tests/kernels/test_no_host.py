@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpass.block_sparse import MInference, XAttention
 from kvpass.kernels import (
     append_codes,
+    block_attention,
     gather,
     prefill_attention,
     ragged_decode,
@@ -23,11 +25,21 @@ from kvpass.kernels import (
     window_statistics,
 )
 from kvpass.kernels.prompt_attention import Machine
-from kvpass.operands import AppendBuffers, Attention, Candidates, Entries, EvictBuffers, PolicyInputs, RingBuffers
+from kvpass.operands import (
+    AppendBuffers,
+    Attention,
+    BlockSelection,
+    Candidates,
+    Entries,
+    EvictBuffers,
+    PolicyInputs,
+    RingBuffers,
+)
 from kvpass.ops import cuda as device
-from kvpass.ops import evict, sliding
+from kvpass.ops import evict, prompt_operators, sliding
 from kvpass.ops.compress import keep_entries
 from kvpass.ops.entry_formats import packed
+from kvpass.ops.reference import attend_selected
 from kvpass.policies import POLICIES, resolve
 from numeric_checks import observe, prefill_buffers
 from pairwise import quick_rows
@@ -62,7 +74,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         assert not elsewhere, f"{kernel.__name__} is given {elsewhere} of the host"
 
     module: ModuleType
-    attend = (prefill_attention, ragged_decode, ragged_extend, slot_decode)
+    attend = (block_attention, prefill_attention, ragged_decode, ragged_extend, slot_decode)
     for module in (*attend, append_codes, gather, slot_lines, window_statistics):
         monkeypatch.setattr(module, "launch", launch)
     yield names
@@ -111,6 +123,19 @@ def test_a_prefill_up_to_its_packed_pool(variant, parity, dtype, launched, monke
         keep_entries(device, buffers, candidates, layer, policy)
     device.pack(buffers)
     assert "_gather_kernel" in launched
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prefill", [XAttention(), MInference(vertical_size=30, slash_size=100)], ids=str)
+def test_a_prompt_in_selected_blocks(prefill, dtype, launched):
+    tokens = 300
+    call, start = Attention(*site(tokens, dtype), 0.3, sinks=on_device(HEADS)), torch.tensor([0, 9, 290])
+    operands = [*call[:3], None, None], start, prefill.text
+    selection = BlockSelection(*prompt_operators.select_blocks(*operands, queries=32, scale=0.3))
+    out, lse = attend_selected(call, start, selection, prefill.block, device.attend_blocks)
+    assert launched == ["_blocks_kernel"] * 3
+    check("output", out.transpose(1, 2), (ROWS, tokens, HEADS, DIM), dtype)
+    check("lse", lse, (ROWS, HEADS, tokens), torch.float32)
 
 
 def cached(dtype: torch.dtype) -> tuple[Entries, Tensor, Entries]:
