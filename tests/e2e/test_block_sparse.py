@@ -14,7 +14,7 @@ from kvpass.operands import Attention
 from kvpass.ops.reference import attend_blocks
 from kvpass.policies import Policy
 from numeric_checks import assert_close
-from pairwise import quick
+from pairwise import quick, quick_rows
 from tiny_models import FAMILIES, HYBRIDS, in_blocks, random_ids, raw, tiny_model
 
 SPARSE = MInference(vertical_size=30, slash_size=100, last_q=16)
@@ -108,7 +108,7 @@ def test_padded_rows_and_blocks_of_tokens_change_nothing(prefill):
 READING = [("kvzip", {}), ("r_kv", {}), ("compactor", {}), ("lava", {"window": 200})]
 
 
-@pytest.mark.parametrize(("policy", "options"), quick([*READING, ("kvzip", {"compact": True})], READING))
+@pytest.mark.parametrize(("policy", "options"), quick_rows([*READING, ("kvzip", {"compact": True})], READING))
 def test_policies_read_what_the_selected_attention_gives(policy, options):
     """Replays and a second reading too; the same as ever where the prefill leaves out nothing."""
     model, ids = tiny_model("llama", layers=3), random_ids(1, 520)
