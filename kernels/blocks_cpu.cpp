@@ -29,11 +29,12 @@ constexpr bool PAIRS = false;
 struct Call {
     const void *q, *k, *v;
     void* out;
-    float* lse;              // [rows, heads, tokens]
-    const bool* blocks;      // [rows, heads, blocks, blocks]: of queries, of keys
+    float* lse;              // [rows, heads, queries]
+    const bool* blocks;      // [rows, heads, blocks, blocks]: of queries, of keys; null: all are attended
     const int32_t* columns;  // [rows, heads, columns] ascending; those from tokens on are none
     int64_t rows, heads, kv_heads, tokens, key_dim, value_dim;
     int64_t block, num_blocks, num_columns;
+    int64_t queries, window;  // the last tokens; with blocks all. window: keys that a query sees, tokens or fewer
     int64_t q_stride[3], k_stride[3], v_stride[3];  // row, head, token, in elements
     double scale, softcap;                          // softcap 0: none
 };
@@ -88,7 +89,8 @@ struct Prompt {
     using S = ENTRY;
     static constexpr int STEP = PAIRS<S> ? 2 : 1;  // elements of a word
     const Call& c;
-    const int64_t group = c.heads / c.kv_heads, tiles = (c.tokens + TILE - 1) / TILE;
+    const int64_t group = c.heads / c.kv_heads, before = c.tokens - c.queries;
+    const int64_t tiles = (c.tokens + TILE - 1) / TILE, query_tiles = (c.queries + TILE - 1) / TILE;
     const int64_t depth = (c.key_dim + STEP - 1) / STEP, width = (c.value_dim + 2 * W - 1) / (2 * W) * (2 * W);
     const int64_t key_size = depth * TILE, value_size = TILE / STEP * width;  // words of a tile
 
@@ -129,17 +131,18 @@ struct Prompt {
         int32_t* columns;
     };
 
-    // Attends one packed tile. causal: key j is seen by query i >= j alone. limit: keys that there are.
-    void attend(const Scratch& s, const uint32_t* keys, const uint32_t* values, bool causal, int64_t limit) const {
+    // Attends one packed tile; query i sees the keys j < i + end that are not before i + end - c.window, and < limit.
+    void attend(const Scratch& s, const uint32_t* keys, const uint32_t* values, int64_t end, int64_t limit) const {
         multiply<PAIRS<S>, false>(s.q, depth, keys, TILE, s.logits);
         for (int64_t i = 0; i < TILE; i++) {
             float* x = s.logits + i * TILE;
-            const int64_t seen = causal ? std::min<int64_t>(i + 1, limit) : limit;
+            const int64_t seen = std::min(i + end, limit), from = i + end - c.window;
             vf most = splat(LOWEST);
             for (int64_t j = 0; j < TILE; j += W) {
                 vf logits = load(x + j) * float(c.scale);
                 if (c.softcap != 0.0) logits = softcapped(logits, float(c.softcap));
                 logits = numbered(LANES) < int32_t(seen - j) ? logits : splat(LOWEST);
+                if (from > j) logits = numbered(LANES) < int32_t(from - j) ? splat(LOWEST) : logits;
                 most = max(most, logits);
                 store(x + j, logits);
             }
@@ -173,7 +176,7 @@ struct Prompt {
 
     // Attends tile t of the queries of a head.
     void run(int64_t row, int64_t head, int64_t t, const uint32_t* keys, const uint32_t* values, const Scratch& s) const {
-        const int64_t first = t * TILE, count = std::min<int64_t>(TILE, c.tokens - first);
+        const int64_t first = t * TILE, count = std::min<int64_t>(TILE, c.queries - first), column = before + first;
         for (int64_t i = 0; i < TILE; i++) {
             const S* from = (const S*)c.q + row * c.q_stride[0] + head * c.q_stride[1] + (first + i) * c.q_stride[2];
             for (int64_t d = 0; d < depth; d++) {
@@ -185,14 +188,15 @@ struct Prompt {
         std::fill(s.top, s.top + TILE, LOWEST);
         std::fill(s.mass, s.mass + TILE, 0.0f);
         const int64_t of_head = row * c.heads + head;
-        const bool* selected = c.blocks + (of_head * c.num_blocks + first / c.block) * c.num_blocks;
-        for (int64_t u = 0; u <= t; u++)
-            if (selected[u * TILE / c.block]) attend(s, keys + u * key_size, values + u * value_size, u == t, TILE);
+        const bool* selected = c.blocks ? c.blocks + (of_head * c.num_blocks + first / c.block) * c.num_blocks : nullptr;
+        for (int64_t u = std::max<int64_t>(column + 1 - c.window, 0) / TILE; u * TILE < column + count; u++)
+            if (!selected || selected[u * TILE / c.block])
+                attend(s, keys + u * key_size, values + u * value_size, column + 1 - u * TILE, TILE);
         int64_t filled = 0;
         const auto attend_columns = [&] {
             std::fill(s.columns + filled, s.columns + TILE, int32_t(c.tokens));
             pack(row, head / group, s.columns, s.keys, s.values);
-            attend(s, s.keys, s.values, false, filled);
+            attend(s, s.keys, s.values, TILE, filled);  // before all queries of the tile
             filled = 0;
         };
         const int32_t* columns = c.columns + of_head * c.num_columns;
@@ -203,9 +207,9 @@ struct Prompt {
         }
         if (filled) attend_columns();
         for (int64_t i = 0; i < count; i++) {
-            S* out = (S*)c.out + ((row * c.tokens + first + i) * c.heads + head) * c.value_dim;
+            S* out = (S*)c.out + ((row * c.queries + first + i) * c.heads + head) * c.value_dim;
             for (int64_t d = 0; d < c.value_dim; d++) round_to(s.sum[i * width + d] / s.mass[i], out + d);
-            c.lse[of_head * c.tokens + first + i] = s.top[i] + std::log(s.mass[i]);
+            c.lse[of_head * c.queries + first + i] = s.top[i] + std::log(s.mass[i]);
         }
     }
 
@@ -231,8 +235,8 @@ struct Prompt {
                     pack(row, head, s.columns, keys.get() + t * key_size, values.get() + t * value_size);
                 }
 #pragma omp for schedule(dynamic)
-                for (int64_t task = 0; task < tiles * group; task++)
-                    run(row, head * group + task % group, tiles - 1 - task / group, keys.get(), values.get(), s);
+                for (int64_t task = 0; task < query_tiles * group; task++)
+                    run(row, head * group + task % group, query_tiles - 1 - task / group, keys.get(), values.get(), s);
             }
         }
     }

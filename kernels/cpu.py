@@ -34,8 +34,8 @@ CODE_TYPES = {
 _ATTEND_CALL = struct.Struct("=50q2d")
 """Fields of ``struct Call`` in decode_cpu.cpp: 22 pointers, 13 sizes, 12 strides, 3 of lines, scale, softcap."""
 
-_BLOCKS_CALL = struct.Struct("=25q2d")
-"""Fields of ``struct Call`` in blocks_cpu.cpp: 7 pointers, 9 sizes, 9 strides, scale, softcap."""
+_BLOCKS_CALL = struct.Struct("=27q2d")
+"""Fields of ``struct Call`` in blocks_cpu.cpp: 7 pointers, 11 sizes, 9 strides, scale, softcap."""
 
 _CHECKED: set[Hashable] = set()
 """Layouts of arguments that have been checked."""
@@ -241,18 +241,32 @@ def _blocks_function(dtype: torch.dtype) -> Callable[[bytes], None]:
 
 def attend_blocks(call: Attention, selection: BlockSelection, block: int) -> PartialAttention:
     """CPU version of :func:`kvpass.ops.reference.attend_blocks`; ``block`` is a multiple of 64."""
+    check_selection(call, selection, block)
+    return attend_causal(call, None, selection, block)
+
+
+def attend_causal(
+    call: Attention, sliding_window: int | None = None, selection: BlockSelection | None = None, block: int = 1
+) -> PartialAttention:
+    """Causal attention of the last T of N tokens without padding, or of all of them to selected blocks.
+
+    Args:
+        call: q float32, bfloat16 or float16; sinks are not read. sliding_window: query i sees key j only if
+            ``i - j < sliding_window``.
+    """
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in call[:3])
-    (rows, heads, tokens, key_dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
+    (rows, heads, queries, key_dim), (_, kv_heads, tokens, value_dim) = q.shape, v.shape
     if q.dtype not in _ENTRY_TYPES:
         raise ValueError(f"q has dtype {q.dtype}: CPU attention takes float32, bfloat16 or float16")
-    check_selection(call, selection, block)
-    out = torch.empty(rows, tokens, heads, value_dim, dtype=q.dtype, device="cpu")
-    lse = torch.empty(rows, heads, tokens, dtype=torch.float32, device="cpu")
+    out = torch.empty(rows, queries, heads, value_dim, dtype=q.dtype, device="cpu")
+    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device="cpu")
+    blocks, columns = (0, 0) if selection is None else (selection.blocks.shape[-1], selection.columns.shape[-1])
+    selected = (None, None) if selection is None else selection
     _blocks_function(q.dtype)(
         _BLOCKS_CALL.pack(
-            *[tensor.data_ptr() for tensor in (q, k, v, out, lse, *selection)],
-            *(rows, heads, kv_heads, tokens, key_dim, value_dim),
-            *(block, selection.blocks.shape[-1], selection.columns.shape[-1]),
+            *[0 if tensor is None else tensor.data_ptr() for tensor in (q, k, v, out, lse, *selected)],
+            *(rows, heads, kv_heads, tokens, key_dim, value_dim, block, blocks, columns),
+            *(queries, min(sliding_window or tokens, tokens)),
             *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             *(call.scale, call.softcap or 0.0),
         )

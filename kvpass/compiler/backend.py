@@ -234,9 +234,9 @@ class PhaseCompiler:
         with self._shown(call, MOST_PARTS), compiled_for_any_length():
             examples = [*captured.inputs, *fakes, *map(recorded, split.added)]
             functions = compile_distinct(gm, split.parts, examples, self._compile_one(mode.shape_env))
-        decoder = SplitDecoder(gm, layout, split, functions, captured.lookups)
         impl = "cpp" if self.compiler == "inductor" else "eager"
-        read = PromptReader(decoder, label, self.prefill, impl)
+        decoder = SplitDecoder(gm, layout, split, functions, captured.lookups, impl)
+        read = PromptReader(decoder, label, self.prefill)
         self.readers.append(ref(read))
 
         def run(call: Call, *inputs: Any) -> Any:

@@ -144,6 +144,7 @@ class SplitDecoder:
         gm: the graph that was split; behind the inputs of the captured graph it has the tokens seen before, int64
             ``[]``, from which decoders that count positions go on, and ``split.added``. layout: of its entries and
             states. functions: of the parts, by key. lookups: of the inputs in tables, which are checked.
+            impl: of attention, see :func:`kvpass.ops.schemas.implementation`.
     """
 
     def __init__(
@@ -153,8 +154,9 @@ class SplitDecoder:
         split: SplitPrompt,
         functions: Mapping[Hashable, Callable[..., Any]],
         lookups: Sequence[InputLookup],
+        impl: str,
     ) -> None:
-        self.split, self.functions, self.lookups = split, functions, lookups
+        self.split, self.functions, self.lookups, self.impl = split, functions, lookups, impl
         self.allowed = _lengths_allowed(gm, split)
         self.inputs = [node for node in placeholders(gm) if node not in split.added]
         self.ids_at, self.positions_at = ids_and_positions(gm)
@@ -287,13 +289,14 @@ class DecoderRun:
         held, lses = _Held(self, num_queries, of_entering, behind), _TokenBuffer(n - num_queries, n)
         for first, end in pairwise(edges):
             call, made = self._begin_block(run, layer, held, first, end)
+            ops = implementation(call.q, self.decoder.impl)
             expansion = None if site.up is None else Expansion(run.value(site.up, first, end, made), site.nope)
             needs_lse = behind is None and end > n - num_queries
             if first < results_from and not needs_lse and on_block is None:
                 continue
             with record_function("kvpass::attend_prompt"):
                 made[site.node], lse = attend_prompt(
-                    call, expansion, self.start, implementation(call.q), site.sliding_window, site.chunked
+                    call, expansion, self.start, ops, site.sliding_window, site.chunked
                 )
                 self._attend_images(site, call, made[site.node])
             if lse is not None:

@@ -54,13 +54,11 @@ class PromptReader:
 
     Args:
         decoder: in parts. label: of the programs, where they are dumped. prefill: what selects blocks of attention;
-            None: all of it is computed. impl: of attention to them, on a CPU.
+            None: all of it is computed.
     """
 
-    def __init__(
-        self, decoder: SplitDecoder, label: str, prefill: BlockSparse | None = None, impl: str = "eager"
-    ) -> None:
-        self.decoder, self.label, self.prefill, self.impl = decoder, label, prefill, impl
+    def __init__(self, decoder: SplitDecoder, label: str, prefill: BlockSparse | None = None) -> None:
+        self.decoder, self.label, self.prefill = decoder, label, prefill
         self._programs: dict[Hashable, PromptProgram] = {}
 
     def program(self, policies: Sequence[Policy], ranks: Ranks) -> PromptProgram:
@@ -87,7 +85,7 @@ class PromptReader:
             inputs: of the captured graph. block: tokens of a block, at least 2.
         """
         program = self.program([check_registered(fill.policy) for fill in fills], call.cache.ranks)
-        prompt = Prompt(self.decoder, fills, inputs, block, call, prefill=self.prefill, impl=self.impl)
+        prompt = Prompt(self.decoder, fills, inputs, block, call, prefill=self.prefill)
         caches = [
             [fill.state[f"{prefix}_{name}"] for name in names if f"{prefix}_{name}" in fill.state]
             for fill in fills
@@ -117,8 +115,7 @@ class Prompt:
 
     Args:
         fills: the caches. inputs: of the captured graph. block: tokens of a block, at least 2. compacts: it runs a
-            second time, and what was kept of it is fitted. prefill: what selects blocks of attention. impl: by which
-            these are attended, see :func:`kvpass.ops.schemas.implementation`.
+            second time, and what was kept of it is fitted. prefill: what selects blocks of attention.
     Attributes:
         computed: share of the blocks of attention that were computed, of the layers where they are selected.
     """
@@ -133,9 +130,8 @@ class Prompt:
         *,
         compacts: bool = False,
         prefill: BlockSparse | None = None,
-        impl: str = "eager",
     ) -> None:
-        self.prefill, self.impl, self.computed = prefill, impl, dict[int, Tensor]()
+        self.prefill, self.computed = prefill, dict[int, Tensor]()
         self.decoder, self.fills, self.inputs, self.block, self.call = decoder, fills, inputs, block, call
         self.ranks = call.cache.ranks
         state = fills[0].state  # what a prompt begins with is the same for all
@@ -213,7 +209,7 @@ class Prompt:
         assert self.prefill is not None
         selection, block, (_, layer) = BlockSelection(*selected), self.prefill.block, begun
         self.computed[place] = _share(selection.blocks, self.start, self.tokens, block)
-        attend = implementation(layer.attention.q, self.impl).attend_blocks
+        attend = implementation(layer.attention.q, self.decoder.impl).attend_blocks
         result = self.run.finish_layer(
             layer,
             lambda call: attend_selected(call, self.start, selection, block, attend),
@@ -385,7 +381,6 @@ class Prompt:
             *(self.decoder, fills, self.inputs, self.block, self.call),
             compacts=True,
             prefill=self.prefill,
-            impl=self.impl,
         )
 
     def compact_layer(

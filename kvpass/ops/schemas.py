@@ -36,13 +36,13 @@ _module = cache(importlib.import_module)
 
 
 def implementation(tensor: Tensor, impl: str = "eager") -> ModuleType:
-    """Return the module that computes operators on ``tensor``: ``ops.cuda``, ``kernels.cpu`` or ``ops.reference``.
+    """Return the module that computes operators on ``tensor``: ``ops.cuda``, ``ops.cpu`` or ``ops.reference``.
 
     impl: "cpp" or "eager", for tensors on a CPU; decided when a graph is compiled.
     """
     if tensor.is_cuda:
         return _module("kvpass.ops.cuda")
-    return _module("kvpass.kernels.cpu" if impl == "cpp" and tensor.is_cpu else "kvpass.ops.reference")
+    return _module("kvpass.ops.cpu" if impl == "cpp" and tensor.is_cpu else "kvpass.ops.reference")
 
 
 def define_operator(schema: str, fake: Callable[..., Any] | None = None) -> Callable[[Any], Any]:

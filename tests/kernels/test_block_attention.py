@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from kvpass.kernels import cpu
 from kvpass.kernels.block_attention import attend_blocks
 from kvpass.operands import Attention, BlockSelection
+from kvpass.ops import cpu as ops_cpu
 from kvpass.ops import reference
 from kvpass.ops.reference import attend_selected
 from numeric_checks import Exact, PromptCase, assert_rounded, exact_attention, hidden_in_prompt, strided
@@ -86,6 +87,37 @@ def test_output_and_lse_are_those_of_a_masked_softmax(case, way):
     assert found.out.transpose(1, 2).is_contiguous()
     for name, x, expected in zip(("out", "lse"), found, exact(call, start, selection, case.block), strict=True):
         assert_rounded(name, x, expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "queries", "window"),
+    [
+        (Case(200, 64, heads=6, kv_heads=2, starts=(0, 70), dtype=torch.bfloat16), 90, None),
+        (Case(170, 40, dv=24, starts=(0, 99), softcap=5.0), 170, 300),
+        (Case(333, 80, heads=4, kv_heads=4, starts=(0, 5), sinks=True), 77, 100),
+        (Case(260, 64, starts=(9,), dtype=torch.float16), 129, 64),
+        (Case(150, 64, starts=(149, 20), sinks=True, softcap=3.0), 1, 1),
+        (Case(576, 576, dv=512, heads=3, dtype=torch.bfloat16), 65, None),
+    ],
+    ids=str,
+)
+def test_the_last_tokens_of_a_prompt_on_a_cpu(case, queries, window):
+    call, start = case.call()
+    call = Attention(*(x.cpu() if isinstance(x, Tensor) else x for x in call))
+    start, column = start.cpu(), torch.arange(case.n)
+    call = call._replace(q=strided(call.q[:, :, -queries:]), k=strided(call.k), v=strided(call.v))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops_cpu, "_torch_is_as_fast", lambda *_: False)
+        out, _ = ops_cpu.attend_prompt(call, start, window)
+    assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()
+    hidden = hidden_in_prompt(column[-queries:], column, start, window)
+    expected = exact_attention(call, hidden, rounds_weights=case.dtype != torch.float32).out
+    padding = (column[-queries:] < start[:, None])[:, None, :, None]
+    expected = Exact(expected.value.masked_fill(padding, 0.0), expected.error)
+    assert_rounded("out", out, expected)
+    again, whole = call._replace(q=call.q[:, :, 1:]), ops_cpu._torch_is_as_fast(call, window)
+    if not whole and queries > 1:
+        assert torch.equal(ops_cpu.attend_prompt(again, start, window)[0], out[:, :, 1:]), "no query knows the others"
 
 
 @pytest.mark.parametrize("way", ["cpp", "triton"])
