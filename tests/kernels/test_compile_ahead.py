@@ -26,7 +26,7 @@ SPILLED_BYTES = 16
 """Of the stack, per thread; a few bytes of it are no spill in a loop."""
 MAY_SPILL = {("prefill half 576", 90): 88}
 """By case and architecture: on an H200 faster than every config that does not spill."""
-THREE_BITS = {"decode float levels", "slots float levels", "extend float codes"}
+THREE_BITS = {"decode float levels", "slots float levels", "extend float levels"}
 """Cases in which codes of 3 bits at head dim 256 spill in every config: fp32 is not what a GPU holds in few bits."""
 LATENT = (576, 512)
 """Rows of one KV head, whose values are stored in the keys."""
