@@ -99,11 +99,13 @@ def _append_codes(  # type: ignore[no-untyped-def]
 
 
 def append_codes(call: Attention, held: AppendBuffers | SlotCache, layer: int) -> None:
-    """Store the new entries of one layer as codes: behind ``tail_used``, or in each line's first empty slot.
+    """Store the new entries of a layer that holds codes: behind ``tail_used``, or in each line's first empty slot.
 
     Entries beyond the last slot of a tail, or of a line without an empty slot, are not stored. Arguments are those of
     the attention kernels, which call this when they have checked them.
     """
+    if held.tail.k_scale is None:
+        return
     k, v = call.k, call.v
     (rows, kv_heads, tokens, key_dim), value_dim = k.shape, v.shape[3]
     named, tail_k = by_name(held), held.tail.k

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvpass.kernels.checks import check_cache, check_slots, values_in_keys
-from kvpass.kernels.launch import strides
+from kvpass.kernels.launch import kind, strides
 from kvpass.kernels.prefill_attention import (
     FLOOR,
     LOG2E,
@@ -29,10 +29,12 @@ from kvpass.kernels.prefill_attention import (
     dot_rows,
     hold_rows,
     in_parts,
+    is_aligned,
     load_parts,
     logits_base2,
     part_block,
     store_parts,
+    wide_case,
 )
 from kvpass.operands import AppendBuffers, Attention, Entries, SlotCache, by_name
 
@@ -314,6 +316,15 @@ def codes_case(held: AppendBuffers | SlotCache, key_dim: int) -> str:
     if held.tail.k_scale is None:
         return ""
     return " codes" if held.tail.k.shape[-1] == key_dim else " levels"
+
+
+def case_of(kernel: str, call: Attention, held: AppendBuffers) -> str:
+    """Return the case: what fits in registers, with the addresses of unaligned rows and what belongs to codes."""
+    dtype, dims = call.q.dtype, (call.q.shape[3], call.v.shape[3])
+    wide = wide_case(*dims)
+    if not wide and dtype != torch.float32 and (sum(map(block_dim, dims)) > 256 or not is_aligned(*dims)):
+        wide = " wide"
+    return f"{kernel} {kind(dtype)}{wide}{codes_case(held, dims[0])}"
 
 
 def shared_arguments(call: Attention, held: AppendBuffers, layer: int) -> dict[str, Any]:

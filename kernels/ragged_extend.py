@@ -8,7 +8,6 @@ Legend as in ``cached_attention.py``.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +16,7 @@ from kvpass.kernels.append_codes import append_codes
 from kvpass.kernels.cached_attention import (
     absorb_entries,
     append_entries,
+    case_of,
     channels,
     check_call,
     empty_state,
@@ -24,23 +24,9 @@ from kvpass.kernels.cached_attention import (
     hold_queries,
     shared_arguments,
 )
-from kvpass.kernels.launch import blocks, kind, launch
-from kvpass.kernels.prefill_attention import LOG2E, block_dim, in_parts, is_aligned, wide_case
+from kvpass.kernels.launch import blocks, launch
+from kvpass.kernels.prefill_attention import LOG2E
 from kvpass.operands import AppendBuffers, Attention
-
-
-def _case(dtype: torch.dtype, key_dim: int, value_dim: int, held: AppendBuffers) -> str:
-    """Return the case: what fits in registers, with the addresses of unaligned rows and what belongs to codes."""
-    if in_parts(key_dim, value_dim):
-        return f"extend {kind(dtype)}{wide_case(key_dim, value_dim)}"
-    is_wide = block_dim(key_dim) + block_dim(value_dim) > 256
-    if dtype == torch.float32:
-        return "extend float" if held.pool.k_scale is None else "extend float codes"
-    if held.tail.k_scale is not None:
-        return "extend half wide codes" if is_wide else "extend half codes"
-    if is_wide:
-        return "extend half wide"
-    return "extend half" if is_aligned(key_dim, value_dim) else "extend half unaligned"
 
 
 @triton.jit(do_not_specialize=["stride_p", "stride_tl", "stride_tb", "layer", "layers", "pool_rows", "slots", "tokens"])
@@ -125,13 +111,12 @@ def attend_extend(call: Attention, held: AppendBuffers, layer: int, config: trit
 
     Contract as in ``ragged_decode.attend_ragged``; arrivals are not read.
     """
-    rows, heads, tokens, key_dim = call.q.shape
-    kv_heads, value_dim = call.v.shape[1], call.v.shape[3]
+    rows, heads, tokens, _ = call.q.shape
+    kv_heads = call.v.shape[1]
     check_call(call, held, layer)
-    if held.tail.k_scale is not None:
-        append_codes(call, held, layer)
+    append_codes(call, held, layer)
     arguments = shared_arguments(call, held, layer)
     grid = blocks(heads // kv_heads * tokens, "BLOCK_R", rows * kv_heads)
-    launch(_attend_queries, grid, arguments, _case(call.q.dtype, key_dim, value_dim, held), config)
+    launch(_attend_queries, grid, arguments, case_of("extend", call, held), config)
     out: Tensor = arguments["out"]
     return out.transpose(1, 2)

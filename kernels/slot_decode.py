@@ -180,8 +180,7 @@ def attend_slots(call: Attention, lines: SlotCache, layer: int) -> tuple[Tensor,
     kv_heads, value_dim = v.shape[1], v.shape[3]
     slots, width = tail.k.shape[3], position.shape[2]
     check_call(call, lines, layer)
-    if tail.k_scale is not None:
-        append_codes(call, lines, layer)
+    append_codes(call, lines, layer)
     group, num_lines = heads // kv_heads, rows * kv_heads
     pool_tiles = triton.cdiv(width - slots, TILE)
     num_tiles = pool_tiles + triton.cdiv(slots, TILE)

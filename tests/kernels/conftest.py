@@ -23,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 ON_CPU_TENSORS = {
     "test_row_index.py",
+    "test_decode_shares.py",
     "test_device.py",
     "test_gather.py",
     "test_launch.py",

@@ -26,7 +26,9 @@ SPILLED_BYTES = 16
 """Of the stack, per thread; a few bytes of it are no spill in a loop."""
 MAY_SPILL = {("prefill half 576", 90): 88}
 """By case and architecture: on an H200 faster than every config that does not spill."""
-THREE_BITS = {"decode float levels", "slots float levels", "extend float codes"}
+COUNTED, BARRIERS = "decode half", {80: 35, 90: 49}
+"""In a decode kernel of 16 segments, by architecture: two more than when each piece was a program of its own."""
+THREE_BITS = {"decode float levels", "slots float levels", "extend float levels"}
 """Cases in which codes of 3 bits at head dim 256 spill in every config: fp32 is not what a GPU holds in few bits."""
 LATENT = (576, 512)
 """Rows of one KV head, whose values are stored in the keys."""
@@ -215,8 +217,8 @@ def compile_ahead(launch: Launch, arch: int) -> dict[str, Any]:
     """Compile as the JIT would, with the ptxas that Triton ships.
 
     Returns:
-        case and config, shared memory per block in bytes, registers and spilled bytes per thread. Spilled is the stack
-        frame, which Triton's kernels use for nothing else.
+        case and config, shared memory per block in bytes, registers and spilled bytes per thread, barriers where they
+        are counted. Spilled is the stack frame, which Triton's kernels use for nothing else.
     """
     from triton import knobs
     from triton.runtime.jit import MockTensor
@@ -231,6 +233,10 @@ def compile_ahead(launch: Launch, arch: int) -> dict[str, Any]:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        code = (
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout if launch.case == COUNTED else ""
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     return {
@@ -239,6 +245,7 @@ def compile_ahead(launch: Launch, arch: int) -> dict[str, Any]:
         "shared_bytes": compiled.metadata.shared,
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
+        "barriers": code.count("BAR.SYNC"),
     }
 
 
@@ -293,6 +300,8 @@ else:
         rows = run_compiler()
         check(rows)
         assert {row["arch"] for row in rows} == {80, 90}
+        counted = {row["arch"]: row["barriers"] for row in rows if row["case"] == COUNTED}
+        assert all(0 < counted[arch] <= most for arch, most in BARRIERS.items()), f"too many barriers: {counted}"
         source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py"))
         launched = set(re.findall(r"\blaunch\(_(\w+),", source))
         assert {row["name"].split()[0] for row in rows} == launched, "a kernel is not called here"

@@ -152,7 +152,7 @@ OPTIONAL = pytest.mark.parametrize(
 
 @OPTIONAL
 @pytest.mark.parametrize("entry_format", ["model", "rot3"])
-@pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_piece"), (8, "_attend_piece"), (9, "_attend_queries")])
+@pytest.mark.parametrize(("tokens", "kernel"), [(1, "_attend_share"), (8, "_attend_share"), (9, "_attend_queries")])
 def test_a_step_on_the_cache(tokens, kernel, entry_format, softcap, sinks, launched):
     used = [on_device(ROWS, dtype=torch.int64), on_device(dtype=torch.int64)]
     held = AppendBuffers(*cached(torch.bfloat16), *used, on_device(ROWS * KV_HEADS, 64, dtype=torch.int32))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from triton import Config
 
-from kvpass.kernels import cpu
+from kvpass.kernels import cpu, ragged_decode
 from kvpass.kernels.cached_attention import HALF_TERMS, LEVEL_TERMS
-from kvpass.kernels.ragged_decode import CHUNK_STEP, MOST_CHUNKS, TAIL_TILE, attend_ragged, chunks_of
+from kvpass.kernels.ragged_decode import MOST_PIECES, PIECE, TILE, attend_ragged, most_pieces
 from kvpass.kernels.ragged_extend import attend_extend
 from kvpass.operands import LEVELS, AppendBuffers, Attention
 from kvpass.ops import reference
@@ -34,9 +34,9 @@ def counted(case: DecodeCase) -> AppendBuffers:
     return case.held._replace(arrivals=torch.zeros(len(case.call.k) * case.call.k.shape[1], 64, dtype=torch.int32))
 
 
-def ragged(case: DecodeCase, config: Config | None = SPLIT, chunks: int | None = 3) -> Tensor:
+def ragged(case: DecodeCase, config: Config | None = SPLIT, programs: int | None = 3) -> Tensor:
     held = counted(case)
-    found = turned(case, lambda call: attend_ragged(call, held, case.layer, config, chunks))
+    found = turned(case, lambda call: attend_ragged(call, held, case.layer, config, programs))
     assert not held.arrivals.any(), "the counters are not ready for the next step"
     return found
 
@@ -189,48 +189,53 @@ def test_a_pool_of_one_row_serves_all_rows(entry_format):
 
 
 def test_a_tail_that_begins_behind_more_empty_tiles_than_are_merged_at_a_time():
-    start = SPLIT.kwargs["BLOCK_P"] * TAIL_TILE + 30
+    start = SPLIT.kwargs["BLOCK_P"] * TILE.value + 30
     check(decode_case([[0]], slots=start + 50, used=start + 20, tokens=3, start=[start], dim=16))
 
 
-@pytest.mark.parametrize("chunks", quick([1, 2, 9, 40], [9]))
-def test_any_number_of_chunks_and_the_usual_config(chunks):
-    case = decode_case([[0, 130], [5, 20]], tokens=2, dim=16)
+@pytest.mark.parametrize("programs", quick([1, 2, 9, 40], [9]))
+def test_any_number_of_programs_and_the_usual_config(programs):
+    case = decode_case([[0, 700], [129, 20]], tokens=2, dim=16)
     expected = case.exact()
-    assert_rounded("ragged", ragged(case.copied(), chunks=chunks), expected)
-    assert_rounded("ragged, usual config", ragged(case.copied(), None, chunks), expected)
+    assert_rounded("ragged", ragged(case.copied(), programs=programs), expected)
+    assert_rounded("ragged, usual config", ragged(case.copied(), None, programs), expected)
     assert_rounded("extend, usual config", extend(case.copied(), config=None), expected)
 
 
-@pytest.mark.parametrize("chunks", quick([1, 3, 4, 5, 8, 17], [5]))
-def test_any_number_of_chunks_is_merged_by_the_last_of_them(chunks):
-    """Tails of one tile and of two; the other heads and rows are in fewer chunks, or have nothing in the pool."""
-    for used in (TAIL_TILE - 1, TAIL_TILE):
-        tail = {"slots": TAIL_TILE + 9, "used": used, "start": [0, 60]}
-        case = decode_case([[CHUNK_STEP * chunks, 0], [1, 40]], **tail, group=3, tokens=2, dim=16, sinks=True)
-        check(case, [lambda given: ragged(given, chunks=chunks)])
+@pytest.mark.parametrize("pieces", quick([1, 3, 4, 5, 8, 17], [5]))
+def test_any_number_of_pieces_is_merged_by_the_last_program_that_has_one(pieces):
+    """Tails of one tile and of two; the other heads and rows are in fewer pieces, or have nothing in the pool."""
+    for used in (TILE.value - 1, TILE.value):
+        tail = {"slots": TILE.value + 9, "used": used, "start": [0, 60]}
+        case = decode_case([[PIECE.value * pieces, 0], [1, 40]], **tail, group=3, tokens=2, dim=16, sinks=True)
+        check(case, [lambda given: ragged(given, programs=pieces)])
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        decode_case([[0, 16, 0, 0, 16, 16, 0]], dim=16),  # chunks end where heads do
-        # a chunk with several heads, a head with all chunks
-        decode_case([[1, 2, 3, 40, 1, 1, 0], [0, 0, 0, 0, 0, 0, 90]], dim=16),
-        decode_case([[70, 0], [31, 9]], softcap=20.0, sinks=True, layer=2).packed("rot4"),
+        decode_case([[0, 128, 0, 0, 256, 64, 0]], dim=16),  # shares end where heads do
+        # a share with several heads, a head with all shares
+        decode_case([[1, 2, 3, 140, 1, 1, 0], [0, 0, 0, 0, 0, 0, 490]], dim=16),
+        decode_case([[370, 0], [131, 9]], softcap=20.0, sinks=True, layer=2).packed("rot4"),
     ],
     ids=["ends", "several", "codes"],
 )
-@pytest.mark.parametrize("chunks", quick([1, 3, 5, 64], [5]))
-def test_chunks_over_many_heads(case, chunks):
-    check(case, [lambda given: ragged(given, chunks=chunks)])
+@pytest.mark.parametrize("programs", quick([1, 3, 5, 64], [5]))
+def test_shares_over_many_heads(case, programs):
+    check(case, [lambda given: ragged(given, programs=programs)])
+
+
+def test_longer_pieces(monkeypatch):
+    monkeypatch.setattr(ragged_decode, "MOST_PIECES", 2)  # of 384 and of 128 entries
+    check(decode_case([[0, 700], [129, 20]], tokens=2, dim=16))
 
 
 @pytest.mark.parametrize(
-    ("entries", "chunks"), [(0, 1), (128, 1), (129, 2), (8 * 1024, 64), (2**17, MOST_CHUNKS), (2**24, MOST_CHUNKS)]
+    ("entries", "pieces"), [(0, 1), (128, 2), (129, 4), (8 * 1024, 128), (2**17, MOST_PIECES), (2**24, MOST_PIECES)]
 )
-def test_a_large_layer_has_longer_chunks(entries, chunks):
-    assert chunks_of(entries) == chunks
+def test_a_large_layer_has_longer_pieces(entries, pieces):
+    assert most_pieces(entries) == pieces
 
 
 def test_strided_queries_keys_and_values():
@@ -244,7 +249,7 @@ def test_strided_queries_keys_and_values():
 
 def test_steps_one_after_another_are_one_long_step():
     """Tokens appended one by one, read back from the tail, give what all of them at once give."""
-    case = decode_case(LENGTHS, tokens=3, slots=TAIL_TILE + 6, used=TAIL_TILE - 1, dim=16)
+    case = decode_case(LENGTHS, tokens=3, slots=TILE.value + 6, used=TILE.value - 1, dim=16)
     expected = case.exact()
     held = counted(case)
     for token in range(3):
