@@ -164,7 +164,7 @@ class CompressOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions:
-    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")]
+    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File of 'kvpass compress' or Document.save.")]
     question: Annotated[str, Argument(help="What is asked about the document.")]
     model: OfFile = None
     policy: Annotated[str | None, Option(help="A policy of your own to import first: my.module:KeyDiff.")] = None
@@ -177,7 +177,9 @@ class AskOptions:
 class ChatOptions:
     """With a file, model, policy and budget are its own; else the history is compressed when it has doubled."""
 
-    cache: Annotated[Path | None, Argument(exists=True, dir_okay=False, help="File of 'kvpass compress'.")] = None
+    cache: Annotated[
+        Path | None, Argument(exists=True, dir_okay=False, help="File of 'kvpass compress' or Document.save.")
+    ] = None
     model: OfFile = None
     policy: Annotated[str, Option(help="Of a chat without a file.")] = "lava"
     budget: Annotated[str, Option(help="Of a chat without a file: entries per KV head per layer.")] = "1024"
@@ -191,7 +193,7 @@ class ChatOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LookOptions:
-    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File that 'kvpass compress' wrote.")]
+    cache: Annotated[Path, Argument(exists=True, dir_okay=False, help="File of 'kvpass compress' or Document.save.")]
     output: Annotated[Path, Option("--output", "-o", dir_okay=False, help="Where the page goes.")] = Path("kept.html")
     model: OfFile = None
 
