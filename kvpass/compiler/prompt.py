@@ -207,11 +207,11 @@ class Prompt:
     ) -> tuple[Hidden, Attended, None, list[Tensor]]:
         """Attend to selected blocks, and run what is behind the attention of a layer. As :meth:`run_layer`."""
         assert self.prefill is not None
-        selection, block, (_, layer) = BlockSelection(*selected), self.prefill.block, begun
+        selection, block, (_, begun_layer) = BlockSelection(*selected), self.prefill.block, begun
         self.computed[place] = _share(selection.blocks, self.start, self.tokens, block)
-        attend = implementation(layer.attention.q, self.decoder.impl).attend_blocks
+        attend = implementation(selection.blocks, self.decoder.impl).attend_blocks
         result = self.run.finish_layer(
-            layer,
+            begun_layer,
             lambda call: attend_selected(call, self.start, selection, block, attend),
             self.tokens if queries is None else min(queries, self.tokens),
         )
