@@ -42,7 +42,7 @@ def arguments_of(operator):
 
 
 def test_an_implementation_takes_the_operands_of_its_schema():
-    assert len(OPERATORS) == 22 and OF_CACHE.keys() <= set(OPERATORS)
+    assert len(OPERATORS) == 23 and OF_CACHE.keys() <= set(OPERATORS)
     for operator in OPERATORS:
         module = schemas if hasattr(schemas, operator) else prompt_operators
         parameters = inspect.signature(getattr(module, operator)).parameters

@@ -127,7 +127,7 @@ def test_a_front_end_knows_which_documents_begin_a_chat_and_what_no_question_beg
         assert found.begins == begins and found.documents["b"] == cache.ids[0].tolist()
         assert found.chat_about("a").before == "a text "
         for name in "bc":
-            with pytest.raises(ValueError, match=rf"kvpass_document='{name}': .* \['a', 'b', 'c'\], \['a'\] were read"):
+            with pytest.raises(ValueError, match=rf"'{name}': .* \['a', 'b', 'c'\], .* \['a'\]: name one"):
                 found.chat_about(name)
     assert Admission.of(engine).begins == frozenset()  # an engine without a tokenizer
 
