@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from kvpass.operands import Attention, BlockSelection
-from kvpass.policies.base import Policy, with_options
+from kvpass.policies.base import Policy, short_text
 from kvpass.policies.options import check_int, check_options, option
 
 FULL_QUERIES = 128
@@ -70,5 +69,4 @@ class BlockSparse(ABC):
     @cached_property
     def text(self) -> str:
         """The name, and the options that differ from their defaults; ``from_text`` reads it."""
-        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return with_options(self.name, {field.name: value for field, value in fields if value != field.default})
+        return short_text(self)

@@ -35,6 +35,12 @@ def with_options(name: str, options: Mapping[str, object]) -> str:
     return f"{name} {json.dumps(options, sort_keys=True)}" if options else name
 
 
+def short_text(rule: Any) -> str:
+    """Return the name of a policy, or another dataclass with a name, and its options without those by default."""
+    fields = [(field, getattr(rule, field.name)) for field in dataclasses.fields(rule)]
+    return with_options(rule.name, {field.name: value for field, value in fields if value != field.default})
+
+
 def name_and_options(text: str) -> tuple[Any, dict[str, Any]]:
     """Return the name and the options in a :attr:`Policy.spec` or :attr:`Policy.text`; ValueError: it is neither."""
     name, _, rest = text.partition(" ")
@@ -299,5 +305,4 @@ class Policy(ABC):
     @cached_property
     def text(self) -> str:
         """Short text form, without options that have their defaults; ``kvpass.policies.from_spec`` reads it too."""
-        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return with_options(self.name, {field.name: value for field, value in fields if value != field.default})
+        return short_text(self)
