@@ -306,11 +306,8 @@ class DecoderRun:
             if first >= results_from:
                 made |= run.run_part(layer.after, first, end, made)
                 run.store(layer, first, end, made)
-        whole, lse = (
-            absorbed(call._replace(q=held.queries.before(n)), expansion),
-            lses.before(n) if lses.began else None,
-        )
-        return LayerResult(run.left(layer), whole, lse, held.of_entering())
+        whole = absorbed(call._replace(q=held.queries.before(n)), expansion)
+        return LayerResult(run.left(layer), whole, lses.before(n) if lses.began else None, held.of_entering())
 
     def begin_layer(
         self, layer: Layer, hidden: Hidden, of_entering: Sequence[Callable[[Tensor], Tensor]] = ()

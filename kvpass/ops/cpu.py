@@ -25,7 +25,7 @@ def attend_prompt(
 ) -> tuple[Tensor, None]:
     """See :func:`kvpass.ops.reference.attend_prompt`; by torch what it does as fast."""
 
-    def attend(part: Attention, window: int | None) -> tuple[Tensor, None]:
+    def attend(part: Attention, window: int | None, rows: slice) -> tuple[Tensor, None]:
         found = attend_causal(part, window)
         return (found if part.sinks is None else found.with_sinks(part.sinks)).out, None
 

@@ -105,7 +105,11 @@ def attend_prompt(
     call: Attention, start: Tensor, sliding_window: int | None = None, chunked: bool = False
 ) -> tuple[Tensor, Tensor]:
     """See :func:`kvpass.ops.reference.attend_prompt`; also the log-sum-exp fp32 ``[B, H, T]``, ``-inf`` in padding."""
-    return reference.attend_rows(readable(call), start, sliding_window, chunked, prompt_attention.attend)
+
+    def attend(part: Attention, window: int | None, rows: slice) -> tuple[Tensor, Tensor]:
+        return prompt_attention.attend(part, window)
+
+    return reference.attend_rows(readable(call), start, sliding_window, chunked, attend)
 
 
 def attend_blocks(call: Attention, selection: BlockSelection, block: int) -> PartialAttention:

@@ -111,7 +111,7 @@ def attend_prompt(
             :func:`score_layer` needs of it, here nothing.
     """
 
-    def attend(part: Attention, window: int | None) -> tuple[Tensor, None]:
+    def attend(part: Attention, window: int | None, rows: slice) -> tuple[Tensor, None]:
         return causal_attention(part, window).transpose(1, 2).contiguous().transpose(1, 2), None
 
     return attend_rows(call, start, sliding_window, chunked, attend)[0], None
@@ -122,13 +122,13 @@ def attend_rows(
     start: Tensor,
     sliding_window: int | None,
     chunked: bool,
-    attend: Callable[[Attention, int | None], tuple[Tensor, L]],
+    attend: Callable[[Attention, int | None, slice], tuple[Tensor, L]],
 ) -> tuple[Tensor, Tensor | L]:
     """As :func:`attend_prompt`: rows that begin at the same column are one call without their padding.
 
     Args:
-        attend: takes a call without padding and its sliding window; returns output, stored as ``[B, T, H, Dv]``, and
-            log-sum-exp fp32 ``[B, H, T]``, or None.
+        attend: takes a call without padding, its sliding window, and which rows of the prompt it has; returns output,
+            stored as ``[B, T, H, Dv]``, and log-sum-exp fp32 ``[B, H, T]``, or None.
     Returns:
         the same of the prompt; the log-sum-exp is ``-inf`` in padding.
     """
@@ -136,7 +136,7 @@ def attend_rows(
     before = call.k.shape[2] - t
     groups = list(row_groups(start))
     if groups == [(slice(0, b), 0)] and not chunked:
-        return attend(call, sliding_window)
+        return attend(call, sliding_window, slice(0, b))
     out = call.q.new_zeros(b, t, h, call.v.shape[3]).transpose(1, 2)
     lse = call.q.new_full((b, h, t), float("-inf"), dtype=torch.float32)
     for rows, column in groups:
@@ -147,7 +147,7 @@ def attend_rows(
         for piece in part.chunks(sliding_window) if chunked and sliding_window else [part]:
             first, end = end, end + piece.q.shape[2]
             live = (rows, slice(None), slice(first, end))
-            out[live], found = attend(piece, None if chunked else sliding_window)
+            out[live], found = attend(piece, None if chunked else sliding_window, rows)
             if found is not None:
                 lse[live] = found
     return out, lse
@@ -185,15 +185,12 @@ def attend_selected(
     attend: Callable[[Attention, BlockSelection, int], PartialAttention] = attend_blocks,
 ) -> PartialAttention:
     """As :func:`attend_prompt`, of all tokens of a left-padded prompt; ``attend``: as :func:`attend_blocks`."""
-    b, heads, n, _ = call.q.shape
-    out = call.q.new_zeros(b, n, heads, call.v.shape[3]).transpose(1, 2)
-    lse = call.q.new_full((b, heads, n), float("-inf"), dtype=torch.float32)
-    for rows, column in row_groups(start):
-        if column < n:
-            live = (rows, slice(None), slice(column, None))
-            part = attend(call.from_column(rows, column), selection.of(rows, n - column, block), block)
-            out[live], lse[live] = part if call.sinks is None else part.with_sinks(call.sinks)
-    return PartialAttention(out, lse)
+
+    def attend_part(part: Attention, window: int | None, rows: slice) -> PartialAttention:
+        found = attend(part, selection.of(rows, part.q.shape[2], block), block)
+        return found if part.sinks is None else found.with_sinks(part.sinks)
+
+    return PartialAttention(*attend_rows(call, start, None, False, attend_part))
 
 
 def column_sums(call: Attention, lse: None, start: Tensor, first: Tensor) -> Tensor:
